@@ -75,6 +75,9 @@ def typed(options: Any) -> str:
         value, name = getattr(options, field.name), field.name.replace("_", "-")
         if value == field.default or value is None:
             continue
+        if dataclasses.is_dataclass(value):
+            words.append(typed(value))
+            continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
             continue

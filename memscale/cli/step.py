@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from typer import Option
 
+from memscale.cli.adapters import AdapterOptions, adapted, note_of
 from memscale.cli.autocast import AMP, autocasting
 from memscale.cli.options import count
 from memscale.cli.subject import DTYPES, Subject, first_line, read_subject
@@ -18,6 +19,7 @@ from memscale.core import ConfigError
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
 
+_WHOLE = AdapterOptions()
 # They need what a plain loop does not have: a closure that runs the step, sparse gradients.
 _NOT_OPTIMIZERS = ("optimizer", "lbfgs", "sparseadam")
 
@@ -56,6 +58,7 @@ class StepOptions(TrainingOptions):
             "(model, batch_fn, loss); batch_fn(batch, seq) makes a batch.",
         ),
     ]
+    adapters: AdapterOptions = _WHOLE
     accumulate: Annotated[int, count("N", "Batches for each optimizer step.")] = 1
     keeps_output: Annotated[
         bool,
@@ -79,6 +82,7 @@ class StepOptions(TrainingOptions):
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.amp is not None and self.amp.lower() not in AMP:
             raise ConfigError(f"--amp must be one of {', '.join(AMP)}, got {self.amp!r}")
+        self.adapters.check()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +127,8 @@ class Step:
         seq: the sequence length.
         optimizer: of the model's parameters, None for a step without one.
         hardware: where it would run.
-        precision: a note that tells weights in fewer bits from autocast, empty where neither was asked for.
+        precision: notes that tell weights in fewer bits from autocast, and what is trained; empty where none of it
+            was asked for.
     """
 
     subject: Subject
@@ -143,7 +148,11 @@ def read_step(options: StepOptions) -> Step:
     from memscale.simulation import as_hardware
 
     hardware = as_hardware(options.gpu, "meta")
-    subject = read_subject(options.hf, None if options.dtype is None else DTYPES[options.dtype.lower()])
+    dtype, adapters = None if options.dtype is None else DTYPES[options.dtype.lower()], options.adapters
+    compute = adapters.compute((options.amp, options.dtype), hardware)
+    if dtype is None and adapters.quant is not None:
+        dtype = compute  # what checkpoints have, which is packed from that
+    subject = adapted(read_subject(options.hf, dtype), adapters, options.hf, dtype or torch.float32, compute)
     optimizer, precision = _optimizer(options.optimizer, subject.model), ""
     if options.amp is not None:
         autocasting(subject.model, hardware.device_type, DTYPES[options.amp.lower()])
@@ -152,7 +161,8 @@ def read_step(options: StepOptions) -> Step:
         )
     elif options.dtype is not None and DTYPES[options.dtype.lower()] is not torch.float32:
         precision = f"note: --dtype {options.dtype} makes the weights so; a Trainer's {options.dtype}=True is --amp"
-    return Step(subject, subject.seq(options.seq), optimizer, hardware, precision)
+    notes = "\n".join(filter(None, (precision, note_of(subject.model, adapters, compute))))
+    return Step(subject, subject.seq(options.seq), optimizer, hardware, notes)
 
 
 def batch_of(subject: Subject, batch: int, seq: int) -> Any:

@@ -1,0 +1,253 @@
+"""``--lora`` and ``--quant``: adapters of PEFT over a model in few bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from typer import Option
+
+from memscale.cli.subject import DTYPES, Subject, first_line, offline
+from memscale.core import ConfigError, RuntimeUnavailable, format_bytes
+
+if TYPE_CHECKING:
+    from memscale.hardware import Hardware
+
+_QUANT = ("nf4", "fp4", "int8")
+_EXAMPLE = "r=16,targets=all-linear"
+# What --lora calls the settings of a LoraConfig, and how each is read.
+_SETTINGS = {
+    "r": ("r", int),
+    "alpha": ("lora_alpha", float),
+    "dropout": ("lora_dropout", float),
+    "targets": ("target_modules", str),
+    "save": ("modules_to_save", str),
+    "dora": ("use_dora", bool),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """What of a model is trained, and in how many bits the rest is, as typed."""
+
+    lora: Annotated[
+        str | None,
+        Option(
+            metavar=_EXAMPLE,
+            help="Train adapters of PEFT: r, alpha, dropout, targets (all-linear, or names joined by +), save (modules "
+            "that are trained whole), dora=yes.",
+        ),
+    ] = None
+    quant: Annotated[
+        str | None, Option(metavar="nf4|fp4|int8", help="Linear layers of bitsandbytes, whose weights are frozen.")
+    ] = None
+    double_quant: Annotated[bool, Option("--double-quant", help="Of nf4 and fp4: scales in 8 bits, too.")] = False
+    compute_dtype: Annotated[
+        str | None, Option(help="In which nf4 and fp4 multiply; by default as --amp or --dtype, else bf16.")
+    ] = None
+    kbit: Annotated[
+        bool,
+        Option(
+            "--kbit/--no-kbit",
+            help="With --quant, what PEFT's prepare_model_for_kbit_training does: the rest in float32.",
+        ),
+    ] = True
+
+    def check(self) -> None:
+        """Raise ConfigError for what is wrong whatever the model is."""
+        if self.quant is not None and self.quant.lower() not in _QUANT:
+            raise ConfigError(f"--quant must be one of {', '.join(_QUANT)}, got {self.quant!r}")
+        if self.compute_dtype is not None and self.compute_dtype.lower() not in DTYPES:
+            raise ConfigError(f"--compute-dtype must be one of {', '.join(DTYPES)}, got {self.compute_dtype!r}")
+        of_4_bits = self.quant is not None and self.quant.lower() != "int8"
+        for name, given in (("double-quant", self.double_quant), ("compute-dtype", self.compute_dtype is not None)):
+            if given and not of_4_bits:
+                raise ConfigError(f"--{name} is about weights in 4 bits; say --quant nf4 or fp4, or leave it out")
+        if self.quant is not None and self.lora is None:
+            raise ConfigError(f"--quant {self.quant} freezes the weights; say what is trained, as --lora {_EXAMPLE}")
+        if self.lora is not None:
+            settings_of(self.lora)
+
+    def compute(self, others: tuple[str | None, ...], hardware: Hardware) -> torch.dtype:
+        """In what layers in few bits multiply: as is said, else as one of `others` is, else what `hardware` has."""
+        said = next(filter(None, (self.compute_dtype, *others)), None)
+        if said is not None:
+            return DTYPES[said.lower()]
+        rates = hardware.flops_per_second
+        return torch.bfloat16 if not rates or "bfloat16" in rates else torch.float16
+
+
+def settings_of(text: str) -> dict[str, Any]:
+    """The arguments of a ``LoraConfig`` that ``--lora`` says.
+
+    >>> settings_of("r=16,alpha=32,targets=q_proj+v_proj")
+    {'r': 16, 'lora_alpha': 32.0, 'target_modules': ['q_proj', 'v_proj']}
+
+    Raises:
+        ConfigError: an unknown setting, or a value that it cannot have.
+    """
+    found: dict[str, Any] = {}
+    for word in text.split(","):
+        key, _, value = (part.strip() for part in word.partition("="))
+        if key not in _SETTINGS or not value:
+            raise ConfigError(
+                f"--lora {text!r}: {word.strip()!r} is none of {', '.join(f'{name}=...' for name in _SETTINGS)}; write "
+                f"--lora {_EXAMPLE}"
+            )
+        name, kind = _SETTINGS[key]
+        try:
+            found[name] = _read(value, kind)
+        except ValueError:
+            raise ConfigError(f"--lora {text!r}: {key} must be {_RULES[key]}, got {value!r}") from None
+    return {"r": 16, "target_modules": "all-linear", **found} if not found.get("target_modules") else found
+
+
+_RULES = {
+    "r": "a whole number of at least 1",
+    "alpha": "a number above 0",
+    "dropout": "a share of at least 0, below 1",
+    "targets": "all-linear, or names of modules joined by +",
+    "save": "names of modules joined by +",
+    "dora": "yes or no",
+}
+
+
+def _read(value: str, kind: type) -> Any:
+    if kind is bool:
+        return {"yes": True, "no": False}[value.lower()] if value.lower() in ("yes", "no") else int("")
+    if kind is str:
+        names = [name.strip() for name in value.split("+")]
+        if not all(names):
+            raise ValueError
+        return value if names == ["all-linear"] else names
+    number = kind(value)
+    if not math.isfinite(number) or number < (1 if kind is int else 0):
+        raise ValueError
+    return number
+
+
+def adapted(
+    subject: Subject, options: AdapterOptions, source: str, dtype: torch.dtype, compute: torch.dtype
+) -> Subject:
+    """The subject with its layers in few bits and adapters over them.
+
+    Args:
+        subject: its model changes in place.
+        options: as typed; the subject itself where they say nothing.
+        source: the option ``--hf``.
+        dtype: of the weights that were packed.
+        compute: in which layers in 4 bits multiply.
+
+    Raises:
+        ConfigError: a model that cannot be packed or adapted so.
+        RuntimeUnavailable: a package is not there.
+    """
+    if options.lora is None:
+        return subject
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    with offline(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names that PEFT calls by their old ones
+        peft = _package("peft", "--lora")
+        model: Any = subject.model
+        code = [subject.code, "import peft"]
+        if options.quant is not None:
+            code = [_packed_code(subject, options, source, dtype, compute), "import peft"]
+            _pack(model, options, source, compute)
+            if options.kbit:
+                model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+                code.append("model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
+        settings = settings_of(options.lora)
+        try:
+            model = peft.get_peft_model(model, peft.LoraConfig(**settings)).train()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"--lora {options.lora!r}: PEFT refuses it: {first_line(error)}") from error
+    words = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    code.append(f"model = peft.get_peft_model(model, peft.LoraConfig({words})).train()")
+    return dataclasses.replace(subject, model=model, code="\n".join(code))
+
+
+def note_of(model: torch.nn.Module, options: AdapterOptions, compute: torch.dtype) -> str:
+    """What is trained, and what is packed, in a line; empty where nothing of it was asked for."""
+    if options.lora is None:
+        return ""
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    words = [f"note: --lora trains {trained:,} numbers"]
+    if options.quant is not None:
+        packed = sum(each.nbytes for each in model.parameters() if type(each) in _packed_kinds())
+        rest = sum(each.nbytes for each in model.parameters()) - packed
+        multiplies = "" if options.quant.lower() == "int8" else f", multiplied in {str(compute).partition('.')[2]}"
+        words.append(
+            f"--quant {options.quant} packs linear layers into {format_bytes(packed)}{multiplies}; the other weights "
+            f"take {format_bytes(rest)}"
+            + (" (in float32 by prepare_model_for_kbit_training, which --no-kbit leaves out)" if options.kbit else "")
+        )
+    return "; ".join(words)
+
+
+def _packed_kinds() -> tuple[type, ...]:
+    layers = _package("bitsandbytes.nn", "--quant")
+    return layers.Params4bit, layers.Int8Params
+
+
+def _package(name: str, option: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise RuntimeUnavailable(f"{option} needs {package}: pip install {package}") from error
+
+
+def _settings(options: AdapterOptions, compute: torch.dtype) -> dict[str, Any]:
+    """The arguments of a ``BitsAndBytesConfig``."""
+    assert options.quant is not None
+    kind = options.quant.lower()
+    if kind == "int8":
+        return {"load_in_8bit": True}
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_compute_dtype": compute}
+    return {**settings, "bnb_4bit_use_double_quant": True} if options.double_quant else settings
+
+
+def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype) -> None:
+    """Make linear layers of `model`, which transformers has built on meta, those of bitsandbytes, as it does itself."""
+    from memscale.simulation import pack_weights
+
+    _package("bitsandbytes.nn", "--quant")
+    transformers = _package("transformers", "--quant")
+    if not isinstance(model, transformers.PreTrainedModel) or not all(each.is_meta for each in model.parameters()):
+        raise ConfigError(
+            f"--quant {options.quant} is for a model that transformers builds from a config; {source!r} returns one as "
+            "it trains, so let it return layers of bitsandbytes"
+        )
+    layers = importlib.import_module("transformers.integrations.bitsandbytes")
+    quantizers = importlib.import_module("transformers.quantizers.base")
+    dtypes = {name: each.dtype for name, each in model.named_parameters()}
+    left = [*quantizers.get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    layers.replace_with_bnb_linear(model, left, transformers.BitsAndBytesConfig(**_settings(options, compute)))
+    for name, parameter in model.named_parameters():  # new ones, in the default dtype
+        if parameter.dtype != dtypes[name]:
+            parameter.data = parameter.data.to(dtypes[name])
+    if not any(type(each) in _packed_kinds() for each in model.parameters()):
+        raise ConfigError(f"--quant {options.quant}: {type(model).__name__} has no linear layers to pack")
+    pack_weights(model)
+    setattr(model, "is_loaded_in_8bit" if options.quant == "int8" else "is_loaded_in_4bit", True)
+
+
+def _packed_code(
+    subject: Subject, options: AdapterOptions, source: str, dtype: torch.dtype, compute: torch.dtype
+) -> str:
+    """Python that loads the model packed, in place of what builds it: random weights cannot be packed so."""
+    folder = Path(source) if Path(source).is_dir() else Path(source).parent
+    words = ", ".join(f"{name}={value!r}" for name, value in _settings(options, compute).items())
+    head = subject.code.rpartition("model = ")[0]
+    return (
+        f"{head}packing = transformers.BitsAndBytesConfig({words})\n"
+        f"model = transformers.{type(subject.model).__name__}.from_pretrained(\n"
+        f"    {str(folder)!r}, config=config, dtype={dtype}, quantization_config=packing\n)"
+    )
