@@ -126,6 +126,7 @@ def plan(
     accumulate: int = 1,
     keeps_output: bool = True,
     stepping: Collection[str | Transform] = (),
+    seconds: float | None = None,
     progress: Progress | None = None,
     parallel: ParallelKind | None = None,
     world: int | None = None,
@@ -163,6 +164,8 @@ def plan(
             ``"quantize_states"`` (not exact) and ``"step_in_backward"``, or such a transform with options of its own,
             as ``step_in_backward(max_norm=1.0)`` for a loop of two passes. ``Config(use_8bit_optimizer=True)`` allows
             the third by itself. Such a plan is applied with ``transform(model, plan, optimizer=optimizer)``.
+        seconds: how long to look for a faster plan; then, or after Ctrl-C, the fastest of those that were tried is
+            returned, and a note in its evidence says so. None looks to the end, and the same plan comes every time.
         progress: called before each simulation with what it is about, how many are done, and None.
         parallel, world, shard, tensor: as in `memscale.profile`: the step is one process's of several, and the plan is
             the same for all of them. Apply it to the plain model, then distribute what `transform` returns.
@@ -189,7 +192,7 @@ def plan(
     engine = DecisionEngine.of_step(
         step, config=allowed(config, exact=exact), hardware=hardware, stepping=stepping, progress=progress
     )
-    found = engine.plan(budget)
+    found = engine.plan(budget, seconds=seconds)
     if path is not None:
         _keep(engine.steps.profile(found), path, step, found, config)
     return found

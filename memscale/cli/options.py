@@ -39,6 +39,9 @@ Shorthand = Annotated[
     typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),
 ]
 Json = Annotated[Path | None, file("Where the result goes as JSON.")]
+Seconds = Annotated[
+    float, typer.Option(metavar="N", help="How long to look for something better; Ctrl-C keeps the best so far.")
+]
 Python = Annotated[Path | None, file("Where a script goes that trains the model under the plan.")]
 
 

@@ -7,20 +7,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import SIZES, Json, Python, count, file
+from memscale.cli.options import SIZES, Json, Python, Seconds, count, file
 from memscale.cli.price import PriceOptions, cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step import RankOptions, Step, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
-from memscale.core import Argument, BudgetError, ConfigError, MemscaleError, budget_bytes
-
-if TYPE_CHECKING:
-    pass
+from memscale.core import Argument, BudgetError, ConfigError, MemscaleError, budget_bytes, format_bytes, format_unlike
 
 # What --allow and --forbid call the switches of a Config.
 _SWITCHES = {
@@ -111,6 +108,7 @@ class PlanOptions(_Options):
     prices: PriceOptions
     auto: Annotated[bool, Option("--auto", help="Let a policy choose the techniques that are tried first.")] = False
     html: Annotated[Path | None, file("Where a page about the plan goes, a .html.")] = None
+    seconds: Seconds = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,9 +131,9 @@ def plan(options: PlanOptions) -> int:
     from memscale.planning import INTERRUPTED_SEARCH, Point
 
     options.prices.check()
-    with _engine(options, auto=options.auto) as (engine, step):
+    with _engine(options, auto=options.auto, verdict=True) as (engine, step):
         try:
-            found = engine.plan(options.budget)
+            found = engine.plan(options.budget, seconds=options.seconds)
         except BudgetError as error:
             return nothing_fits(error, steps=True)
         as_it_is = engine.plan(2 * engine.plain.taken_bytes)  # more than enough, with the margin that a plan keeps
@@ -189,16 +187,20 @@ def frontier(options: FrontierOptions) -> int:
 
 
 @contextmanager
-def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[ms.DecisionEngine, Step]]:
-    """The engine for the step of these options, with its progress on stderr."""
+def _engine(
+    options: _Options, *, auto: bool = False, verdict: bool = False
+) -> Iterator[tuple[ms.DecisionEngine, Step]]:
+    """The engine for the step of these options, with its progress on stderr; a `verdict` that a plan is needed is
+    printed before one is looked for.
+    """
     options.step.check()
     check_files(options.files)
     config = options.using.config(auto=auto)
     step = read_step(options.step)
-    if options.budget is not None:
-        budget_bytes(options.budget, step.hardware.usable_bytes)
+    usable_bytes = step.hardware.usable_bytes
+    limit = usable_bytes if options.budget is None else budget_bytes(options.budget, usable_bytes)
     batch = batch_of(step.subject, options.step.batch, step.seq)
-    with simulations() as progress:
+    with simulations() as bar:
         try:
             engine = ms.DecisionEngine(
                 step.subject.model,
@@ -208,7 +210,7 @@ def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[ms.Decis
                 config=config,
                 hardware=step.hardware,
                 stepping=options.stepping or (),
-                progress=progress,
+                progress=lambda what, done, total: bar(what, done, total),  # the one that is on the screen then
                 **options.step.arguments,
             )
         except MemscaleError:
@@ -217,6 +219,10 @@ def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[ms.Decis
             raise ConfigError(
                 f"the step fails: {type(error).__name__}: {error}; check that the batch is what the model takes"
             ) from error
+    if verdict and (above_bytes := engine.plain.taken_bytes - limit) > 0:
+        takes, budget = format_unlike(engine.plain.taken_bytes, limit)
+        show(f"as it is the step takes {takes}, {format_bytes(above_bytes)} above the budget of {budget}")
+    with simulations() as bar:
         yield engine, step
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import Shorthand, count, typed
+from memscale.cli.options import Seconds, Shorthand, count, typed
 from memscale.cli.plan import as_option
 from memscale.cli.price import Cost, PriceOptions, cost_of, line_of
 from memscale.cli.step import RankOptions, batch_of, read_step
@@ -47,9 +48,7 @@ class Options:
         bool | None,
         Option("--recommend/--no-recommend", help="Simulate what would free memory; by default if it is close."),
     ] = None
-    seconds: Annotated[
-        float, Option(metavar="N", help="How long to look for what would free memory; Ctrl-C keeps what was found.")
-    ] = 30.0
+    seconds: Seconds = 30.0
     fits: Annotated[
         bool, Option("--fits", help="Only the verdict, in a line and by the exit status: 0 fits, 3 does not.")
     ] = False
@@ -223,19 +222,46 @@ def _show(
         for argument in {argument for each in prediction.recommendations for argument in each.arguments}:
             advice = advice.replace(str(argument), as_option(argument))
         show(advice)
-    if (fits := _that_fits(prediction)) is not None and not prediction.fits:
-        budget = "95%" if options.budget is None else options.budget
-        words = [typed(options.step), f"--budget {budget}", *map(as_option, fits.arguments)]
-        show(f"next: memscale plan {' '.join(words)}")
+    if not prediction.fits and (then := _next(prediction, options)):
+        show(f"next: {then}")
     if largest is not None:
         show(str(largest) if isinstance(largest, SizeGrid) else f"largest {options.largest}: {largest}")
 
 
-def _that_fits(prediction: OOMPrediction) -> Recommendation | None:
-    """What fits with a plan of one batch, the fastest first where times are known."""
-    fitting = [each for each in prediction.recommendations if each.plan and each.parts == 1]
-    fitting = [each for each in fitting if each.peak_bytes <= prediction.capacity_bytes]
-    return min(fitting, key=lambda each: each.step_seconds or math.inf, default=None)
+def _next(prediction: OOMPrediction, options: Options) -> str:
+    """The command that plans or predicts what fits, empty where nothing does: rather what changes no bit, rather the
+    batch in one, the fastest first where times are known.
+    """
+    from memscale.planning import LEFT_FREE
+
+    most = prediction.capacity_bytes * (1 if options.budget is not None else 1 - LEFT_FREE)
+
+    def order(each: Recommendation) -> tuple[bool, bool, int, float]:
+        exact = _numbers(each.plan) == {"exact"}
+        return each.peak_bytes > most, not exact, each.parts, each.step_seconds or math.inf
+
+    fitting = [each for each in prediction.recommendations if each.peak_bytes <= prediction.capacity_bytes]
+    best = min(fitting, key=order, default=None)
+    if best is None:
+        return ""
+    share = f"{1 - LEFT_FREE:.0%}" if best.peak_bytes <= most else "100%"
+    budget = share if options.budget is None else options.budget
+    step, loop = options.step, next(iter(best.optimizer_options), "")
+    if best.parts > 1:
+        step = dataclasses.replace(step, batch=step.batch // best.parts, accumulate=step.accumulate * best.parts)
+    if loop and best.optimizer_options[loop]:
+        step = dataclasses.replace(step, optimizer=f"{step.optimizer}-{loop}")
+    words = [typed(step), *map(as_option, best.arguments)]
+    if not best.plan:
+        words += [f"--budget {budget}"] if options.budget is not None else []
+        words += [f"--plan {shlex.quote(options.plan)}"] if options.plan is not None else []
+        return f"memscale predict {' '.join(words)}"
+    words += [f"--budget {budget}", *(["--allow cast"] if "lossy" in _numbers(best.plan) else [])]
+    return f"memscale plan {' '.join(words)}"
+
+
+def _numbers(plan: ms.Plan | None) -> set[str]:
+    return {"exact", *(rule.transform.numbers for rule in plan or ())}
 
 
 def _as_data(largest: LargestBatch | SizeGrid | BudgetError | None) -> Any:

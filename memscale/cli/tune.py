@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import SIZES, Json, Python, count, file
+from memscale.cli.options import SIZES, Json, Python, Seconds, count, file
 from memscale.cli.plan import AllowOptions, nothing_fits
 from memscale.cli.predict import check_axis
 from memscale.cli.price import PriceOptions, cost_of, line_of
@@ -46,6 +46,7 @@ class TuneOptions:
     confirm: Annotated[
         bool, Option("--confirm/--no-confirm", help="Run a real step at the end, if model and device are there.")
     ] = True
+    seconds: Seconds = 30.0
     json: Json = None
     plot: Annotated[Path | None, file("Where a picture of the sizes goes, a .png or .svg.")] = None
     html: Annotated[Path | None, file("Where a page about the plan goes, a .html.")] = None
@@ -101,6 +102,7 @@ def tune(options: TuneOptions) -> int:
                 at_least=options.at_least,
                 at_most=min(options.at_most or _MOST, longest),
                 confirm=options.confirm,
+                seconds=options.seconds,
             )
         except BudgetError as error:
             return nothing_fits(error)

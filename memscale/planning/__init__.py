@@ -18,7 +18,15 @@ Two more use the engine: `prediction/` answers whether a step fits as it is, `tu
 batch.
 """
 
-from memscale.planning.engine import INTERRUPTED_SEARCH, POINTS, Budget, DecisionEngine, allowed, check_model
+from memscale.planning.engine import (
+    INTERRUPTED_SEARCH,
+    LEFT_FREE,
+    POINTS,
+    Budget,
+    DecisionEngine,
+    allowed,
+    check_model,
+)
 from memscale.planning.evidence.curve import Frontier, Point
 from memscale.planning.evidence.evidence import Decision, Evidence, Figures
 from memscale.planning.evidence.proven import ProvenPlan
@@ -36,6 +44,7 @@ from memscale.planning.tuning.tuning import Confirmation, SizeTrial, Tuning
 
 __all__ = [
     "INTERRUPTED_SEARCH",
+    "LEFT_FREE",
     "POINTS",
     "AutoTuner",
     "Budget",

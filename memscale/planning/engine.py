@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -22,14 +21,14 @@ from memscale.planning.evidence.evidence import Decision, Evidence, Figures
 from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.fingerprint import fingerprint, planner
 from memscale.planning.known import Answer, KnownPlans, Proofs
-from memscale.planning.parts.candidates import Menu, Rules
+from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.globs import with_globs
 from memscale.planning.refusal import Refusal
 from memscale.planning.remedies import shorthands, summary
 from memscale.planning.search.found import Found, Proven
 from memscale.planning.search.search import Search, leaves_margin
 from memscale.planning.speeds import dtypes_of, link_rates, timed
-from memscale.planning.step_simulator import Progress, StepSimulator
+from memscale.planning.step_simulator import OutOfTime, Progress, StepSimulator, limited, reason
 from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, loop_share, ways
 from memscale.planning.trials.trials import Trials
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
@@ -43,8 +42,10 @@ POINTS = 12  # of a frontier
 #: processes, for libraries that PyTorch does not count, and because the last percent of speed is not worth a crash.
 LEFT_FREE = 0.05
 
-#: The note of a plan whose search did not come to its end.
-INTERRUPTED_SEARCH = "interrupted: the fastest of the plans that were simulated until then; a faster one may fit"
+#: The note of a plan whose search was interrupted from the keyboard.
+_SO_FAR = "the fastest of the plans that were simulated until then; a faster one may fit"
+INTERRUPTED_SEARCH = f"{reason(KeyboardInterrupt())}: {_SO_FAR}"
+
 # Of a step's time or bytes: what `exact=False` would give is told from there on.
 _WORTH_TELLING = 0.05
 _ROUNDS = ": its sums are in another order"
@@ -167,13 +168,60 @@ class DecisionEngine:
         self._nominal = self.hardware != asked
         self.plain = self.plain_step.profile()
         self._known: KnownPlans[DecisionEngine] = KnownPlans()
+        self._made: list[Search] = []  # also by its copies
 
-    def plan(self, budget: Budget, *, tells: bool = True) -> ProvenPlan:
+    def plan(self, budget: Budget, *, tells: bool = True, seconds: float | None = None) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`, as in `memscale.plan`.
 
         Without `tells` the error that none fits has the smallest peak alone: what would help takes simulations.
-        Interrupted from the keyboard, it returns the fastest plan that was simulated and fits, and a note says so.
+        Interrupted from the keyboard, or after so many seconds, it returns the fastest plan that was simulated and
+        fits, and a note says so.
         """
+        progress, self.steps.progress = self.steps.progress, limited(self.steps.progress, seconds)
+        try:
+            return self.fastest(budget, tells=tells)
+        except (OutOfTime, KeyboardInterrupt) as end:
+            return self.so_far(budget, end)
+        finally:
+            self.steps.progress = progress
+
+    def so_far(self, budget: Budget, end: BaseException) -> ProvenPlan:
+        """The fastest plan for `budget` among those that were simulated until now; without one that fits, what is
+        thought to take the least is simulated if it was time that ended the search.
+
+        Args:
+            budget: as in `plan`.
+            end: of the search: an `OutOfTime`, or the interrupt from the keyboard.
+
+        Raises:
+            BudgetError: none fits, with what would help if that takes few simulations.
+            KeyboardInterrupt: none fits, and that is what ended the search.
+        """
+        limit = self._budget_bytes(budget)
+        own, usable = self._techniques(self.config), self._usable(self.config)
+        shown = [
+            each
+            for search in self._made
+            for each in search.shown
+            if Candidate(tuple((rule.pattern, rule.transform) for rule in each.plan)).techniques <= usable
+        ]
+        if all(each.taken_bytes > limit for each in shown):
+            if isinstance(end, KeyboardInterrupt):
+                raise end
+            least = min(self.ways, key=least_held, default=None)
+            shown += [search.least(own) for search in (self.searches if least is None else self._searches_of(least))]
+        fitting = [each for each in shown if each.taken_bytes <= limit]
+        if not fitting:
+            smallest = min(shown, key=lambda each: each.taken_bytes)
+            raise self._refusal().error(smallest, limit, tells=True, stopped=str(end))
+        best = min(fitting, key=lambda each: (not leaves_margin(each.taken_bytes, limit), each.preference))
+        bound = min(self._floor_seconds(), best.seconds)
+        plan = self._proven_plan(Found(best, bound, best.menu.with_own(own)), limit)
+        evidence = dataclasses.replace(plan.evidence, notes=(f"{reason(end)}: {_SO_FAR}", *plan.evidence.notes))
+        return ProvenPlan(plan, evidence, plan.decision)
+
+    def fastest(self, budget: Budget, *, tells: bool = True) -> ProvenPlan:
+        """The same, for callers that know what to do when they are interrupted."""
         limit = self._budget_bytes(budget)
         asked = self._select(limit)
         if leaves_margin(self.plain.taken_bytes, limit):
@@ -181,14 +229,6 @@ class DecisionEngine:
         self._check_link()
 
         def find(engine: DecisionEngine) -> Answer:
-            try:
-                return search(engine)
-            except KeyboardInterrupt:
-                if (found := engine._best_so_far(limit)) is None:
-                    raise
-                return Answer((engine._proven_plan(found, limit, notes=(INTERRUPTED_SEARCH,)),), is_final=False)
-
-        def search(engine: DecisionEngine) -> Answer:
             found, decision = None, None
             floor = engine._floor_bytes()
             if floor <= limit:
@@ -269,8 +309,7 @@ class DecisionEngine:
             return self.steps.profile(plan)
 
         config = everything(self.config) if self.config.auto_policy else self.config
-        allowed = self._techniques(config) | (self.config.eligible() & {"cast"}) | self.stepping.keys()
-        return Proofs(simulate, self.plain, self.hardware, allowed)
+        return Proofs(simulate, self.plain, self.hardware, self._usable(config))
 
     # -- searches -----------------------------------------------------------------------------------------------------
 
@@ -287,17 +326,18 @@ class DecisionEngine:
             exact = frozenset({"checkpoint", "tile"} | moves)
             tried = exact if self._tries is None else exact & self._tries
             menu = Menu.of(tried, narrow_dtype(self.hardware), self.step.batch)
-            self._searches = [self._search_among(menu, plain=self.plain_step)]
+            found = [self._search_among(menu, plain=self.plain_step)]
             if "cast" in self.config.eligible():
                 casting = dataclasses.replace(menu, casts=True)
                 always = (("", cast(compute=menu.dtype)),)
-                self._searches.append(self._search_among(casting, always=always))
+                found.append(self._search_among(casting, always=always))
+            self._searches = found  # whole, whenever the search was stopped
         return self._searches
 
     def _search_among(
         self, menu: Menu, *, always: Rules = (), plain: SimulatedStep | None = None, trials: Trials | None = None
     ) -> Search:
-        return Search(
+        search = Search(
             self.model,
             self.steps.simulate,
             menu,
@@ -307,6 +347,8 @@ class DecisionEngine:
             trials=trials,
             loop_share=self._loop_share,
         )
+        self._made.append(search)
+        return search
 
     @property
     def ways(self) -> list[Way]:
@@ -350,6 +392,10 @@ class DecisionEngine:
             found.add("stream")
         return frozenset(found)
 
+    def _usable(self, config: Config) -> frozenset[str]:
+        """What a config lets a plan do, whatever it changes."""
+        return self._techniques(config) | (self.config.eligible() & {"cast"}) | self.stepping.keys()
+
     def _fastest(self, limit: int, config: Config | None = None) -> Found | None:
         """The fastest plan for `limit` bytes, of what a config allows; by default the engine's own."""
         among = self._techniques(config or self.config)
@@ -365,18 +411,6 @@ class DecisionEngine:
             return None
         best = min(found, key=lambda each: each.proven.preference)
         return dataclasses.replace(best, bound_seconds=min(each.bound_seconds for each in found))
-
-    def _best_so_far(self, limit: int) -> Found | None:
-        """The fastest of the plans that were simulated, are allowed and fit; None if there is none."""
-        among = self._techniques(self.config)
-        searches = itertools.chain(self._searches or (), *self._stepping.values())
-        fitting = [
-            proven for search in searches for proven in search.proven(among) if leaves_margin(proven.taken_bytes, limit)
-        ]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda each: each.preference)
-        return Found(best, best.seconds, best.menu.with_own(among))
 
     # -- with a policy in front ----------------------------------------------------------------------------------------
 
@@ -462,19 +496,12 @@ class DecisionEngine:
         return ProvenPlan(Plan(), evidence, decision or self._as_given(limit))
 
     def _proven_plan(
-        self,
-        best: Found,
-        limit: int,
-        decision: StrategyDecision | None = None,
-        *,
-        tells_room: bool = False,
-        notes: tuple[str, ...] = (),
+        self, best: Found, limit: int, decision: StrategyDecision | None = None, *, tells_room: bool = False
     ) -> ProvenPlan:
         found, bound = best.proven, best.bound_seconds
         trace = trace_of(best, limit, self.plain, self._link)
         room = self._room(found.plan, found.taken_bytes) if tells_room else ""
         evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(best), rejected_of(best), room)
-        evidence = dataclasses.replace(evidence, notes=(*notes, *evidence.notes))
         if found.costs.streams(found.assignment) and not found.plan.of_optimizers():
             lighter = lighter_update(self.plain, limit, self.step.optimizer)
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))

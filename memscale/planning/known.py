@@ -28,12 +28,10 @@ class Answer:
     Attributes:
         plans: with their evidence.
         fault: why there is none; None if there is one.
-        is_final: whether the search came to its end; else the answer is not kept.
     """
 
     plans: tuple[ProvenPlan, ...] = ()
     fault: BudgetError | None = None
-    is_final: bool = True
 
     def plan(self) -> ProvenPlan:
         """The only plan.
@@ -116,12 +114,13 @@ class KnownPlans(Generic[Asked]):
         self._disk = DiskCache("plans")
         self._about: Mapping[str, str] | None = None
         self._asked: list[str] = []
+        self._is_partial = False
         self._owed: list[Callable[[Asked], Answer]] = []
 
     @few_collections()  # also between its simulations: a tenth of planning for a Llama 8B
     def answer(self, engine: Asked, request: str, find: Callable[[Asked], Answer]) -> Answer:
         """The answer of `engine` to `request`; `find` finds it where it is not known."""
-        if self._disk.folder is None:
+        if self._disk.folder is None or self._is_partial:
             return find(engine)
         try:
             self._about = self._about or engine.about()
@@ -137,9 +136,13 @@ class KnownPlans(Generic[Asked]):
         for each in self._owed:
             each(engine)
         self._owed.clear()
-        found = find(engine)
-        if found.is_final:
-            self._disk.write(name, _as_data(found))
+        try:
+            found = find(engine)
+        except BaseException:
+            # It has simulated some of what the request takes, which no other engine will have.
+            self._is_partial = True
+            raise
+        self._disk.write(name, _as_data(found))
         return found
 
 

@@ -37,32 +37,31 @@ class Refusal:
     ) -> None:
         self.steps, self.config, self.search, self.techniques_of = steps, config, search, techniques_of
 
-    def error(self, smallest: Proven, limit: int, *, tells: bool) -> BudgetError:
-        """The error, with what would help if it `tells` that, for which steps are simulated."""
+    def error(self, smallest: Proven, limit: int, *, tells: bool, stopped: str = "") -> BudgetError:
+        """The error, with what would help if it `tells` that, for which steps are simulated: few if `stopped`."""
         least = smallest.taken_bytes
         asked, reached = format_unlike(limit, least)
-        said = (
-            f"no plan fits {asked} ({limit} bytes) on {self.steps.hardware.name}: the smallest peak within reach is "
-            f"{reached} ({least} bytes)"
-        )
+        on = f"{asked} ({limit} bytes) on {self.steps.hardware.name}"
+        no_plan = f"no plan that fits {on} was found: {stopped}, and " if stopped else f"no plan fits {on}: "
+        said = f"{no_plan}the smallest peak {'so far' if stopped else 'within reach'} is {reached} ({least} bytes)"
         model = self.steps.step.module
         assert model is not None, "a function is not planned"
-        lines, arguments = self._what_helps(smallest, limit) if tells else ([], [])
+        lines, arguments = self._what_helps(smallest, limit, wider=not stopped) if tells else ([], [])
         error = BudgetError("; ".join([said, *lines])).naming(*arguments)
         error.peak_bytes, error.plan = least, with_globs(smallest.plan, model)
         return error
 
-    def _what_helps(self, smallest: Proven, limit: int) -> tuple[list[str], list[Argument]]:
-        """What to write, in words, and the arguments in them."""
-        wider = sorted(self._wider(smallest), key=lambda each: each[1])
-        lower = [(Argument("Config", field, True), each) for field, each in wider if each < smallest.taken_bytes]
+    def _what_helps(self, smallest: Proven, limit: int, *, wider: bool) -> tuple[list[str], list[Argument]]:
+        """What to write, in words, and the arguments in them; of the config only if it is to be `wider`."""
+        fields = sorted(self._wider(smallest), key=lambda each: each[1]) if wider else []
+        lower = [(Argument("Config", field, True), each) for field, each in fields if each < smallest.taken_bytes]
         lines = [
             f"{argument} would lower it to {format_unlike(nbytes, smallest.taken_bytes, limit)[0]}"
             + _CHANGES.get(argument.name, "")
             for argument, nbytes in lower
         ]
         own = Setting(smallest.plan, self.steps.step.parallel)
-        said, nbytes = beside(own, smallest.profile, limit, self.steps.other, step=self.steps.step)
+        *_, (said, nbytes) = beside(own, smallest.profile, limit, self.steps.other, step=self.steps.step)
         if said:
             fits = ", which fits" if nbytes <= limit else ""
             told, *_ = format_unlike(nbytes, smallest.taken_bytes, limit)

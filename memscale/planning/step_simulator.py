@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,40 @@ from memscale.simulation import NeedsValues, Parallel, Profile, SimulatedStep, T
 
 #: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
 Progress = Callable[[str, int, int | None], None]
+
+
+class OutOfTime(BaseException):
+    """A simulation would begin after the last second; like KeyboardInterrupt it is no error of a model's."""
+
+
+def reason(end: BaseException) -> str:
+    """Why a search ended before it was done: an `OutOfTime`, or the keyboard."""
+    return str(end) or "interrupted"
+
+
+def limited(progress: Progress | None, seconds: float | None) -> Progress | None:
+    """`progress` that raises `OutOfTime`, once, before the first simulation after so many seconds; None is no limit.
+
+    >>> say = limited(print, 0.0)
+    >>> try:
+    ...     say("a plan", 1, None)
+    ... except OutOfTime:
+    ...     say("what is told at the end", 1, None)
+    what is told at the end 1 None
+    """
+    if seconds is None:
+        return progress
+    until: float | None = time.monotonic() + seconds
+
+    def say(what: str, done: int, total: int | None) -> None:
+        nonlocal until
+        if until is not None and time.monotonic() >= until:
+            until = None
+            raise OutOfTime(f"stopped after {seconds:g} s (allow more seconds)")
+        if progress is not None:
+            progress(what, done, total)
+
+    return say
 
 
 @dataclass

@@ -61,7 +61,9 @@ def test_the_plan_is_that_of_the_library(folder, capsys):
     assert found == expected
     assert len(found) > 0
     assert found.evidence.planned.taken_bytes == expected.evidence.planned.taken_bytes <= 1.3 * 2**20
-    assert shown.out == f"{expected.explain()}\n\n{expected}\n"
+    verdict, _, rest = shown.out.partition("\n")
+    assert verdict == "as it is the step takes 1.71 MiB, 417 KiB above the budget of 1.30 MiB"
+    assert rest == f"{expected.explain()}\n\n{expected}\n"
     assert Path("plan.svg").read_text().startswith("<?xml")
     page = Path("plan.html").read_text()
     assert page.count('<section class="plan">') == 2, "the plan, and the step as it is"
@@ -145,7 +147,7 @@ def test_a_script_trains_on_the_weights_that_are_there(folder, capsys, options):
 def test_what_a_plan_may_use(folder, capsys):
     assert command("plan", *STEP, "--budget", "1.3MiB", "--forbid", "checkpoint", "--forbid", "tile") == 3
     shown = capsys.readouterr()
-    assert shown.out == ""
+    assert shown.out == "as it is the step takes 1.71 MiB, 417 KiB above the budget of 1.30 MiB\n"
     assert "the smallest peak within reach is" in shown.err
     assert "; --allow checkpoint would lower it" in shown.err, "as it is typed"
     assert command("plan", *STEP, "--budget", "1.1MiB", "--allow", "cast", "--json", "plan.json") == 0
@@ -239,3 +241,14 @@ def test_the_step_can_be_one_processs_of_several(folder, capsys):
 def test_ranks_that_are_none(folder, capsys, ranks, told):
     assert command("predict", *STEP, *ranks) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_limit_of_seconds_keeps_the_best_so_far(folder, capsys):
+    assert command("plan", *STEP, "--budget", "1.3MiB", "--seconds", 0) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("as it is the step takes 1.71 MiB, 417 KiB above the budget of 1.30 MiB\n")
+    assert "note: stopped after 0 s (allow more seconds): the fastest of the plans that" in shown
+    assert command("plan", *STEP, "--budget", "100KiB", "--seconds", 0) == 3
+    shown = capsys.readouterr()
+    assert "above the budget of 100 KiB" in shown.out
+    assert "was found: stopped after 0 s (allow more seconds), and the smallest peak so far is" in shown.err

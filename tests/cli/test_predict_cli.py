@@ -613,5 +613,5 @@ def test_a_limit_of_seconds_keeps_what_was_found(folder, capsys):
     assert predict(*step, "--seconds", 0) == 3
     shown = capsys.readouterr().out
     assert shown.startswith("CRITICAL: the step does not fit")
-    assert "note: stopped after 0 s, while simulating: checkpointed blocks; allow more seconds" in shown
+    assert "note: stopped after 0 s (allow more seconds), while simulating: checkpointed blocks" in shown
     assert "what would free memory" not in shown

@@ -541,3 +541,23 @@ def test_a_plan_for_a_card_does_not_simulate_what_is_estimated_to_take_much_more
     # Of the seven that move nothing and take more, two are estimated to take so little more that they might not. Nor is
     # the smallest of those that only offload simulated, which is estimated to take 1.44 of the budget.
     assert plan.evidence.simulations <= 13
+
+
+def test_after_the_last_second_a_plan_that_takes_few_simulations_is_tried(monkeypatch, tmp_path):
+    step = _step(model := _mlps(), torch.ones(512, 64))
+    monkeypatch.setenv("MEMSCALE_CACHE", "")
+    whole = ms.DecisionEngine(model, **step)
+    smallest = whole.smallest().evidence.planned.taken_bytes
+    monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))
+    engine = ms.DecisionEngine(model, **step)
+    cut = engine.plan(smallest + 2**19, seconds=0)
+    assert cut.evidence.planned.taken_bytes <= smallest + 2**19
+    assert cut.evidence.notes[0].startswith("stopped after 0 s (allow more seconds): the fastest of the plans")
+    assert engine.simulations < whole.simulations
+    with pytest.raises(ms.BudgetError, match=r"was found: stopped after 0 s \(allow more seconds\), and the smallest"):
+        engine.plan(smallest // 2, seconds=0)
+    # An answer that was cut short is not kept for others, nor is what the engine says after it.
+    engine.plan("4MiB")
+    assert not list(tmp_path.rglob("plans/*"))
+    assert ms.DecisionEngine(model, **step).plan("4MiB") == ms.DecisionEngine(model, **step).plan("4MiB")
+    assert list(tmp_path.rglob("plans/*"))

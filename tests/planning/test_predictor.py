@@ -337,7 +337,8 @@ def test_accumulation_takes_as_few_parts_as_fit():
     whole, half, quarter = (truth(model, batch, parts=parts) for parts in (1, 2, 4))
     assert whole > half > quarter
     for capacity, parts, peak in ((half, 2, half), (half - 1, 4, quarter)):
-        prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(capacity)).predict(batch)
+        predictor = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(2 * whole))
+        prediction = predictor.predict(batch, budget=capacity)
         told = next(each for each in prediction.recommendations if each.plan is None and each.parts > 1)
         assert told.action == f"accumulate the gradients of {parts} equal parts of the batch"
         assert (told.peak_bytes, told.freed_bytes, told.plan, told.parts) == (peak, whole - peak, None, parts)
@@ -698,7 +699,7 @@ def test_nothing_is_changed_by_an_interrupt_and_what_was_found_is_kept():
     assert cut.peak_bytes == whole.peak_bytes
     assert cut.recommendations
     assert len(cut.recommendations) < len(whole.recommendations)
-    assert cut.notes[-1].startswith("interrupted while simulating: ")
+    assert cut.notes[-1].startswith("interrupted, while simulating: ")
     assert state_of(model, optimizer) == before
 
 
@@ -706,7 +707,7 @@ def test_no_simulation_begins_after_the_last_second():
     prediction = predictor(hardware=box(1)).predict(torch.ones(8, 4), seconds=0)
     assert not prediction.fits
     assert not prediction.recommendations
-    assert prediction.notes[-1].startswith("stopped after 0 s, while simulating: ")
+    assert prediction.notes[-1].startswith("stopped after 0 s (allow more seconds), while simulating: ")
 
 
 def test_what_a_checkpointed_model_needs_to_fit_is_told_as_arguments():

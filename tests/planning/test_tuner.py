@@ -292,14 +292,14 @@ def test_no_batch_is_made_that_cannot_fit(monkeypatch):
 
 def test_a_size_that_fits_under_the_plan_of_another_fits(monkeypatch):
     """The planner does not find the smallest plan of every size."""
-    find = ms.DecisionEngine.plan
+    find = ms.DecisionEngine.fastest
 
     def blind(engine, budget, **given):
         if len(engine.step.batch) == 6 * ROWS:
             raise ms.BudgetError("nothing")
         return find(engine, budget, **given)
 
-    monkeypatch.setattr(ms.DecisionEngine, "plan", blind)
+    monkeypatch.setattr(ms.DecisionEngine, "fastest", blind)
     best = tuning(900_000, objective="batch", at_most=6)
     assert best.size == 6
     assert "adopted" in best.plan.explain()
@@ -382,3 +382,15 @@ def test_bad_steps():
     ) as caught:
         tuning(5_000)
     assert caught.value.peak_bytes > 5_000
+
+
+def test_after_the_last_second_the_best_so_far_is_returned():
+    fits = tuning(900_000, objective="throughput", at_most=MOST, seconds=0)
+    assert (fits.size, fits.interrupted) == (1, False)
+    assert fits.notes[0] == "stopped after 0 s (allow more seconds): other sizes may do better"
+    small = tuning("1GiB", at_least=4, at_most=4).plan.evidence.plain.taken_bytes - 1
+    planned = tuning(small, at_least=4, at_most=8, seconds=0)
+    assert planned.size == 4
+    assert planned.plan.evidence.planned.taken_bytes <= small
+    with pytest.raises(ms.BudgetError, match=r"not even batch_fn\(4\) fits: no plan that fits .* stopped after 0 s"):
+        tuning("1KiB", at_least=4, at_most=8, seconds=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from memscale.planning.engine import LEFT_FREE, DecisionEngine, allowed
 from memscale.planning.prediction.predicted_step import PredictedStep
 from memscale.planning.prediction.prediction import OOMPrediction, Recommendation
 from memscale.planning.remedies import optimizer_options, other_loops, shorthands, split, summary
+from memscale.planning.step_simulator import OutOfTime, limited, reason
 from memscale.simulation import Parallel, Profile
 
 # Of the peak: what frees less is not told.
@@ -41,36 +41,25 @@ def recommending(
     return _Remedies(step, prediction, batch, seconds).found()
 
 
-class _OutOfTime(Exception):
-    """A simulation would begin after the last second."""
-
-
 class _Remedies:
     """The simulations, and what became of them."""
 
     def __init__(self, step: PredictedStep, prediction: OOMPrediction, batch: Any, seconds: float | None) -> None:
-        self._prediction, self._batch, self._seconds = prediction, batch, seconds
+        self._prediction, self._batch = prediction, batch
+        # A budget of the user's is used whole; of a whole device some is left free.
+        whole = prediction.capacity_bytes == step.hardware.usable_bytes
+        self._limit = prediction.capacity_bytes - int(LEFT_FREE * prediction.capacity_bytes if whole else 0)
         self._found: list[Recommendation] = []
         self._notes: list[str] = []
         self._now = ""
-        until, told = None if seconds is None else time.monotonic() + seconds, step.progress
-
-        def progress(what: str, done: int, total: int | None) -> None:
-            if until is not None and time.monotonic() >= until:
-                raise _OutOfTime
-            if told is not None:
-                told(what, done, total)
-
-        self._step = dataclasses.replace(step, progress=progress)
+        self._step = dataclasses.replace(step, progress=limited(step.progress, seconds))
 
     def found(self) -> OOMPrediction:
         """The prediction with those that free something."""
         try:
             self._look()
-        except _OutOfTime:
-            self._notes.append(f"stopped after {self._seconds:g} s, while simulating: {self._now}; allow more seconds")
-        except KeyboardInterrupt:
-            self._notes.append(f"interrupted while simulating: {self._now}")
+        except (OutOfTime, KeyboardInterrupt) as end:
+            self._notes.append(f"{reason(end)}, while simulating: {self._now}")
         # The planner may come to the plan that was tried before.
         once = {(each.plan, each.peak_bytes): each for each in self._found}.values()
         best_first = sorted(once, key=lambda each: -each.freed_bytes)
@@ -117,12 +106,22 @@ class _Remedies:
 
         own = Setting(rules, step.step.parallel)
         profile = simulate(rules, step.step.parallel)
-        said, nbytes = beside(own, profile, prediction.capacity_bytes, simulate, step=step.step)
-        action = summary(rules) + (f", with {' and '.join(map(str, said))}" if said else "")
-        seconds = None if said else profile.step_seconds
-        return Recommendation(
-            action, prediction.peak_bytes - nbytes, nbytes, plan=rules, arguments=said, step_seconds=seconds
-        )
+        best: Recommendation | None = None
+        try:
+            for said, nbytes in beside(own, profile, self._limit, simulate, step=step.step):
+                action = summary(rules) + (f", with {' and '.join(map(str, said))}" if said else "")
+                best = Recommendation(
+                    action,
+                    prediction.peak_bytes - nbytes,
+                    nbytes,
+                    plan=rules,
+                    arguments=said,
+                    step_seconds=None if said else profile.step_seconds,
+                )
+        except (OutOfTime, KeyboardInterrupt):
+            self._found += [best] if best is not None and best.freed_bytes > 0 else []
+            raise
+        return best
 
     def _try(self, what: str, make: Callable[[], Recommendation | None], beyond: int = 0) -> Recommendation | None:
         self._now = what
@@ -152,9 +151,7 @@ class _Remedies:
             progress=lambda what, *_: step.next(what),
         )
         capacity_bytes = prediction.capacity_bytes
-        # A budget of the user's is used whole; of a whole device some is left free.
-        spare_bytes = int(LEFT_FREE * capacity_bytes) if capacity_bytes == step.hardware.usable_bytes else 0
-        limits = [capacity_bytes - spare_bytes, capacity_bytes * 85 // 100, prediction.peak_bytes * 3 // 4]
+        limits = [self._limit, capacity_bytes * 85 // 100, prediction.peak_bytes * 3 // 4]
         plan = engine.nearest(max(1, next((each for each in limits if each < prediction.peak_bytes), limits[-1])))
         rejected = plan.evidence.rejected.items()
         self._notes += [f"not simulated: {candidate}: {reason}" for candidate, reason in rejected]
@@ -201,7 +198,7 @@ class _Remedies:
             if best is not None and peak_bytes >= best.peak_bytes:
                 break
             best = Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, plan=plan, parts=parts)
-            if peak_bytes <= prediction.capacity_bytes:
+            if peak_bytes <= self._limit:
                 break
             parts *= 2
         return best

@@ -116,15 +116,6 @@ class Search:
         self._ladders: dict[frozenset[str], Ladder] = {}
         self._small: dict[tuple[frozenset[str], int], dict[Assignment, Proven]] = {}
 
-    def proven(self, among: frozenset[str]) -> list[Proven]:
-        """The plans of these techniques that were simulated."""
-        own = {each for rule in self.always for each in Candidate((rule,)).techniques}
-        return [
-            each
-            for each in self._proofs.values()
-            if Candidate(tuple((rule.pattern, rule.transform) for rule in each.plan)).techniques - own <= among
-        ]
-
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         """What is decided about."""
@@ -171,6 +162,21 @@ class Search:
         """What was tried."""
         assert self.costs, "costs are found by trials"
         return self._trials
+
+    @property
+    def shown(self) -> list[Proven]:
+        """All choices whose steps were simulated, also by the searches inside it."""
+        inner = [each for name in ("uncut", "finer") if (each := vars(self).get(name)) is not None]
+        return [*self._proofs.values(), *(proven for each in inner for proven in each.shown)]
+
+    def least(self, among: frozenset[str]) -> Proven:
+        """The choice of these techniques that is thought to take the least, without those that move more than it must:
+        one simulation, where `smallest` takes many.
+        """
+        if self.uncut is not None and "tile" not in among:
+            return self.uncut.least(among)
+        subset = self._subsets(self.menu.with_own(among))[0]
+        return self.prove(self._ladder(subset).least.assignment)
 
     def fastest(self, budget_bytes: int, among: frozenset[str], below_seconds: float = np.inf) -> Found | None:
         """The fastest plan of these techniques whose step takes at most `budget_bytes`, None if none was found; if

@@ -21,6 +21,7 @@ from memscale.planning.evidence.evidence import Figures
 from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.prediction.largest import MOST_SIMULATIONS, largest_fitting
 from memscale.planning.prediction.sizes import BatchFn, Sizes
+from memscale.planning.step_simulator import OutOfTime, reason
 from memscale.planning.tuning.rates import Pace, fastest_size
 from memscale.planning.tuning.tuning import SizeTrial, Tuning
 from memscale.simulation import Profile, Target, TrainingStep, record
@@ -109,8 +110,10 @@ class SizeSearch:
                         f"batch_fn does not scale: the step takes {taken[0]} bytes with batch_fn({self.at_least}) as "
                         f"with batch_fn({size}), of tensors of the same shapes; return a batch that grows with its size"
                     )
-        except KeyboardInterrupt:
-            interrupted, size = True, self._best_so_far()
+        except (KeyboardInterrupt, OutOfTime) as end:
+            interrupted = isinstance(end, KeyboardInterrupt)
+            self.notes[f"{reason(end)}: other sizes may do better"] = None
+            size = self._best_so_far(end)
         return Tuning(
             objective=self.objective,
             size=size,
@@ -126,17 +129,24 @@ class SizeSearch:
             interrupted=interrupted,
         )
 
-    def _best_so_far(self) -> int:
+    def _best_so_far(self, end: BaseException) -> int:
         """The best size that is known to fit.
 
         Raises:
+            BudgetError: no plan for the smallest size was tried that fits.
             KeyboardInterrupt: there is none, or it is interrupted once more.
         """
         if self.objective != "throughput" and self._others and max(self._others) > max(self.plans, default=0):
             self._adopted(max(self._others))
+        if not self.plans and isinstance(end, OutOfTime):
+            self._planned(self.at_least, end)
         if not self.plans:
             raise KeyboardInterrupt
-        return max(self.plans, key=self._rate if self.objective == "throughput" else lambda size: size)
+        return max(self.plans, key=self._value)
+
+    def _value(self, size: int) -> float:
+        """What makes a size that fits better than another."""
+        return self._rate(size) if self.objective == "throughput" else size
 
     # -- the size that gets through most -------------------------------------------------------------------------------
 
@@ -237,8 +247,8 @@ class SizeSearch:
         self._fits(size, plan)
         return plan
 
-    def _planned(self, size: int) -> ProvenPlan:
-        """The fastest plan that fits.
+    def _planned(self, size: int, stopped: BaseException | None = None) -> ProvenPlan:
+        """The fastest plan that fits; if the search was `stopped`, one that takes few simulations.
 
         Raises:
             BudgetError: none does.
@@ -250,7 +260,10 @@ class SizeSearch:
         engine = self._engine(size)
         before = engine.simulations
         try:
-            plan = engine.plan(self.limit, tells=size == self.at_least)
+            if stopped is not None and engine.plain.taken_bytes > self.limit:
+                plan = engine.so_far(self.limit, stopped)
+            else:
+                plan = engine.fastest(self.limit, tells=size == self.at_least)
         except BudgetError as error:
             if size in self._others:
                 return self._adopted(size)
@@ -372,7 +385,8 @@ class SizeSearch:
         return self.sizes.fault(size, f"the step does not run with batch_fn({size}): {what};")
 
     def _say(self, size: int, what: str) -> None:
-        self._tell(f"size {size}: {what}", self.simulations)
+        best = f", so far size {max(self.plans, key=self._value)}" if self.plans else ""
+        self._tell(f"size {size}: {what}{best}", self.simulations)
 
 
 def _tokens(batch: Any, size: int) -> int:

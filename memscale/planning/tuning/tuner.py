@@ -13,7 +13,7 @@ from memscale.core import BudgetError, ConfigError, Loss, budget_bytes, format_u
 from memscale.hardware import Hardware
 from memscale.planning.engine import LEFT_FREE, Budget, check_model
 from memscale.planning.prediction.sizes import BatchFn, Sizes, check_range
-from memscale.planning.step_simulator import Progress
+from memscale.planning.step_simulator import OutOfTime, Progress, limited
 from memscale.planning.tuning.confirmation import confirmed
 from memscale.planning.tuning.size_search import Count, ModelStep, SizeSearch
 from memscale.planning.tuning.tuning import Confirmation, Tuning
@@ -96,10 +96,11 @@ class AutoTuner:
         at_most: int = _MOST,
         count: Count | None = None,
         confirm: bool = True,
+        seconds: float | None = None,
     ) -> Tuning:
         """The best size, and the fastest plan that fits it into the budget.
 
-        Interrupted from the keyboard, it returns the best that was found until then.
+        Interrupted from the keyboard, or after so many seconds, it returns the best that was found until then.
 
         Args:
             batch_fn: returns the batch of a size, on any device; tensors on ``meta`` cost nothing. For the objective
@@ -112,6 +113,7 @@ class AutoTuner:
                 elements of its first tensor of integers.
             confirm: whether to run two real steps under the plan at the end, if model and device are there. What the
                 steps change is put back. If they take more than the budget, it is tuned again for so much less.
+            seconds: how long to look; None for as long as it takes.
 
         Raises:
             BudgetError: no plan fits even ``at_least``; the error has the smallest peak that can be reached.
@@ -125,12 +127,21 @@ class AutoTuner:
             raise ConfigError(f"tune(count={count!r}) must be a function from a batch to a number, or None")
         usable_bytes = self.hardware.usable_bytes
         limit = min(usable_bytes, budget_bytes(1 - LEFT_FREE if budget is None else budget, usable_bytes))
-        search = SizeSearch(self._step, self._say, batch_fn, objective, limit, at_least, at_most, count)
+        told = limited(self._progress, seconds)
+
+        def say(what: str, done: int) -> None:
+            if told is not None:
+                told(what, done, None)
+
+        search = SizeSearch(self._step, say, batch_fn, objective, limit, at_least, at_most, count)
         found = search.best()
         rounds = 0
         while confirm and not found.interrupted:
             try:
+                say(f"size {found.size}: a real step", found.simulations)
                 real, note = self._confirmed(search.sizes, found)
+            except OutOfTime:
+                continue  # the real step is what was waited for
             except KeyboardInterrupt:
                 return dataclasses.replace(found, interrupted=True)
             if real is None:
@@ -158,9 +169,4 @@ class AutoTuner:
         # One process alone would wait for the others, which are not asked to step.
         if (spec := step.parallel or Parallel.of_distributed(step.model)) is not None:
             return None, f"not confirmed by a real step: it is one process's of several ({spec})"
-        self._say(f"size {found.size}: a real step", found.simulations)
         return confirmed(step, sizes.batch(found.size), found.plan, self.hardware)
-
-    def _say(self, what: str, done: int) -> None:
-        if self._progress is not None:
-            self._progress(what, done, None)
