@@ -353,3 +353,27 @@ def test_the_second_step_is_compared_with_what_was_predicted(device, caplog):
         assert found.levelno == level
         assert found.message.startswith(text)
     assert "optimizer state" in found.message
+
+
+@pytest.mark.parametrize("given", [{}, {"force_optimize": True}, {"enable_tiling": True}])
+def test_what_a_loop_reads_behind_the_update_is_there_unless_tile_was_asked_for(given):
+    """Logits of a head in pieces are made of its weight when they are read, which the update has changed by then."""
+
+    def accuracies(model):
+        batch, optimizer = gpt2_batch(), torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            output = model(**batch)
+            output.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield (output.logits.argmax(-1) == batch["labels"]).float().mean().item()
+
+    expected = list(accuracies(gpt2()))
+    model = ms.wrap(gpt2(), ms.Config(enable_logging=False, **given), gpt2_batch(), budget="100KiB")
+    assert len(model._memscale_executor.plan) > 0
+    if "enable_tiling" not in given:
+        assert list(accuracies(model)) == expected
+        return
+    assert "tile" in spellings(model._memscale_executor.plan)
+    with pytest.raises(ms.CorrectnessError, match="tiled output projection"):
+        list(accuracies(model))
