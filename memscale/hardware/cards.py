@@ -84,6 +84,7 @@ def _rates(float64: float, float32: float, tfloat32: float | None, half: float, 
 # Ampere GA10x, Ada and RTX Blackwell (their architecture white papers).
 _V100 = _rates(7.8, 15.7, None, 125)
 _T4 = _rates(8.1 / 32, 8.1, None, 65, int8=130)
+_RTX_2080_TI = _rates(13.4 / 32, 13.4, None, 53.8, int8=215.2)
 _A10 = _rates(31.2 / 64, 31.2, 62.5, 125, int8=250)
 _A100 = _rates(19.5, 19.5, 156, 312, int8=624)
 _A6000 = _rates(38.7 / 64, 38.7, 77.4, 154.8, int8=309.7)
@@ -95,6 +96,7 @@ _L4 = _rates(30.3 / 64, 30.3, 60, 121, int8=242.5, float8_e4m3fn=242.5)
 _L40S = _rates(91.6 / 64, 91.6, 183, 362.05, int8=733, float8_e4m3fn=733)
 _RTX_6000_ADA = _rates(91.1 / 64, 91.1, 182.1, 364.2, int8=728.5, float8_e4m3fn=728.5)
 _RTX_4070 = _rates(29.1 / 64, 29.1, 29.1, 58.3, int8=233.2, float8_e4m3fn=116.6)
+_RTX_4080 = _rates(48.7 / 64, 48.7, 48.7, 97.5, int8=389.9, float8_e4m3fn=194.9)
 _RTX_4090 = _rates(82.6 / 64, 82.6, 82.6, 165.2, int8=660.6, float8_e4m3fn=330.3)
 # float32 is two operations a core and boost clock. Sheets quote FP4 with sparsity, which is 16 times float16 summed in
 # float32: 759, 1406 and 1801 of these three.
@@ -108,6 +110,9 @@ _HOPPER_SXM = _rates(66.9, 66.9, 494.7, 989.4, int8=1978.9, float8_e4m3fn=1978.9
 _B200 = _rates(37, 75, 1100, 2250, int8=4500, float8_e4m3fn=4500)
 _B300 = _rates(1.2, 75, 1125, 2250, float8_e4m3fn=4500)
 _MI300X = _rates(163.4, 163.4, 653.7, 1307.4, int8=2614.9, float8_e4m3fnuz=2614.9)
+# No TF32 on either, and on RDNA 3 no float8.
+_MI355X = _rates(78.6, 157.3, None, 2516.6, bfloat16=2516.6, int8=5033.2, float8_e4m3fn=5033.2)
+_RX_7900_XTX = _rates(1.9, 61.4, None, 122.8, bfloat16=122.8)
 
 # What NCCL itself reckons with for one step of a ring (its `src/graph/tuning.cc`, LL128), in microseconds.
 _NVLINK_US, _PCIE_US, NETWORK_US = 1.9, 2.5, 4.0
@@ -123,6 +128,8 @@ _DGX_B300 = Interconnect(8, 900, _NVLINK_US, 100, "NVIDIA DGX B300 data sheet")
 _MI300X_LINKS = Interconnect(
     8, 448, _NVLINK_US, 50, "AMD Instinct MI300X Platform data sheet and Cluster Reference Guide"
 )
+
+_MI355X_LINKS = Interconnect(8, 537.6, _NVLINK_US, 50, "AMD Instinct MI355X Platform data sheet (seven links of 76.8)")
 
 
 def _pcie(gb_per_second: float, devices_per_node: int | None = None, sheet: str = "") -> Interconnect:
@@ -151,6 +158,8 @@ CARDS = (
          "NVIDIA V100 data sheet, January 2020 (SXM2)"),
     Card("t4", (), ("Tesla T4", "NVIDIA T4"), 14_912, _T4, 320, _PCIE3, None, (7, 5), 40, _IN_PCIE3,
          "NVIDIA T4 data sheet, 2019"),
+    Card("rtx-2080-ti", ("2080-ti",), ("NVIDIA GeForce RTX 2080 Ti", "GeForce RTX 2080 Ti"), 10_825, _RTX_2080_TI, 616,
+         _PCIE3, 50, (7, 5), 68, _IN_PCIE3, "NVIDIA Turing GPU Architecture white paper, appendix A"),
     Card("a10", ("a10-24",), ("NVIDIA A10",), 22_594, _A10, 600, _PCIE4, None, (8, 6), 72, _IN_PCIE4,
          "NVIDIA A10 data sheet, 2021"),
     Card("a100-40", ("a100-sxm-40", "a100-sxm4-40"), ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB",
@@ -180,6 +189,8 @@ CARDS = (
          (8, 9), 142, _IN_PCIE4, _ADA),
     Card("rtx-4070", ("4070",), ("NVIDIA GeForce RTX 4070",), 11_866, _RTX_4070, 504, _PCIE4, None, (8, 9), 46,
          _IN_PCIE4, "NVIDIA GeForce RTX 4070 product page, rates as the Ada white paper's by the core"),
+    Card("rtx-4080", ("4080",), ("NVIDIA GeForce RTX 4080",), 15_945, _RTX_4080, 717, _PCIE4, None, (8, 9), 76,
+         _IN_PCIE4, _ADA),
     Card("rtx-4090", ("4090",), ("NVIDIA GeForce RTX 4090",), 24_080, _RTX_4090, 1008, _PCIE4, None, (8, 9), 128,
          _IN_PCIE4, _ADA),
     # Eight lanes of PCI Express 5.0 are as quick as sixteen of 4.0.
@@ -208,6 +219,10 @@ CARDS = (
          _DGX_B300, "NVIDIA HGX B300 data sheet, 2025 (one GPU)"),
     Card("mi300x", ("mi300x-192",), ("AMD Instinct MI300X",), 196_592, _MI300X, 5300, _PCIE5, 64, None, 304,
          _MI300X_LINKS, "AMD Instinct MI300X data sheet, 2023"),
+    Card("mi355x", ("mi355x-288",), ("AMD Instinct MI355X",), 294_886, _MI355X, 8000, _PCIE5, 76.8, None, 256,
+         _MI355X_LINKS, "AMD Instinct MI355X data sheet, 2025"),
+    Card("rx-7900-xtx", ("7900-xtx",), ("AMD Radeon RX 7900 XTX", "Radeon RX 7900 XTX"), 24_560, _RX_7900_XTX, 960,
+         _PCIE4, None, None, 96, _IN_PCIE4, "AMD Radeon RX 7900 XTX product page"),
 )  # fmt: skip
 
 

@@ -11,10 +11,12 @@ from memscale.hardware.cards import CARDS, by_device_name, by_name
 
 MIB = 1024**2
 GIB_ON_THE_BOX = {
-    "v100-16": 16, "v100-32": 32, "t4": 16, "a10": 24, "a100-40": 40, "a100-80": 80, "a100-80-pcie": 80, "a6000": 48,
-    "rtx-3060": 12, "rtx-3080": 10, "rtx-3090": 24, "rtx-3090-ti": 24, "l4": 24, "l40s": 48, "rtx-6000-ada": 48,
-    "rtx-4070": 12, "rtx-4090": 24, "rtx-5060-ti": 16, "rtx-5070-ti": 16, "rtx-5080": 16, "rtx-5090": 32,
+    "v100-16": 16, "v100-32": 32, "t4": 16, "rtx-2080-ti": 11, "a10": 24, "a100-40": 40, "a100-80": 80,
+    "a100-80-pcie": 80, "a6000": 48, "rtx-3060": 12, "rtx-3080": 10, "rtx-3090": 24, "rtx-3090-ti": 24, "l4": 24,
+    "l40s": 48, "rtx-6000-ada": 48, "rtx-4070": 12, "rtx-4080": 16, "rtx-4090": 24, "rtx-5060-ti": 16,
+    "rtx-5070-ti": 16, "rtx-5080": 16, "rtx-5090": 32,
     "rtx-pro-6000": 96, "h100": 80, "h100-pcie": 80, "h200": 141, "gh200": 96, "b200": 180, "b300": 288, "mi300x": 192,
+    "mi355x": 288, "rx-7900-xtx": 24,
 }  # fmt: skip
 
 
@@ -37,8 +39,10 @@ def test_a_row_is_possible(card):
     float8 = [flops[key] for key in flops if key.startswith("float8")]
     assert float8 == [pytest.approx(2 * half, rel=0.03)] * len(float8)
     assert flops["float64"] <= flops["float32"] <= half
-    assert ("tfloat32" in flops) == ("bfloat16" in flops) == (card.capability is None or card.capability >= (8, 0))
-    assert bool(float8) == (card.capability is None or card.capability >= (8, 9))
+    since_ampere, since_ada = (card.capability is None or card.capability >= first for first in ((8, 0), (8, 9)))
+    assert ("bfloat16" in flops) == since_ampere
+    assert ("tfloat32" in flops) == (since_ampere and card.name not in ("mi355x", "rx-7900-xtx"))
+    assert bool(float8) == (since_ada and card.name != "rx-7900-xtx")
     assert hardware.host_to_device_bytes_per_second < hardware.bandwidth_bytes_per_second
     assert 0.9 * 1024 * GIB_ON_THE_BOX[card.name] < card.memory_mib <= 1024 * GIB_ON_THE_BOX[card.name]
 
