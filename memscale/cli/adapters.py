@@ -228,7 +228,7 @@ def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype
     layers = importlib.import_module("transformers.integrations.bitsandbytes")
     quantizers = importlib.import_module("transformers.quantizers.base")
     dtypes = {name: each.dtype for name, each in model.named_parameters()}
-    left = [*quantizers.get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    left = [*quantizers.get_keys_to_not_convert(model), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
     layers.replace_with_bnb_linear(model, left, transformers.BitsAndBytesConfig(**_settings(options, compute)))
     for name, parameter in model.named_parameters():  # new ones, in the default dtype
         if parameter.dtype != dtypes[name]:
