@@ -27,6 +27,7 @@ OF_OTHERS = {
     "_is_owned": "Python's threading.Condition",
     "_Hash": "Python's hashlib, for type checkers",
     "_model_mapping": "transformers' Auto classes; the command line says so without it",
+    "_keep_in_fp32_modules": "transformers' models; nothing is kept without it",
     "_quantize": "bitsandbytes' 4-bit weights; the version is checked where models are packed",
     "_dataloaders": "Lightning's loops",
     "_backward_cls": "of an autograd.Function of ours",
