@@ -54,6 +54,7 @@ def run(listen: str = "127.0.0.1:8765", public_url: str | None = None) -> None:
         print(f"memscale server: {address}", flush=True)
         if (secret := set_up_secret()) is not None:
             print(f"set up the first account within 15 minutes: {address}/setup/{secret}", flush=True)
+        sys.setswitchinterval(0.02)  # seconds: at Python's own 0.005 eight clients cost 6 % more in changes of threads
         uvicorn.run(
             "memscale.server.asgi:application",
             host=host,
