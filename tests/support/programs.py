@@ -401,6 +401,7 @@ REFUSED = {
         "after: load": "load_state_dict between a forward and its backward",
     },
     "params": {
+        "parameter": "with checkpoint() around or inside: nothing keeps the old value",
         "data": "the region changes a parameter through .data",
         "between: parameters": "you change it in place between forward and backward",
     },
@@ -437,7 +438,8 @@ MESSAGES = {
         "after: load": _MOVED_ON,
         # By what comes after the region. Most programs that change an argument must run.
         "in place": r"tensor argument \d+ of a checkpointed region, .* is at version",
-    }
+    },
+    "params": {"parameter": "nothing has kept its old value"},
 }
 
 # What a plain run cannot do and a transformed one may: backward reads a tensor that was changed in place meanwhile, and
