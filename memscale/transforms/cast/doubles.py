@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from memscale.core import Assembled, TransformError
+from memscale.transforms.cast.between import Adapted, adapted
 from memscale.transforms.cast.converted import Converted
-from memscale.transforms.cast.precision import Adapted, Survey, adapted, is_castable
+from memscale.transforms.cast.precision import Survey, is_castable
 
 _OWN = ("_parameters", "_buffers", "_modules", "forward")
 

@@ -29,6 +29,7 @@ from memscale.core import (
     pytrees,
 )
 from memscale.regions import Scope, functorch_state, hidden_changes, without_dynamo
+from memscale.transforms.cast.between import adapted
 from memscale.transforms.cast.clashes import explained
 from memscale.transforms.cast.containers import Containers
 from memscale.transforms.cast.converted import Converted, substituted
@@ -36,7 +37,6 @@ from memscale.transforms.cast.doubles import Doubles
 from memscale.transforms.cast.precision import (
     NORMS,
     Survey,
-    adapted,
     cast_floating,
     is_castable,
     is_kept,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import Assembled, TransformError, internals, matches, pytrees, version
+from memscale.core import internals, matches, pytrees
 
 NORMS = "<norms>"
 """Among the patterns of ``cast(keep=...)``: every submodule that keeps its own precision by structure."""
@@ -121,52 +121,6 @@ def cast_floating(tree: Any, convert: Callable[[torch.Tensor], torch.Tensor]) ->
     return pytrees.unflatten(spec, [convert(leaf) if is_castable(leaf) else leaf for leaf in leaves])
 
 
-class Adapted(Assembled):
-    """The forward, for the time of a call, of a submodule that does not compute in the region's precision.
-
-    Args:
-        module: the submodule.
-        forward: what its instance had in place of its class's forward, or `None`.
-        inside: the dtype of its floating inputs; `None` leaves them as they come.
-        outside: the dtype of its floating outputs.
-    """
-
-    def __init__(
-        self, module: nn.Module, forward: Callable[..., Any] | None, inside: torch.dtype | None, outside: torch.dtype
-    ) -> None:
-        self.module = module
-        self.forward = forward
-        self.inside = inside
-        self.outside = outside
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        copies: list[tuple[torch.Tensor, int]] = []
-        if self.inside is not None:
-            inside = self.inside
-
-            def convert(tensor: torch.Tensor) -> torch.Tensor:
-                copy = tensor.to(inside)
-                if copy is not tensor and not torch.compiler.is_compiling():  # which sees nothing of version counts
-                    copies.append((copy, version(copy)))
-                return copy
-
-            args, kwargs = cast_floating((args, kwargs), convert)
-        if self.forward is not None:
-            result = self.forward(*args, **kwargs)
-        else:
-            result = type(self.module).forward(self.module, *args, **kwargs)
-        for copy, before in copies:
-            if version(copy) != before:
-                raise TransformError(
-                    f"a {type(self.module).__name__}, which keeps its own precision in a cast region, changed an "
-                    f"argument {list(copy.shape)} in place, which was a copy in {self.inside}; clone it first"
-                )
-        return cast_floating(result, lambda tensor: tensor.to(self.outside))
-
-    def parts(self) -> tuple[Any, ...]:
-        return (self.module, self.forward)
-
-
 @contextmanager
 def own_kernels(found: Survey) -> Iterator[None]:
     """Run the body without the fused kernels of `nn.TransformerEncoder`, which pass a kept submodule's forward by."""
@@ -179,21 +133,3 @@ def own_kernels(found: Survey) -> Iterator[None]:
         yield
     finally:
         mha.set_fastpath_enabled(True)
-
-
-@contextmanager
-def adapted(found: Survey, compute: torch.dtype, natural: torch.dtype | None) -> Iterator[None]:
-    """Run the body with what lies between the region's precision and that of its submodules in their forwards."""
-    between = [(module, dtype or natural) for module, dtype in found.kept]
-    between += [(module, None) for module in found.inner]
-    before = [module.__dict__.get("forward") for module, _ in between]
-    try:
-        for (module, inside), forward in zip(between, before, strict=True):
-            module.__dict__["forward"] = Adapted(module, forward, inside, compute)
-        yield
-    finally:
-        for (module, _), forward in zip(between, before, strict=True):
-            if forward is not None:
-                module.__dict__["forward"] = forward
-            else:
-                module.__dict__.pop("forward", None)

@@ -2,7 +2,7 @@
 
 Autograd's own slicing and concatenation are right but not thrifty: the gradient of a slice is a whole tensor of zeros
 for every piece, and `cat` holds all the pieces beside the result. Here the pieces of a gradient are written into one
-buffer that travels along a chain of `_Take` nodes, and the pieces of an output into one that travels along `_Put`.
+buffer that travels along a chain of `Take` nodes, and the pieces of an output into one that travels along `_Put`.
 
 The chains are built piece by piece (take, compute, put, take, ...), because autograd runs the latest node first: the
 backward of one piece is then over, and its memory free, before that of the piece before it begins.
@@ -28,7 +28,7 @@ class Source:
         if not self._chained:
             return self._rest.narrow(self._dim, start, length)
         piece: torch.Tensor
-        piece, self._rest = _Take.apply(self._rest, self._dim, start, length)  # type: ignore[no-untyped-call]
+        piece, self._rest = Take.apply(self._rest, self._dim, start, length)  # type: ignore[no-untyped-call]
         return piece
 
 
@@ -60,7 +60,7 @@ class Sink:
         return torch.cat(self._pieces, self._dim)
 
 
-class _Take(torch.autograd.Function):
+class Take(torch.autograd.Function):
     """Splits off one piece of a tensor; backward writes its gradient into the one buffer for the whole."""
 
     @staticmethod

@@ -27,6 +27,7 @@ from memscale.regions import (
     refuse_iterators,
     takes_batch_statistics,
 )
+from memscale.transforms.tile.pieces import Take
 
 _BATCH_NORM = (
     "{what} would cut the rows over which {func} computes its statistics (BatchNorm in training), and the numbers "
@@ -126,11 +127,22 @@ def refuse_stored_tensors(scope: Scope, what: str) -> None:
 
 @contextmanager
 def refuse_changed_arguments(args: Any, kwargs: Any, what: str) -> Iterator[None]:
-    """Raise `TransformError` if the body changes a list, dictionary or object that `args` and `kwargs` lead to."""
+    """Raise `TransformError` if the body changes a list, dictionary or object that `args` and `kwargs` lead to.
+
+    So it does if the body changes in place a tensor of theirs that needs a gradient: a piece of it is a view.
+    """
     refuse_iterators(pytrees.flatten((args, kwargs))[0])
     given = Remembered((args, kwargs), None, hold=True)
     before = given.contents()
-    yield
+    try:
+        yield
+    except RuntimeError as error:
+        if f"of {Take.__name__}" not in str(error):
+            raise
+        raise TransformError(
+            f"{what}: the region changes an argument in place, and backward would see that of one piece alone; "
+            "write out of place, or clone the argument first"
+        ) from error
     for (thing, then), (_, now) in zip(before, given.contents(), strict=True):
         if not then.same(now):
             raise TransformError(

@@ -145,3 +145,15 @@ def test_under_torch_func_a_counter_counts_once_and_a_stored_tensor_is_refused()
     model.change = lambda self: setattr(self, "scale", self.scale * 2)
     with pytest.raises(ms.TransformError, match=r"stores a tensor of shape \[4\] under 'scale'"):
         torch.func.vjp(tile(chunks=3)(model), x)
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        return x.mul_(0.5).sin()
+
+
+def test_an_argument_that_is_changed_in_place_without_a_gradient_is_changed_for_the_caller():
+    x = torch.randn(4, 6)
+    changed = x * 0.5
+    assert torch.equal(ms.tile(chunks=2)(InPlace())(x), changed.sin())
+    assert torch.equal(x, changed)

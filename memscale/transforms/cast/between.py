@@ -1,0 +1,78 @@
+"""Submodules of a region that do not compute in its precision: what lies between the two, in their forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.core import Assembled, TransformError
+from memscale.transforms.cast.containers import Containers
+from memscale.transforms.cast.converted import Converted
+from memscale.transforms.cast.precision import Survey, cast_floating
+
+
+class Adapted(Assembled):
+    """The forward, for the time of a call, of a submodule that does not compute in the region's precision.
+
+    Args:
+        module: the submodule.
+        forward: what its instance had in place of its class's forward, or `None`.
+        inside: the dtype of its floating inputs; `None` leaves them as they come.
+        outside: the dtype of its floating outputs.
+    """
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any] | None, inside: torch.dtype | None, outside: torch.dtype
+    ) -> None:
+        self.module = module
+        self.forward = forward
+        self.inside = inside
+        self.outside = outside
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inside is None:
+            return cast_floating(self._run(args, kwargs), lambda tensor: tensor.to(self.outside))
+        inside, copies = self.inside, Converted()
+        containers = Containers(lambda tensor: copies.of(tensor, inside))
+        try:
+            args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
+            result = self._run(args, kwargs)
+        finally:
+            containers.take_back(copies.original, self.outside)
+        containers.refuse_changed_copies()
+        if changed := [] if torch.compiler.is_compiling() else copies.changed():
+            raise TransformError(
+                f"a {type(self.module).__name__}, which keeps its own precision in a cast region, changed an "
+                f"argument {list(changed[0].shape)} in place, which was a copy in {inside}; clone it first"
+            )
+        return cast_floating(result, lambda tensor: tensor.to(self.outside))
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        if self.forward is not None:
+            return self.forward(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def parts(self) -> tuple[Any, ...]:
+        return (self.module, self.forward)
+
+
+@contextmanager
+def adapted(found: Survey, compute: torch.dtype, natural: torch.dtype | None) -> Iterator[None]:
+    """Run the body with what lies between the region's precision and that of its submodules in their forwards."""
+    between = [(module, dtype or natural) for module, dtype in found.kept]
+    between += [(module, None) for module in found.inner]
+    before = [module.__dict__.get("forward") for module, _ in between]
+    try:
+        for (module, inside), forward in zip(between, before, strict=True):
+            module.__dict__["forward"] = Adapted(module, forward, inside, compute)
+        yield
+    finally:
+        for (module, _), forward in zip(between, before, strict=True):
+            if forward is not None:
+                module.__dict__["forward"] = forward
+            else:
+                module.__dict__.pop("forward", None)
