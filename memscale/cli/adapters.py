@@ -216,6 +216,7 @@ def _settings(options: AdapterOptions, compute: torch.dtype) -> dict[str, Any]:
 
 def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype) -> None:
     """Make linear layers of `model`, which transformers has built on meta, those of bitsandbytes, as it does itself."""
+    assert options.quant is not None
     from memscale.simulation import pack_weights
 
     _package("bitsandbytes.nn", "--quant")
@@ -236,7 +237,7 @@ def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype
     if not any(type(each) in _packed_kinds() for each in model.parameters()):
         raise ConfigError(f"--quant {options.quant}: {type(model).__name__} has no linear layers to pack")
     pack_weights(model)
-    setattr(model, "is_loaded_in_8bit" if options.quant == "int8" else "is_loaded_in_4bit", True)
+    setattr(model, "is_loaded_in_8bit" if options.quant.lower() == "int8" else "is_loaded_in_4bit", True)
 
 
 def _packed_code(

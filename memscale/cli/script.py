@@ -19,11 +19,13 @@ _CPU_OR_CARD = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
 def as_script(step: Step, options: StepOptions, plan: Plan, batch: Any) -> str:
     """Python that builds the model with its weights, applies the plan, and trains.
 
+    For a step of several processes it ends with the planned model: how they start and shard it is the reader's.
+
     Args:
         step: the model and how it is trained.
         options: as typed.
         plan: to train under.
-        batch: as it was planned for; the script has random numbers of its shapes in place of data.
+        batch: as it was planned for; the script has made-up numbers of its shapes in place of data.
     """
     subject, optimizer = step.subject, step.optimizer
     code = subject.code if "import torch\n" in subject.code else f"import torch\n{subject.code}"
@@ -37,6 +39,8 @@ def as_script(step: Step, options: StepOptions, plan: Plan, batch: Any) -> str:
         if optimizer is not None and not steps:
             placed.append(making.format("fit"))
         parts += ["\n".join(placed), _data(batch), _loop(step, options, batch)]
+    else:
+        parts.append("# Shard `fit` as you shard the model now, make the optimizer of it, and train.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -48,7 +52,7 @@ def _loop_of(optimizer: Any) -> str:
 def _data(batch: Any) -> str:
     return (
         "\ndef batches():\n"
-        '    """Your data, in place of random numbers: what the model is called with."""\n'
+        '    """Your data, in place of made-up numbers: what the model is called with."""\n'
         f"    for _ in range(10):\n        yield {_made(batch)}\n"
     )
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan, Transform, is_transformed
 from memscale.config import Config, check_config
-from memscale.core import ConfigError, Loss, MemscaleError, budget_bytes, check_count, format_bytes, format_unlike
+from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_unlike
 from memscale.hardware import Hardware, knows_copies, narrow_dtype
 from memscale.planning.beside import lighter_update
 from memscale.planning.evidence.curve import Frontier, Point
@@ -20,11 +20,11 @@ from memscale.planning.evidence.decisions import decisions_of, rejected_of, trac
 from memscale.planning.evidence.evidence import Decision, Evidence, Figures
 from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.fingerprint import fingerprint, planner
+from memscale.planning.gains import gain_of_rounding, room_of_loop
 from memscale.planning.known import Answer, KnownPlans, Proofs
 from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.globs import with_globs
 from memscale.planning.refusal import Refusal
-from memscale.planning.remedies import shorthands, summary
 from memscale.planning.search.found import Found, Proven
 from memscale.planning.search.search import Search, leaves_margin
 from memscale.planning.speeds import dtypes_of, link_rates, timed
@@ -45,10 +45,6 @@ LEFT_FREE = 0.05
 #: The note of a plan whose search was interrupted from the keyboard.
 _SO_FAR = "the fastest of the plans that were simulated until then; a faster one may fit"
 INTERRUPTED_SEARCH = f"{reason(KeyboardInterrupt())}: {_SO_FAR}"
-
-# Of a step's time or bytes: what `exact=False` would give is told from there on.
-_WORTH_TELLING = 0.05
-_ROUNDS = ": its sums are in another order"
 
 # A plan of few techniques that takes so much of what no plan can beat is taken, without a look at the others.
 _NEAR = 1.02
@@ -221,7 +217,16 @@ class DecisionEngine:
         return ProvenPlan(plan, evidence, plan.decision)
 
     def fastest(self, budget: Budget, *, tells: bool = True) -> ProvenPlan:
-        """The same, for callers that know what to do when they are interrupted."""
+        """The fastest plan for `budget`, for callers that call `so_far` when they are interrupted.
+
+        Args:
+            budget: as in `plan`.
+            tells: False leaves what would help out of the error that none fits.
+
+        Raises:
+            BudgetError: no plan fits.
+            OutOfTime, KeyboardInterrupt: the search has ended before it was done.
+        """
         limit = self._budget_bytes(budget)
         asked = self._select(limit)
         if leaves_margin(self.plain.taken_bytes, limit):
@@ -500,42 +505,15 @@ class DecisionEngine:
     ) -> ProvenPlan:
         found, bound = best.proven, best.bound_seconds
         trace = trace_of(best, limit, self.plain, self._link)
-        room = self._room(found.plan, found.taken_bytes) if tells_room else ""
+        room = room_of_loop(self.steps, found) if tells_room else ""
         evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(best), rejected_of(best), room)
         if found.costs.streams(found.assignment) and not found.plan.of_optimizers():
             lighter = lighter_update(self.plain, limit, self.step.optimizer)
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))
-        if tells_room and (rounded := self._with_rounding(found, limit)):
+        tiles = "tile" in self.config.eligible()
+        if tells_room and not tiles and (rounded := gain_of_rounding(self.steps, self.hardware, found, limit)):
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, rounded))
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision or self._as_given(limit))
-
-    def _with_rounding(self, found: Proven, limit: int) -> str:
-        """What the loss head in pieces would give, where plans are exact: one simulation, or two."""
-        head = shorthands(self.model, self.hardware).get("tile")
-        if head is None or "tile" in self.config.eligible() or found.plan.of_optimizers():
-            return ""
-        own = {rule.pattern: rule.transform for rule in found.plan}
-        try:
-            alone = self.steps.other(Plan(head), None)
-            if alone.taken_bytes <= limit and (alone.step_seconds or 0.0) < (1 - _WORTH_TELLING) * found.seconds:
-                gain = f"the step takes {1 - (alone.step_seconds or 0.0) / found.seconds:.0%} less time"
-                return f"with exact=False (--allow-rounding) {summary(Plan(head))} alone fits, and {gain}{_ROUNDS}"
-            both = self.steps.other(Plan({**own, **head}), None).taken_bytes
-        except MemscaleError:  # the head does not run in pieces
-            return ""
-        if both > (1 - _WORTH_TELLING) * found.taken_bytes:
-            return ""
-        takes, before = format_unlike(both, found.taken_bytes)
-        return f"with exact=False (--allow-rounding) and {summary(Plan(head))} it takes {takes}, not {before}{_ROUNDS}"
-
-    def _room(self, plan: Plan, taken_bytes: int) -> str:
-        """What the step under `plan`, which takes `taken_bytes` here, takes in a loop that lets go of the output."""
-        if not self.step.loop.keeps_output:
-            return ""
-        inline_bytes = self.steps.inline(plan).taken_bytes
-        room_bytes = taken_bytes - inline_bytes
-        less = f"{format_bytes(inline_bytes)}, {format_bytes(room_bytes)} less" if room_bytes > 0 else "as much"
-        return f"; written inline, as loss(model(x)), the step takes {less}"
 
     def _evidence(
         self,

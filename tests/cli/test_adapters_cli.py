@@ -80,6 +80,12 @@ def test_the_prediction_is_of_the_model_that_peft_makes(folder, capsys, quant, l
     assert type(model.base_model.model.lm_head) is nn.Linear
 
 
+@pytest.mark.parametrize(("quant", "flag"), [("INT8", "is_loaded_in_8bit"), ("NF4", "is_loaded_in_4bit")])
+def test_a_quantization_in_capitals_is_the_same(folder, quant, flag):
+    model = model_of(lora="r=4", quant=quant).base_model.model
+    assert {name for name in ("is_loaded_in_8bit", "is_loaded_in_4bit") if getattr(model, name, False)} == {flag}
+
+
 def test_what_is_trained_and_packed_is_told(folder, capsys):
     assert predict("--lora", "r=4,alpha=8,targets=q_proj+v_proj", "--quant", "nf4", "--amp", "fp16") == 0
     told = capsys.readouterr().out
