@@ -257,7 +257,9 @@ _RULES: Mapping[Kernel, Callable[[_AttentionCall, Capability, AttentionFlags], b
 
 
 @contextmanager
-def cuda_attention(capability: Capability, flags: AttentionFlags | None = None) -> Iterator[None]:
+def cuda_attention(
+    capability: Capability, flags: AttentionFlags | None = None, unfused: set[torch.dtype] | None = None
+) -> Iterator[None]:
     """Run ``F.scaled_dot_product_attention`` on CPU tensors as a CUDA device would.
 
     The kernel's own op is called, so that the step keeps what it keeps on the device (padded inputs, the
@@ -275,6 +277,7 @@ def cuda_attention(capability: Capability, flags: AttentionFlags | None = None) 
     Args:
         capability: the device's compute capability, (major, minor).
         flags: None reads those of the process at each call.
+        unfused: gets the dtypes of calls that a newer device (8.0) has a fused kernel for, and this one has not.
 
     The seed and offset of a kernel's dropout, 16 and 8 bytes a call, stay out: their fakes have no device.
     """
@@ -308,17 +311,11 @@ def cuda_attention(capability: Capability, flags: AttentionFlags | None = None) 
         if not (query.numel() and key.numel() and value.numel()):
             # No kernel runs for nothing.
             return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        kernel = attention_kernel(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            enable_gqa,
-            capability,
-            flags or AttentionFlags.current(),
-        )
+        allowed = flags or AttentionFlags.current()
+        given = (query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        kernel = attention_kernel(*given, capability, allowed)
+        if unfused is not None and kernel == "math" and attention_kernel(*given, (8, 0), allowed) != "math":
+            unfused.add(query.dtype)
         call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             # convert_boolean_attn_mask: minus infinity where the mask is false, in the query's dtype.

@@ -69,6 +69,7 @@ class Kernels:
         self.multiprocessors = hardware.multiprocessors or _DEFAULT_MULTIPROCESSORS
         self.known: dict[Any, dict[int, Any]] = {}
         self.programs: dict[Any, Any] = {}
+        self._unfused: set[torch.dtype] = set()
         self._cpu = CpuScratch(probe=probe)
         self._times = CpuTimes() if probe and not self.is_cuda else None
         self._cuda = CudaProbe() if self.is_cuda and probe else None
@@ -169,6 +170,13 @@ class Kernels:
             return []
         modules = list(modules)
         found = recurrence_notes(modules, self.capability) + notes_of_few_bits(modules)
+        if self._unfused:
+            dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self._unfused))
+            other = "; in float16 it has one" if self._unfused == {torch.bfloat16} else ""
+            found.append(
+                f"attention in {dtypes} has no fused kernel on {self.hardware.name}, so backward keeps its scores, one "
+                f"for each pair of tokens{other}"
+            )
         if torch.backends.cudnn.enabled and any(isinstance(module, _CONVOLUTIONS) for module in modules):
             found.append(
                 "what cuDNN takes for convolutions while they run follows rules that were read off an H100; it takes "
@@ -186,7 +194,8 @@ class Kernels:
             stack.enter_context(patched(F, "linear", linear))
             stack.enter_context(products_unwatched())
             if self.is_cuda:
-                stack.enter_context(cuda_attention(self.capability))
+                self._unfused.clear()
+                stack.enter_context(cuda_attention(self.capability, unfused=self._unfused))
                 stack.enter_context(cuda_dropout())
                 stack.enter_context(cuda_rnns(self.capability))
                 stack.enter_context(cuda_fused())

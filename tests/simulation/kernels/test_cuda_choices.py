@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import memscale as ms
@@ -113,3 +114,20 @@ def test_cublaslt_has_a_workspace_of_its_own_where_pytorch_gives_it_one(monkeypa
 def test_products_that_go_to_cublaslt(bias, left, right, dtype, goes):
     args = [torch.empty(shape, dtype=dtype, device="meta") for shape in (bias, left, right)]
     assert uses_cublaslt("aten.addmm.default", args, environ={}) is goes
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hardware", "told"),
+    [(torch.bfloat16, "t4", True), (torch.float16, "t4", False), (torch.bfloat16, "rtx-4090", False)],
+)
+def test_a_profile_tells_of_attention_that_a_device_has_no_fused_kernel_for(dtype, hardware, told):
+    model = nn.Sequential(nn.Linear(16, 16), Attention()).to("meta", dtype)
+    x = torch.empty(2, 4, 128, 16, dtype=dtype, device="meta")
+    found = ms.profile(model, x, loss=lambda y, _: y.float().sum(), hardware=hardware)
+    note = "attention in bfloat16 has no fused kernel on Tesla T4, so backward keeps its scores"
+    assert any(each.startswith(note) for each in found.notes) is told
