@@ -76,7 +76,7 @@ def demo(options: DemoOptions) -> int:
         with simulations() as progress:
             plan = _planned(job, budget, progress)
         said = [line for line in plan.evidence.trace if line.startswith(("memory pressure", "smart skip", "proof"))]
-        screen.print("\n".join(["", *said, ""]), highlight=False, markup=False)
+        screen.print("\n".join([*said, ""]), highlight=False, markup=False)
         screen.print(f"{plan}\n", highlight=False, markup=False)
         with _progress() as bar:
             task = bar.add_task("training", total=2 * job.steps)
