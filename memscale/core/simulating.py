@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memscale.core import internals
+
 _lock = threading.RLock()
 _waiting: set[int] = set()  # threads that wait for the lock, by their identity
 _numbers = itertools.count()
@@ -125,7 +127,7 @@ def own_threads() -> Iterator[None]:
         finally:
             _keys.pop()
             if not _keys:
-                torch._C._remove_obj_from_tls(key)
+                _leave(key)
 
 
 def is_own_thread() -> bool:
@@ -155,9 +157,22 @@ def joining(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         finally:
-            torch._C._remove_obj_from_tls(key)
+            _leave(key)
 
     return joined
+
+
+def _leave(key: str) -> None:
+    """Let this thread be the simulation's no longer.
+
+    PyTorch before 2.13 has no way to take a key out: there a thread keeps it, which says nothing once the simulation
+    that has it, the only one to have it ever, has ended.
+    """
+    if internals.has(_REMOVING):
+        torch._C._remove_obj_from_tls(key)
+
+
+_REMOVING = "torch._C._remove_obj_from_tls"
 
 
 def _here() -> _Simulated | None:

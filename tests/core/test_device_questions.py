@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import memscale
 from memscale.core import compute_capability, device_type, simulated_device_type, simulation
+from memscale.core.simulating import is_own_thread, joining, own_threads
 
 ROOT = Path(memscale.__file__).parent
 _FLAGS = {"is_cuda", "is_cpu", "is_mps", "is_xpu"}
@@ -93,3 +95,17 @@ def test_simulations_nest_and_end():
             assert (simulated_device_type(), device_type(tensor)) == ("mps", "cpu")
             assert compute_capability(tensor) is None
     assert (simulated_device_type(), device_type(tensor)) == (None, "cpu")
+
+
+def test_simulations_end_where_pytorch_cannot_take_a_key_out(monkeypatch):
+    """As before 2.13, where a thread keeps the key of what has ended."""
+    monkeypatch.delattr(torch._C, "_remove_obj_from_tls", raising=False)
+    found = []
+    for _ in range(2):
+        with own_threads():
+            found.append(is_own_thread())
+            thread = threading.Thread(target=joining(lambda: found.append(is_own_thread())))
+            thread.start()
+            thread.join()
+        found.append(is_own_thread())
+    assert found == [True, True, False] * 2
