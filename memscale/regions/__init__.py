@@ -29,7 +29,7 @@ from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, sta
 from memscale.regions.streams import Streams
 from memscale.regions.turns import in_recompute, wait_for_recomputes
 from memscale.regions.uncompiled import OperatorWatch, floats_as_constants, never_compiled, uncompiled, without_dynamo
-from memscale.regions.unrecorded import is_unrecorded, unrecorded, unrecorded_depth
+from memscale.regions.unrecorded import copying_ahead, is_unrecorded, unrecorded, unrecorded_depth
 from memscale.regions.untouched import untouched
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "arguments",
     "as_it_was",
     "code_names",
+    "copying_ahead",
     "counted_states",
     "differing",
     "floats_as_constants",

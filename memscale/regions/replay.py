@@ -22,7 +22,7 @@ from memscale.regions.snapshot import Snapshot, is_sharded
 from memscale.regions.stand_ins import Note
 from memscale.regions.turns import my_turn
 from memscale.regions.uncompiled import OperatorWatch
-from memscale.regions.unrecorded import unrecorded
+from memscale.regions.unrecorded import copies_ahead, unrecorded
 
 
 class Replay:
@@ -191,22 +191,27 @@ class _ChangedWatch(OperatorWatch):
     """Notes what a rerun makes, and raises `CorrectnessError` when it uses a tensor that was changed in place since.
 
     Not before: a scope can be wider than the region. A function that captures a whole model to call one block of it
-    is right to find that other blocks have moved their statistics on.
+    is right to find that other blocks have moved their statistics on. Nor for a copy that a transform inside takes
+    of all that the region reaches: that is a changed tensor, too.
     """
 
     def __init__(self, changed: dict[int, str], made: set[int]) -> None:
         super().__init__()
         self._changed = changed
         self._made = made
+        self._copies: list[Any] = []  # held, for other tensors must not get their addresses
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = _storages((args, kwargs))
-        for storage in given:
-            message = self._changed.get(storage)
-            if message is not None:
-                raise CorrectnessError(message)
+        message = next((self._changed[storage] for storage in given if storage in self._changed), None)
+        if message is not None and not copies_ahead():
+            raise CorrectnessError(message)
         result = func(*args, **kwargs)
-        self._made.update(_storages(result) - given)
+        received = _storages(result)
+        self._made.update(received - given)
+        if message is not None:
+            self._changed.update(dict.fromkeys(received, message))
+            self._copies.append(result)
         return result
 
 

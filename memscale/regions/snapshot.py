@@ -28,7 +28,7 @@ from memscale.regions.pieces import Name, Piece, Pieces
 from memscale.regions.places import holds, read
 from memscale.regions.scope import LastingName, Scope
 from memscale.regions.stand_ins import Note, any_stand_in, is_stand_in, origin_of
-from memscale.regions.unrecorded import unrecorded
+from memscale.regions.unrecorded import copying_ahead, unrecorded
 
 NOTHING = nullcontext()
 _LARGEST_STATISTIC = 1 << 16  # numbers
@@ -161,7 +161,7 @@ class Snapshot:
             else:
                 is_candidate = not isinstance(tensor, nn.Parameter)
             if is_candidate:
-                with unrecorded():
+                with copying_ahead(recorded=False):
                     self._pieces.of(storage, tensor).take()
         self._layouts = {name: layout(tensor) for name, tensor, _ in named if isinstance(tensor, nn.Parameter)}
 
@@ -172,7 +172,7 @@ class Snapshot:
         found = [index for index in looked_at if self._is_to_be_taken(index, effects.changed)]
         found += [index for index in range(count, len(held)) if index - count in effects.changed]
         if len({id(storage) for storage in held}) == len(held):  # no two share memory
-            with unrecorded():
+            with copying_ahead(recorded=False):
                 self._taken = [
                     Piece([self._everything[index]], {self._name(index): 0}).take()
                     for index in found
@@ -182,7 +182,7 @@ class Snapshot:
             names = {self._name(index) for index in found}
             named = list(self._named({id(held[index]) for index in found}))
             self._pieces = Pieces(named)
-            with unrecorded():
+            with copying_ahead(recorded=False):
                 for name, tensor, storage in named:
                     if name in names:
                         self._pieces.of(storage, tensor).take()
@@ -225,7 +225,7 @@ class Snapshot:
         if self._pieces is not None:
             for piece in self._pieces.within(tensor):
                 piece.written = True
-                with unrecorded():
+                with copying_ahead(recorded=False):
                     piece.take()
 
     @property
@@ -400,7 +400,7 @@ class Snapshot:
                 continue
             if tensor.layout is not torch.strided:  # PyTorch compares no sparse ones; what changes them counts versions
                 continue
-            with unrecorded(), torch.no_grad():
+            with copying_ahead(recorded=False), torch.no_grad():
                 if not (torch.equal(old, tensor) or bool(((old == tensor) | (old.isnan() & tensor.isnan())).all())):
                     return False
         return True

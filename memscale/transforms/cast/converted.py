@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memscale.core import version
-from memscale.regions import Content, Scope, holds, read, storages, write
+from memscale.regions import Content, Scope, copying_ahead, holds, read, storages, write
 from memscale.transforms.cast.precision import is_castable
 
 
@@ -85,9 +85,10 @@ def substituted(scope: Scope, dtype: torch.dtype, copies: Converted, lost: list[
     What the region stores in these places stays there; buffers that it replaced come back, and are put in `lost`.
     """
     put: dict[int, Content] = {}
-    for position, key, tensor in scope.tensors:
-        if is_castable(tensor) and tensor.dtype != dtype:
-            put.setdefault(position, scope.contents[position].copy())[key] = copies.of(tensor, dtype)
+    with copying_ahead():
+        for position, key, tensor in scope.tensors:
+            if is_castable(tensor) and tensor.dtype != dtype:
+                put.setdefault(position, scope.contents[position].copy())[key] = copies.of(tensor, dtype)
     buffers = {id(module._buffers) for module in scope.modules}
     try:
         for position, content in put.items():

@@ -28,7 +28,7 @@ from memscale.core import (
     modules_in,
     pytrees,
 )
-from memscale.regions import Scope, functorch_state, hidden_changes, without_dynamo
+from memscale.regions import Scope, copying_ahead, functorch_state, hidden_changes, without_dynamo
 from memscale.transforms.cast.between import adapted
 from memscale.transforms.cast.clashes import explained
 from memscale.transforms.cast.containers import Containers
@@ -296,7 +296,8 @@ def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
     lies_between = adapted(scope.survey, how.compute, natural)
     flags = scope.flags()
     try:
-        args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
+        with copying_ahead():  # also of what objects among the arguments hold
+            args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
         with (
             own_kernels(scope.survey),
             lies_between,

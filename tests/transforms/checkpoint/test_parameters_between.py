@@ -132,3 +132,74 @@ def test_a_changed_buffer_that_the_region_only_lists_is_refused_too(name):
     else:
         y.backward()
         assert x.grad == torch.ones(1).cos()
+
+
+CHECKPOINT, DOTS = ms.checkpoint(), ms.checkpoint(policy=ms.policies.dots_saveable)
+TILE, DOUBLE = ms.tile(chunks=2), ms.cast(compute=torch.float64)
+AROUND = {
+    "two": ms.compose(CHECKPOINT, CHECKPOINT),
+    "three": ms.compose(CHECKPOINT, CHECKPOINT, CHECKPOINT),
+    "policy in": ms.compose(CHECKPOINT, DOTS),
+    "policy around": ms.compose(DOTS, CHECKPOINT),
+    "offload around": ms.compose(ms.offload(min_bytes=0), CHECKPOINT, CHECKPOINT),
+    "offload between": ms.compose(CHECKPOINT, ms.offload(min_bytes=0), CHECKPOINT),
+    "tile around": ms.compose(TILE, CHECKPOINT),
+    "cast in": ms.compose(CHECKPOINT, DOUBLE),
+    "cast around": ms.compose(DOUBLE, CHECKPOINT, CHECKPOINT),
+}
+
+
+class Behind(nn.Module):
+    """Has a region that captures all of it, and changes behind that what the region reads or does not read."""
+
+    def __init__(self, region, *, reads, quiet=0):
+        super().__init__()
+        self.region, self.reads, self.quiet = region, reads, quiet  # calls before the first that changes something
+        self.gain, self.norm = nn.Parameter(torch.rand(4)), nn.BatchNorm1d(4)
+        self.register_buffer("average", torch.ones(2, 4))
+        self.seen = [torch.ones(2, 4)]
+
+    def forward(self, x):
+        def scaled(t):
+            t = torch.sin(t * self.gain).exp()
+            return torch.sin(t * (self.average[0] + self.seen[0][1]).detach()) if self.reads else t
+
+        x = self.region(scaled)(x)
+        if self.quiet == 0:
+            self.average.mul_(1.5)
+            self.seen[0].add_(1)
+        self.quiet = max(0, self.quiet - 1)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("how", AROUND.values(), ids=AROUND)
+def test_what_a_region_captures_and_does_not_read_may_change_behind_it(how):
+    """A region inside, and a cast, copy all that the region captures: no more than that is not to read it."""
+    rounds = next((each for each in (TILE, DOUBLE) if repr(each) in repr(how)), ms.identity)
+    assert steps_behind(how, reads=False) == steps_behind(rounds, reads=False)
+
+
+def steps_behind(how, *, reads):
+    def steps():
+        seed()
+        model = Behind(how, reads=reads)
+        for _ in range(3):
+            x = torch.randn(6, 4, requires_grad=True)
+            model(x).square().sum().backward()
+            yield bits([x.grad, model.gain.grad, *model.buffers(), model.seen])
+
+    return list(steps())
+
+
+@pytest.mark.parametrize("how", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("quiet", [0, 1])
+def test_what_it_reads_may_not(how, quiet):
+    if how.transforms[0] == DOUBLE:  # which copies outside of what is run again
+        assert steps_behind(how, reads=True) == steps_behind(DOUBLE, reads=True)
+        return
+    model = Behind(how, reads=True, quiet=quiet)
+    for _ in range(quiet):
+        model(torch.randn(6, 4, requires_grad=True)).square().sum().backward()
+    loss = model(torch.randn(6, 4, requires_grad=True)).square().sum()
+    with pytest.raises(ms.CorrectnessError, match="at version"):
+        loss.backward()
