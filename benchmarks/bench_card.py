@@ -1,9 +1,10 @@
 """Predictions and plans against a real card, at sizes that fill one: peak and reserved bytes, step time, budgets kept.
 
 Every prediction is made without the card, by `profile` and `plan` of models on meta with the data sheet of the card, in
-processes of their own. Then the card trains each: the truth is `torch.cuda.max_memory_allocated`, the memory reserved,
-and the median of timed steps. Beside them PyTorch's own checkpoint on every block, and the losses of the first steps,
-which plans that are exact do not change (a second run of the plain model says whether the kernels repeat themselves).
+processes of their own: plans that are exact, and plans that may use tiles. Then the card trains each: the truth is
+`torch.cuda.max_memory_allocated`, the memory reserved, and the median of timed steps. Beside them PyTorch's own
+checkpoint on every block, and the losses of the first steps, which plans that are exact do not change (a second run of
+the plain model says whether the kernels repeat themselves).
 
     python benchmarks/bench_card.py [--only REGEX] [--steps 5] [--workers 8] [--json FILE] [--operators FILE]
     python benchmarks/bench_card.py --predict FILE --hardware h100   # on any machine; then, where the card is,
@@ -222,14 +223,18 @@ def predictions(name: str, hardware: ms.Hardware) -> dict[str, Prediction]:
         return Prediction(plan, peak_bytes, profile.taken_bytes, profile.step_seconds or 0.0, budget_bytes)
 
     found = {name: simulated(None if rules is None else ms.Plan(rules)) for name, rules in by_hand.items()}
-    engine = ms.DecisionEngine(model, batch, keeps_output=False, optimizer=optimizer, hardware=hardware)
     most = found["plain"].reserved_bytes
     shares = {f"plan {share:.0%}": int(share * most) for share in BUDGETS}
-    for variant, budget in (shares if case.fits else {"plan": int(ALMOST_ALL * hardware.usable_bytes)}).items():
-        try:
-            found[variant] = simulated(engine.plan(budget), budget)
-        except ms.BudgetError as error:
-            print(f"{name} {variant}: {error}", flush=True)
+    budgets = shares if case.fits else {"plan": int(ALMOST_ALL * hardware.usable_bytes)}
+    for suffix, config in (("", ms.Config()), (", tiles", ms.Config(enable_tiling=True))):
+        engine = ms.DecisionEngine(
+            model, batch, keeps_output=False, optimizer=optimizer, config=config, hardware=hardware
+        )
+        for variant, budget in budgets.items():
+            try:
+                found[variant + suffix] = simulated(engine.plan(budget), budget)
+            except ms.BudgetError as error:
+                print(f"{name} {variant}{suffix}: {error}", flush=True)
     return found
 
 
