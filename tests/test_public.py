@@ -69,7 +69,7 @@ memscale.regions: Attributes Content Environment NOWHERE Names Note OperatorWatc
     in_recompute is_stand_in is_unrecorded memory_of moved naming_refused_hooks never_compiled origin_of pack_all
     put_back read recomputes recomputing refuse_iterators refused running_statistics stand_for storages
     takes_batch_statistics uncompiled unrecorded unrecorded_depth untouched wait_for_recomputes without_dynamo write
-memscale.reports: Axis COLOURS DrawnPoint PAGES PartOfPlan TriedSize byte_scale checked_target columns diff_text
+memscale.reports: Axis COLOURS DrawnPoint PAGES PartOfPlan Price TriedSize byte_scale checked_target columns diff_text
     module_text placed plot_frontier plot_profile plot_sizes plot_timelines profile_text time_scale write_frontier
     write_html write_page write_sizes write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats

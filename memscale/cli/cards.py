@@ -45,6 +45,14 @@ def cards(options: CardsOptions) -> int:
         dtype = "bfloat16" if "bfloat16" in card.tflops else "float16"
         speeds = (card.tflops[dtype], card.memory_gb_per_second, card.host_gb_per_second)
         sizes = (f"{nbytes / 2**30:.2f}" for nbytes in (hardware.memory_bytes, hardware.usable_bytes))
-        rows.append((card.name, *sizes, dtype, *(f"{speed:.4g}" for speed in speeds), card.source))
+        rows.append(
+            (
+                card.name,
+                *sizes,
+                dtype,
+                *("shared" if speed is None else f"{speed:.4g}" for speed in speeds),
+                card.source,
+            )
+        )
     show("\n".join(aligned(rows, "<>><>>><", "  ")))
     return 0

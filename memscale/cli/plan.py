@@ -13,7 +13,7 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import SIZES, Json, Python, Seconds, count, file
-from memscale.cli.price import PriceOptions, cost_of, line_of
+from memscale.cli.price import PriceOptions, axis_of, cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step import RankOptions, Step, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
@@ -117,6 +117,7 @@ class FrontierOptions(_Options):
 
     budget: Annotated[str | None, Option(metavar="SIZE", help=f"Plan for this too, and say why: {SIZES}.")] = None
     points: Annotated[int, count("N", "Budgets to plan for.")] = 12
+    prices: PriceOptions
     plot: Annotated[Path | None, file("Where a picture of the curve goes, a .png or .svg.")] = None
     html: Annotated[Path | None, file("Where the curve goes as a page that shows each plan, a .html.")] = None
 
@@ -164,6 +165,7 @@ def frontier(options: FrontierOptions) -> int:
         raise ConfigError("--python needs --budget: a script is that of one plan, and a frontier has many")
     if options.points < 2:
         raise ConfigError(f"--points must be at least 2, got {options.points}")
+    options.prices.check()
     with _engine(options) as (engine, step):
         curve = engine.frontier(options.points)
         found, fault = None, None
@@ -174,11 +176,18 @@ def frontier(options: FrontierOptions) -> int:
                 fault = error
             else:
                 curve = ms.Frontier.of([*curve, Point.of(found)])
-        contents: dict[str, Content] = {"json": curve.to_json(), "plot": curve.plot, "html": curve.html}
+        ends = {"smallest": curve[0].step_seconds, "fastest": curve[-1].step_seconds}
+        costs = {name: cost_of(options.prices, options.step, step, seconds) for name, seconds in ends.items()}
+        axis = axis_of(options.prices, costs["fastest"], ends["fastest"])
+        contents: dict[str, Content] = {
+            "json": curve.to_json(),
+            "plot": lambda path: curve.plot(path, **axis),
+            "html": lambda path: curve.html(path, **axis),
+        }
         if found is not None:
             contents["python"] = as_script(step, options.step, found, engine.step.batch)
         write({name: path for name, path in options.files.items() if name in contents}, contents)
-    show(str(curve))
+    show("\n".join([str(curve), *(f"{name}, {cost}" for name, cost in costs.items() if cost is not None)]))
     if fault is not None:
         return nothing_fits(fault, steps=True)
     if found is not None:

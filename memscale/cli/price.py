@@ -113,6 +113,20 @@ def cost_of(prices: PriceOptions, options: StepOptions, step: Step, seconds: flo
     )
 
 
+def axis_of(prices: PriceOptions, cost: Cost | None, seconds: float) -> dict[str, Any]:
+    """What ``Frontier.plot`` and ``html`` are told for an axis in dollars; empty without a price.
+
+    Args:
+        prices: as typed.
+        cost: of one of the curve's steps.
+        seconds: of that step.
+    """
+    if prices.price is None or cost is None:
+        return {}
+    wanted = {} if prices.tokens is None else {"steps": math.ceil(amount(prices.tokens) / (cost.per_second * seconds))}
+    return {"price": prices.price * cost.cards, **wanted}
+
+
 def line_of(prices: PriceOptions, cost: Cost | None) -> str:
     """What is printed of a cost; empty where nothing was asked."""
     if cost is not None:

@@ -44,7 +44,7 @@ class Card:
             where the card has them, accumulating in float32 (int8: in int32). ``float32`` is the plain rate and
             ``tfloat32`` the tensor cores' on float32 inputs.
         memory_gb_per_second: peak bandwidth of the card's memory, 10⁹ bytes a second.
-        host_gb_per_second: peak of the link to the host, in one direction.
+        host_gb_per_second: peak of the link to the host, in one direction; None where they share one memory.
         peer_gb_per_second: peak of the link to one other card, in one direction; None without NVLink or its like.
         capability: CUDA compute capability; None for cards that are not CUDA's.
         multiprocessors: streaming multiprocessors; AMD calls them compute units.
@@ -58,7 +58,7 @@ class Card:
     memory_mib: int
     tflops: Mapping[str, float]
     memory_gb_per_second: float
-    host_gb_per_second: float
+    host_gb_per_second: float | None
     peer_gb_per_second: float | None
     capability: tuple[int, int] | None
     multiprocessors: int
@@ -101,9 +101,12 @@ _RTX_4090 = _rates(82.6 / 64, 82.6, 82.6, 165.2, int8=660.6, float8_e4m3fn=330.3
 # float32 is two operations a core and boost clock. Sheets quote FP4 with sparsity, which is 16 times float16 summed in
 # float32: 759, 1406 and 1801 of these three.
 _RTX_5060_TI = _rates(23.7 / 64, 23.7, 23.7, 47.4, int8=189.8, float8_e4m3fn=94.9)
+_RTX_5070 = _rates(30.9 / 64, 30.9, 30.9, 61.7, int8=246.9, float8_e4m3fn=123.5)
 _RTX_5070_TI = _rates(43.9 / 64, 43.9, 43.9, 87.9, int8=351.5, float8_e4m3fn=175.8)
 _RTX_5080 = _rates(56.3 / 64, 56.3, 56.3, 112.6, int8=450.2, float8_e4m3fn=225.1)
 _RTX_PRO_6000 = _rates(126 / 64, 126, 251.9, 503.8, int8=1007.6, float8_e4m3fn=1007.6)
+# The sheet of GB10 says one number, 10¹⁵ operations in FP4 with sparsity: eight times bfloat16, as of an RTX PRO.
+_GB10 = _rates(31 / 64, 31, 62.5, 125, int8=250, float8_e4m3fn=250)
 _RTX_5090 = _rates(104.8 / 64, 104.8, 104.8, 209.5, int8=838, float8_e4m3fn=419)
 _H100_PCIE = _rates(51.2, 51.2, 378, 756, int8=1513, float8_e4m3fn=1513)
 _HOPPER_SXM = _rates(66.9, 66.9, 494.7, 989.4, int8=1978.9, float8_e4m3fn=1978.9)
@@ -141,6 +144,7 @@ def _pcie(gb_per_second: float, devices_per_node: int | None = None, sheet: str 
 
 
 _GH200_ALONE = Interconnect(1, _PCIE5, _PCIE_US, None, "NVIDIA GH200 data sheet (one in a node); PCI-SIG, 16 lanes")
+_GB10_ALONE = Interconnect(1, 25, _PCIE_US, 25, "NVIDIA DGX Spark data sheet (one in a node, an adapter of 200 Gb/s)")
 _IN_PCIE3, _IN_PCIE4, _IN_PCIE5 = _pcie(_PCIE3), _pcie(_PCIE4), _pcie(_PCIE5)
 
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture white paper, appendix A"
@@ -196,6 +200,9 @@ CARDS = (
     # Eight lanes of PCI Express 5.0 are as quick as sixteen of 4.0.
     Card("rtx-5060-ti", ("5060-ti", "rtx-5060-ti-16"), ("NVIDIA GeForce RTX 5060 Ti",), 15_823, _RTX_5060_TI, 448,
          _PCIE4, None, (12, 0), 36, _IN_PCIE4, f"{_RTX_50}, 16 GB"),
+    # No log of it under Linux was at hand: the driver's 12,227 MiB less what it keeps of an RTX 5070 Ti.
+    Card("rtx-5070", ("5070",), ("NVIDIA GeForce RTX 5070",), 11_732, _RTX_5070, 672, _PCIE5, None, (12, 0), 48,
+         _IN_PCIE5, _RTX_50),
     Card("rtx-5070-ti", ("5070-ti",), ("NVIDIA GeForce RTX 5070 Ti",), 15_808, _RTX_5070_TI, 896, _PCIE5, None, (12, 0),
          70, _IN_PCIE5, _RTX_50),
     Card("rtx-5080", ("5080",), ("NVIDIA GeForce RTX 5080",), 15_840, _RTX_5080, 960, _PCIE5, None, (12, 0), 84,
@@ -213,6 +220,8 @@ CARDS = (
          _DGX_H200, "NVIDIA H200 data sheet, 2024 (SXM), whose arithmetic is the H100's"),
     Card("gh200", ("gh200-96", "gh200-480"), ("NVIDIA GH200 480GB",), 96_763, _HOPPER_SXM, 4000, _C2C, None, (9, 0),
          132, _GH200_ALONE, "NVIDIA GH200 Superchip data sheet (96 GB HBM3), whose arithmetic is the H100's"),
+    Card("gb10", ("dgx-spark",), ("NVIDIA GB10",), 122_548, _GB10, 273, None, None, (12, 1), 48, _GB10_ALONE,
+         "NVIDIA DGX Spark data sheet, 2025 (128 GB for processor and GPU together)"),
     Card("b200", ("b200-sxm", "b200-180"), ("NVIDIA B200",), 182_631, _B200, 7700, _PCIE5, 900, (10, 0), 148, _DGX_B200,
          "NVIDIA Blackwell data sheet, 2025 (HGX B200, one GPU)"),
     Card("b300", ("b300-sxm", "b300-288"), ("NVIDIA B300 SXM6 AC",), 274_110, _B300, 8000, _PCIE5, 900, (10, 3), 148,

@@ -98,6 +98,8 @@ class Hardware:
             left out, those of a virtual machine with an H100 are taken; of a CPU none.
         operator_rates: bytes a second that single operators reach, or operations a second where they compute, by name
             and dtype, as ``"gelu float32"``; for devices on which they are far from the rates above, as CPUs are.
+        unified_memory: whether the accelerator has no memory but the host's, as a GB10. What is offloaded to the host
+            stays in that memory: ``Profile.taken_bytes`` counts it, and such a device has no link for `plan` to use.
         measured: whether the speeds were reached by real kernels. Otherwise they are peaks from a data sheet, of
             which kernels reach a part.
 
@@ -139,6 +141,7 @@ class Hardware:
     launch_seconds: float | None = None
     operator_rates: Mapping[str, float] = field(default_factory=dict)
     call_seconds: Mapping[str, float] = field(default_factory=dict)
+    unified_memory: bool = False
     measured: bool = False
 
     def __post_init__(self) -> None:
@@ -181,6 +184,7 @@ class Hardware:
             card.memory_mib * _MIB,
             capability=card.capability,
             multiprocessors=card.multiprocessors,
+            unified_memory=card.host_gb_per_second is None,
             **_speeds(card),
         )
 
@@ -227,6 +231,8 @@ class Hardware:
         where = _place("measure", device)
         hardware = cls.detect(where)
         speeds = calibrate(where, hardware.free_bytes)
+        if hardware.unified_memory:
+            speeds |= dict.fromkeys(("host_to_device_bytes_per_second", "device_to_host_bytes_per_second"))
         rates = operator_rates() if where.type == "cpu" else {}
         calls = call_seconds(where, beyond=speeds["launch_seconds"])
         return dataclasses.replace(hardware, measured=True, call_seconds=calls, **speeds, **rates)
@@ -253,6 +259,7 @@ class Hardware:
             host_memory_bytes=_ram_bytes(),
             capability=capability,
             multiprocessors=properties.multi_processor_count,
+            unified_memory=bool(properties.is_integrated),
             **speeds,
         )
 
@@ -316,12 +323,13 @@ def _ram_bytes() -> int | None:
 def _speeds(card: Card) -> dict[str, Any]:
     joined = card.joined
     network = joined.network_gb_per_second
+    link = None if card.host_gb_per_second is None else card.host_gb_per_second * 1e9
     return {
         # Rounded, since 66.9 * 1e12 is not 66.9e12.
         "flops_per_second": {dtype: float(round(rate * 1e12)) for dtype, rate in card.tflops.items()},
         "bandwidth_bytes_per_second": card.memory_gb_per_second * 1e9,
-        "host_to_device_bytes_per_second": card.host_gb_per_second * 1e9,
-        "device_to_host_bytes_per_second": card.host_gb_per_second * 1e9,
+        "host_to_device_bytes_per_second": link,
+        "device_to_host_bytes_per_second": link,
         "peer_bytes_per_second": None if card.peer_gb_per_second is None else card.peer_gb_per_second * 1e9,
         "devices_per_node": joined.devices_per_node,
         "node_bytes_per_second": joined.node_gb_per_second * 1e9,
@@ -374,9 +382,12 @@ def _misfit(key: str, value: Any) -> str | None:
         if value is not None and not (_is_int(value) and value >= 1):
             remedy = "torch.cuda.get_device_properties().multi_processor_count"
             return f"an int of at least 1; pass {remedy if key == 'multiprocessors' else 'what one machine holds'}"
-    elif key == "measured":
+    elif key in ("measured", "unified_memory"):
         if not isinstance(value, bool):
-            return "a bool; pass True for speeds that kernels reached, False for those of a data sheet"
+            means = ("speeds that kernels reached", "those of a data sheet")
+            if key == "unified_memory":
+                means = ("a device whose memory is the host's", "one with memory of its own")
+            return f"a bool; pass True for {means[0]}, False for {means[1]}"
     elif value is not None and not _is_rate(value):
         return (
             f"a positive finite number; pass {'seconds' if key.endswith('_seconds') else 'bytes per second'}, or None"

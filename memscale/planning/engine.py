@@ -381,6 +381,11 @@ class DecisionEngine:
         asked = self.config.enable_offloading and not self.config.given.isdisjoint(
             ("enable_offloading", "async_offload")
         )
+        if asked and self.hardware.unified_memory:
+            raise ConfigError(
+                f"the config asks for offloading, and {self.hardware.name} has no memory but its host's, so nothing "
+                "becomes free by it; leave enable_offloading to the mode, or offload to the disk by hand"
+            )
         if asked and not knows_copies(self.hardware):
             raise ConfigError(
                 f"the config asks for offloading, and {self.hardware.name} does not say how fast its link is; give "

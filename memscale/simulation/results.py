@@ -153,7 +153,7 @@ class Profile:
         """What the device has to give for this profile's steps: what its caching allocator reserves where it has one.
 
         The first step counts as well as the later ones: it begins without optimizer states, but making them can take
-        more than using them.
+        more than using them. Where ``hardware.unified_memory``, tensors on the host's tiers count as well.
 
         >>> import torch, memscale as ms
         >>> step = {"batch": torch.ones(8, 64), "loss": lambda y, _: y.sum()}
@@ -161,9 +161,12 @@ class Profile:
         >>> box.taken_bytes == box.peak_bytes, card.taken_bytes == card.reserved_peak_bytes
         (True, True)
         """
+        beside = (
+            sum(self.by_tier.get(tier, 0) for tier in ("pinned", "pageable")) if self.hardware.unified_memory else 0
+        )
         if self.reserved_peak_bytes is not None:
-            return self.reserved_peak_bytes  # over all steps
-        return max(self.first_step_peak_bytes, self.peak_bytes)
+            return self.reserved_peak_bytes + beside  # over all steps
+        return max(self.first_step_peak_bytes, self.peak_bytes) + beside
 
     @property
     def fragmentation_bytes(self) -> int | None:

@@ -1,6 +1,7 @@
 """``memscale plan`` and ``memscale frontier``: what the library plans, as text and files; exit codes for scripts."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -86,6 +87,16 @@ def test_the_frontier_is_that_of_the_library(folder, capsys):
     assert [(point.peak_bytes, point.plan) for point in found] == [(point.peak_bytes, point.plan) for point in expected]
     assert Path("curve.png").read_bytes().startswith(b"\x89PNG")
     assert Path("curve.html").read_text().count('<section class="plan">') == len(expected) > 2
+
+
+def test_a_frontier_with_a_price_has_dollars_on_its_page(folder, capsys):
+    priced = ("--price", "3.60", "--tokens", "2K", "--html", "curve.html")
+    assert command("frontier", *STEP, "--points", 2, *priced) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"smallest, cost: at most .* for a dollar, at least .* hours and \$", out)
+    assert "fastest, cost: at most" in out
+    assert re.search(r"dollars for \d[\d,]* steps", Path("curve.html").read_text())
+    assert command("frontier", *STEP, "--price", "0") == 2
 
 
 def test_a_budget_on_the_frontier(folder, capsys):

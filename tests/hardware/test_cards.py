@@ -14,9 +14,9 @@ GIB_ON_THE_BOX = {
     "v100-16": 16, "v100-32": 32, "t4": 16, "rtx-2080-ti": 11, "a10": 24, "a100-40": 40, "a100-80": 80,
     "a100-80-pcie": 80, "a6000": 48, "rtx-3060": 12, "rtx-3080": 10, "rtx-3090": 24, "rtx-3090-ti": 24, "l4": 24,
     "l40s": 48, "rtx-6000-ada": 48, "rtx-4070": 12, "rtx-4080": 16, "rtx-4090": 24, "rtx-5060-ti": 16,
-    "rtx-5070-ti": 16, "rtx-5080": 16, "rtx-5090": 32,
-    "rtx-pro-6000": 96, "h100": 80, "h100-pcie": 80, "h200": 141, "gh200": 96, "b200": 180, "b300": 288, "mi300x": 192,
-    "mi355x": 288, "rx-7900-xtx": 24,
+    "rtx-5070": 12, "rtx-5070-ti": 16, "rtx-5080": 16, "rtx-5090": 32,
+    "rtx-pro-6000": 96, "h100": 80, "h100-pcie": 80, "h200": 141, "gh200": 96, "gb10": 128, "b200": 180, "b300": 288,
+    "mi300x": 192, "mi355x": 288, "rx-7900-xtx": 24,
 }  # fmt: skip
 
 
@@ -43,7 +43,8 @@ def test_a_row_is_possible(card):
     assert ("bfloat16" in flops) == since_ampere
     assert ("tfloat32" in flops) == (since_ampere and card.name not in ("mi355x", "rx-7900-xtx"))
     assert bool(float8) == (since_ada and card.name != "rx-7900-xtx")
-    assert hardware.host_to_device_bytes_per_second < hardware.bandwidth_bytes_per_second
+    assert hardware.unified_memory == (hardware.host_to_device_bytes_per_second is None) == (card.name == "gb10")
+    assert (hardware.host_to_device_bytes_per_second or 0) < hardware.bandwidth_bytes_per_second
     assert 0.9 * 1024 * GIB_ON_THE_BOX[card.name] < card.memory_mib <= 1024 * GIB_ON_THE_BOX[card.name]
 
 
@@ -74,7 +75,7 @@ def test_cards_of_amd_have_no_cuda_capability_and_float8_of_their_own():
      ("rtx 4090", "rtx-4090"), ("RTX4090", "rtx-4090"), ("4090", "rtx-4090"), ("GeForce RTX 4090", "rtx-4090"),
      ("Tesla T4", "t4"), ("AMD Instinct MI300X", "mi300x"), ("l40s", "l40s"), ("L4", "l4"),
      ("RTX 3060", "rtx-3060"), ("RTX 5060 Ti 16GB", "rtx-5060-ti"), ("3090 Ti", "rtx-3090-ti"), ("GH200", "gh200"),
-     ("RTX PRO 6000", "rtx-pro-6000")],
+     ("RTX PRO 6000", "rtx-pro-6000"), ("GB10", "gb10"), ("DGX Spark", "gb10"), ("RTX 5070", "rtx-5070")],
 )  # fmt: skip
 def test_names_that_people_use(name, card):
     assert by_name(name).name == card
@@ -117,7 +118,7 @@ def device(monkeypatch):
     """A CUDA device of any name."""
 
     def install(name, major, minor, hip=None):
-        properties = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=132)
+        properties = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=132, is_integrated=0)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

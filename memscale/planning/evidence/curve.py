@@ -14,7 +14,7 @@ from memscale.planning.evidence.explanation import label, reasons, rows_of
 from memscale.planning.evidence.proven import ProvenPlan
 
 if TYPE_CHECKING:
-    from memscale.reports import DrawnPoint
+    from memscale.reports import DrawnPoint, Price
 
 _DOCUMENT = Document("frontier", version=1, writer="Frontier.to_json()", error=ConfigError)
 _FEW = 2  # modules that a line names; of more it says how many
@@ -102,22 +102,31 @@ class Frontier(Sequence[Point]):
             raise error
         return fitting[-1]
 
-    def plot(self, path: str | PathLike[str]) -> None:
+    def plot(self, path: str | PathLike[str], *, price: float | None = None, steps: int = 1000) -> None:
         """Draw the time of a step over its memory, as PNG or SVG by the suffix.
 
+        Args:
+            path: of the file.
+            price: dollars for an hour of all devices of the step; with it, dollars are an axis on the right.
+            steps: how many are paid for there.
+
         Raises:
-            ConfigError: the suffix is neither, or the folder does not exist.
+            ConfigError: the suffix is neither, the folder does not exist, or `price` or `steps` is no number above 0.
             RuntimeUnavailable: matplotlib is not installed.
         """
-        _reports().plot_frontier(self._choices(), self._device, path)
+        _reports().plot_frontier(self._choices(), self._device, path, _price(price, steps, "Frontier.plot"))
 
-    def html(self, path: str | PathLike[str]) -> None:
+    def html(self, path: str | PathLike[str], *, price: float | None = None, steps: int = 1000) -> None:
         """Write the curve as one HTML file that needs nothing else; each point shows its plan, and why.
 
+        Args:
+            path, price, steps: as of `plot`; dollars are a column of the table, too.
+
         Raises:
-            ConfigError: the suffix is not ``.html``, or the folder does not exist.
+            ConfigError: the suffix is not ``.html``, the folder does not exist, or `price` or `steps` is no number
+                above 0.
         """
-        _reports().write_frontier(self._choices(), self._device, path)
+        _reports().write_frontier(self._choices(), self._device, path, _price(price, steps, "Frontier.html"))
 
     def to_json(self) -> str:
         """The points with their plans and evidence as JSON text, with a schema version."""
@@ -171,6 +180,10 @@ class Frontier(Sequence[Point]):
             for point in self._points
         ]
         return "\n".join(lines)
+
+
+def _price(dollars: float | None, steps: int, caller: str) -> Price | None:
+    return None if dollars is None else _reports().Price.of(dollars, steps, caller)
 
 
 def _reports() -> ModuleType:
