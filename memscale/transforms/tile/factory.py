@@ -277,7 +277,9 @@ class Tiled(Transformed):
         def piece(*args: Any, **kwargs: Any) -> Any:
             if flags in self._watched:
                 return self.body(*args, **kwargs)
-            with RowwiseWatch(scope, whole, repr(self.how)):
+            leaves = pytrees.flatten((args, kwargs))[0]
+            rows = {leaves[index]: dim for index, dim in cut.dims.items()}
+            with RowwiseWatch(scope, whole, rows, repr(self.how)):
                 result = self.body(*args, **kwargs)
             refuse_stored_tensors(scope, repr(self.how))
             self._watched.add(flags)

@@ -70,7 +70,7 @@ class IndependenceWatch(RowwiseWatch):
     """
 
     def __init__(self, scope: Scope, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str) -> None:
-        super().__init__(scope, whole, what)
+        super().__init__(scope, whole, rows, what)
         self.done: list[str] = []
         self._count = next(tensor.shape[dim] for tensor, dim in rows.items())
         self._places: dict[object, Rows] = {}

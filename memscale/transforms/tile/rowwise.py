@@ -7,8 +7,9 @@ mean over the rows) cannot be seen here; `memscale.verify` compares numbers.
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,9 +39,11 @@ _BATCH_NORM = (
 class RowwiseWatch(OperatorWatch):
     """Raises `TransformError` at an operator that makes one row's result depend on another, or on how often it runs."""
 
-    def __init__(self, scope: Scope, whole: list[torch.Tensor], what: str) -> None:
+    def __init__(self, scope: Scope, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str) -> None:
+        """Watch a run on `rows`, pieces with the dimension that is cut, and on `whole`, which every run is given."""
         super().__init__()
         self._what = what
+        self._pieces = rows
         shared = [*((repr(str(key)), tensor) for _, key, tensor in scope.tensors)]
         shared += [(f"an argument of shape {list(tensor.shape)} that is passed whole", tensor) for tensor in whole]
         self._shared = {
@@ -62,6 +65,7 @@ class RowwiseWatch(OperatorWatch):
                 if argument.is_write:
                     for tensor in pytrees.tensors(given.get(argument.name)):  # a list, in the `_foreach` operators
                         self._refuse_shared(tensor)
+                        self._refuse_some_rows(tensor)
         return func(*args, **kwargs)
 
     def _refuse_shared(self, tensor: torch.Tensor) -> None:
@@ -71,6 +75,18 @@ class RowwiseWatch(OperatorWatch):
                 f"{self._what} would update {name} once for every piece, because the region changes it in place "
                 "while it runs; use checkpoint() for this region"
             )
+
+    def _refuse_some_rows(self, tensor: torch.Tensor) -> None:
+        for piece, dim in self._pieces.items():
+            if memory_of(tensor) != memory_of(piece) or piece.layout is not torch.strided:
+                continue
+            rows, step = piece.shape[dim], piece.stride(dim)
+            spans = [(size * stride, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+            if rows > 1 and not any(span == rows * step and step % stride == 0 for span, stride in spans if stride):
+                raise TransformError(
+                    f"{self._what}: the region changes some rows of an argument of shape {list(piece.shape)} in place, "
+                    "and would change those of every piece; use checkpoint() for this region, or write out of place"
+                )
 
 
 def _modules(parts: list[Any]) -> list[nn.Module]:
@@ -125,11 +141,15 @@ def refuse_stored_tensors(scope: Scope, what: str) -> None:
                 )
 
 
+# What autograd says of a piece, and of a view of one. It says so too of what `split` and its like return, tiled or not.
+_CHANGED_PIECE = re.compile(rf"Output \d+ of ({Take.__name__}|(?!\w*Split|Unbind)\w+ .* returns multiple views)")
+
+
 @contextmanager
 def refuse_changed_arguments(args: Any, kwargs: Any, what: str) -> Iterator[None]:
     """Raise `TransformError` if the body changes a list, dictionary or object that `args` and `kwargs` lead to.
 
-    So it does if the body changes in place a tensor of theirs that needs a gradient: a piece of it is a view.
+    So it does if the body changes in place a tensor of theirs, or a view of one, that needs a gradient.
     """
     refuse_iterators(pytrees.flatten((args, kwargs))[0])
     given = Remembered((args, kwargs), None, hold=True)
@@ -137,11 +157,11 @@ def refuse_changed_arguments(args: Any, kwargs: Any, what: str) -> Iterator[None
     try:
         yield
     except RuntimeError as error:
-        if f"of {Take.__name__}" not in str(error):
+        if not _CHANGED_PIECE.match(str(error)):
             raise
         raise TransformError(
-            f"{what}: the region changes an argument in place, and backward would see that of one piece alone; "
-            "write out of place, or clone the argument first"
+            f"{what}: the region changes an argument in place, or a view of one, and backward would see that of one "
+            "piece alone; write out of place, or clone the argument first"
         ) from error
     for (thing, then), (_, now) in zip(before, given.contents(), strict=True):
         if not then.same(now):

@@ -157,3 +157,62 @@ def test_an_argument_that_is_changed_in_place_without_a_gradient_is_changed_for_
     changed = x * 0.5
     assert torch.equal(ms.tile(chunks=2)(InPlace())(x), changed.sin())
     assert torch.equal(x, changed)
+
+
+VIEWS = {
+    "slice": lambda x: x[:, 1:3],
+    "transpose": lambda x: x.t(),
+    "view": lambda x: x.view(-1),
+    "chunk": lambda x: x.chunk(2, -1)[1],
+}
+ROWS = {
+    "row": lambda x: x[0],
+    "rows": lambda x: x[1:],
+    "of the transpose": lambda x: x.t()[:, :1],
+    "of the view": lambda x: x.view(-1)[2:7],
+    "chunk": lambda x: x.chunk(2)[0],
+}
+TILES = [tile(chunks=2), tile(chunks=2, recompute=False)]
+
+
+def changing(view):
+    def fn(x):
+        view(x).mul_(0.5)
+        return x.sin()
+
+    return fn
+
+
+@pytest.mark.parametrize("how", TILES)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_change_of_all_rows_of_an_argument_by_a_view_reaches_the_caller(view, how):
+    x, expected = torch.ones(6, 4), torch.ones(6, 4)
+    view(expected).mul_(0.5)
+    assert torch.equal(how(changing(view))(x), expected.sin())
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("how", TILES)
+@pytest.mark.parametrize("view", ROWS.values(), ids=ROWS)
+def test_a_change_of_some_rows_which_each_piece_would_take_for_its_own_is_refused(view, how):
+    x = torch.ones(6, 4)
+    with pytest.raises(ms.TransformError, match="some rows of an argument of shape"):
+        how(changing(view))(x)
+    assert torch.equal(x, torch.ones(6, 4))
+
+
+@pytest.mark.parametrize("how", TILES)
+@pytest.mark.parametrize("in_no_grad", [False, True])
+@pytest.mark.parametrize("view", (VIEWS | ROWS).values(), ids=VIEWS | ROWS)
+def test_no_view_of_an_argument_that_needs_a_gradient_may_be_changed(view, how, in_no_grad):
+    def fn(x):
+        with torch.set_grad_enabled(not in_no_grad):
+            view(x).mul_(0.5)
+        return x.sin()
+
+    x = torch.ones(6, 4, requires_grad=True) * 1
+    # What autograd says of `chunk` it says without `tile`, too.
+    refused = pytest.raises((ms.TransformError, RuntimeError), match=r"tile\(.*in place|Output \d of Split")
+    with refused as caught:
+        how(fn)(x)
+    assert isinstance(caught.value, ms.TransformError) or (view(x).grad_fn.name() == "SplitBackward0")
