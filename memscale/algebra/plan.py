@@ -13,7 +13,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from memscale.algebra.composition import Transform, chain, is_of_optimizers, what_to_write
-from memscale.core import Document, PlanError, first_line, from_data, matches, misfit, shown, spellings
+from memscale.core import (
+    Document,
+    PlanError,
+    aligned,
+    first_line,
+    from_data,
+    in_runs,
+    matches,
+    misfit,
+    row_label,
+    shown,
+    spellings,
+)
 
 _Plan = TypeVar("_Plan", bound="Plan")
 
@@ -101,11 +113,12 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [("path", "numbers", "transform")]
-        rows += [(rule.pattern or "(root)", rule.transform.numbers, repr(rule.transform)) for rule in self.rules]
+        for run in in_runs(self.rules, lambda rule: rule.pattern or "(root)", lambda rule: rule.transform):
+            name = row_label([rule.pattern or "(root)" for rule in run])
+            rows.append((name, run[0].transform.numbers, repr(run[0].transform)))
         if not self.rules:
             rows.append(("(none)", "exact", "identity"))
-        width = max(len(path) for path, *_ in rows)
-        return "\n".join(f"{path:<{width}}  {numbers:<7}  {transform}" for path, numbers, transform in rows)
+        return "\n".join(aligned(rows, "<<<", "  "))
 
     def explain(self, path: str | None = None) -> str:
         """The plan as a table, and what each of its transforms does. Figures are those of a plan of `memscale.plan`.

@@ -24,7 +24,7 @@ from memscale.core.host import (
     read_or_empty,
 )
 from memscale.core.misuse import by_name, shown, takes_no
-from memscale.core.paths import matches, misfit, numbers, template, written
+from memscale.core.paths import in_rows, in_runs, matches, misfit, numbers, row_label, template, written
 from memscale.core.recording import HISTORY, Record, history_path
 from memscale.core.units import aligned, budget_bytes, format_bytes, format_flops, format_seconds, format_unlike
 from memscale.core.validation import TIERS, Check, Misfit, boolean, check_count, check_tier, integer, optional, validate
@@ -119,6 +119,8 @@ __all__ = [
     "fsdp_groups_of",
     "history_path",
     "in_process_group",
+    "in_rows",
+    "in_runs",
     "integer",
     "internals",
     "is_alone",
@@ -135,6 +137,7 @@ __all__ = [
     "own_threads",
     "pytrees",
     "read_or_empty",
+    "row_label",
     "scalar_loss",
     "shown",
     "simulated_choices",

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from memscale.core.misuse import shown
 
 _NUMBER = re.compile(r"\d+")
 _WRAPPER = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 _CLASS = re.compile(r"\[(?:\w-\w|\w)+\]")
+_Item = TypeVar("_Item")
 _PIECES = re.compile(rf"\*|{_CLASS.pattern}|[^*\[]+|\[")
 
 
@@ -59,6 +61,52 @@ def template(path: str) -> str:
 def numbers(path: str) -> list[int]:
     """The numbers in `path`."""
     return [int(number) for number in _NUMBER.findall(path)]
+
+
+def in_rows(
+    items: Iterable[_Item], path: Callable[[_Item], str], same: Callable[[_Item], object]
+) -> Iterator[list[_Item]]:
+    """Items that follow each other, whose paths differ in numbers only and of which the same is to be said."""
+    row: list[_Item] = []
+    key: object = None
+    for item in items:
+        its = (template(path(item)), same(item))
+        if row and its != key:
+            yield row
+            row = []
+        row.append(item)
+        key = its
+    if row:
+        yield row
+
+
+def in_runs(
+    items: Sequence[_Item], path: Callable[[_Item], str], same: Callable[[_Item], object]
+) -> Iterator[list[_Item]]:
+    """`in_rows` whose last numbers follow each other.
+
+    >>> list(in_runs(["h.0", "h.1", "h.3", "head"], lambda path: path, lambda _: None))
+    [['h.0', 'h.1'], ['h.3'], ['head']]
+    """
+    keyed = []
+    for at, item in enumerate(items):
+        its = numbers(path(item))
+        keyed.append((item, (*its[:-1], sum(its[-1:]) - at)))
+    for row in in_rows(keyed, lambda each: path(each[0]), lambda each: (same(each[0]), each[1])):
+        yield [item for item, _ in row]
+
+
+def row_label(paths: Sequence[str]) -> str:
+    """What a row of parts is called.
+
+    >>> row_label(["layers.2"]), row_label(["layers.0", "layers.1", "layers.2"]), row_label(["a.0.mlp", "a.1.mlp"])
+    ('layers.2', 'layers.0 to 2', 'a.0.mlp to a.1.mlp')
+    """
+    first, last = written(paths[0]) or "(outside)", written(paths[-1])
+    if len(paths) == 1:
+        return first
+    head, _, tail = last.rpartition(".")
+    return f"{first} to {tail if tail.isdecimal() and first.rpartition('.')[0] == head else last}"
 
 
 def misfit(pattern: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Profiles as text: compact tables for a terminal, at most 120 columns wide and about 35 lines long."""
+"""Profiles as text: compact tables for a terminal, at most 80 columns wide and about 35 lines long."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from memscale.hardware import COLLECTIVES
 from memscale.reports.module_tree import ROOT, TOP, Held, by_time, module_tree, stacks, summary
 from memscale.simulation import Holding, Profile, ProfileDiff, differences
 
-_COLUMNS = 120
+_COLUMNS = 80
 _LINES = 35
 _MODULES = 10
 _TABLES = 19  # rows of categories and modules together, so that there is room for a note
 _TENSORS = 7
-_LONGEST_PATH = 48
-_LONGEST_OP = 34
-_GAP = "   "
+_GAP = "  "
 _WORTH_A_WORD = 0.01
 _CAUSES = {"input": "what comes back", "room": "room", "disk": "the disk", "host": "the host"}
 _CAUSES |= {"stream": "another stream"} | {kind: f"{kind.removesuffix('s')}s" for kind in COLLECTIVES}
@@ -97,7 +95,7 @@ def _changed_modules(before: Profile, after: Profile) -> list[str]:
     changes = [(path, differences(first.get(path, {}), second.get(path, {}))) for path in {**first, **second}]
     root = module_tree(((paths[path], Held.of(parts)) for path, parts in changes), ())
     rows = [
-        (shortened(part.path or ROOT, _LONGEST_PATH), *map(signed, part.held), signed(part.held.nbytes))
+        (part.path or ROOT, *map(signed, part.held), signed(part.held.nbytes))
         for part in summary(root, _MODULES)
         if any(part.held)
     ]
@@ -171,7 +169,7 @@ def _module_table(profile: Profile, most: int, *, longest_first: bool = False) -
     for part in summary(root, most) if root.weight else ():
         numbers = (*map(_or_dash, part.held), _or_dash(part.held.nbytes), percent(part.held.nbytes, profile.peak_bytes))
         time = [format_seconds(part.seconds) if part.seconds else "-"] if timed else []
-        rows.append((shortened(part.path or ROOT, _LONGEST_PATH), *numbers, *time))
+        rows.append((part.path or ROOT, *numbers, *time))
     return _table(("by module", "resident", "transient", "total", "%", *(["time"] if timed else [])), rows)
 
 
@@ -181,12 +179,11 @@ def _tensor_table(profile: Profile) -> list[str]:
             f"{count}{'+' if is_cut(profile, holding) else ''} × {format_bytes(holding.nbytes)}",
             holding.category,
             f"{holding.dtype}{list(holding.shape)}" if holding.dtype else "",
-            shortened(holding.op, _LONGEST_OP),
-            path or TOP,
+            ": ".join(filter(None, (path or TOP, holding.op.removeprefix("aten::")))),
         )
         for holding, path, count in alike(profile)[:_TENSORS]
     ]
-    return ["largest tensors at the peak", *(f"  {line}" for line in _aligned(rows, "><<<<"))] if rows else []
+    return ["largest tensors at the peak", *(f"  {line}" for line in _aligned(rows, "><<<"))] if rows else []
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -199,11 +196,13 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     """Each row as a line whose columns begin (``<``) or end (``>``) where those of the others do.
 
-    What does not fit is taken from the middle of the last.
+    Where the columns do not fit, the widest give way, each in the middle of its texts.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = _COLUMNS - sum(widths[:-1]) - len(_GAP) * len(widths)
-    return aligned([[*row[:-1], shortened(row[-1], room)] for row in rows], sides, _GAP)
+    while sum(widths) + len(_GAP) * len(widths) > _COLUMNS:
+        widths[widths.index(max(widths))] -= 1
+    cut = [[shortened(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return aligned(cut, sides, _GAP)
 
 
 def percent(part: float, whole: float) -> str:

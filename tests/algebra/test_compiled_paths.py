@@ -6,7 +6,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.algebra.apply import find_regions
-from memscale.planning.evidence.explanation import label
+from memscale.core import row_label
 from memscale.planning.parts.globs import with_globs
 
 
@@ -39,4 +39,4 @@ def test_a_plan_for_a_compiled_model_is_written_like_the_models():
     compiled = torch.compile(blocks(), backend="eager")
     every = ms.Plan({f"_orig_mod.{at}": ms.checkpoint() for at in range(3)})
     assert with_globs(every, compiled) == ms.Plan({"*": ms.checkpoint()})
-    assert label(["_orig_mod.0", "_orig_mod.1", "_orig_mod.2"]) == "0 to 2"
+    assert row_label(["_orig_mod.0", "_orig_mod.1", "_orig_mod.2"]) == "0 to 2"

@@ -118,24 +118,24 @@ def test_a_profile_prints_as_this():
 peak 275 MiB in backward, aten::nll_loss_backward of net.head
   0.3 % of 78.7 GiB on NVIDIA H100 80GB HBM3; the allocator reserves 295 MiB
   static; first step 175 MiB; time at least 26.0 ms; 12.9 GFLOP
-at the peak            bytes      %
-  optimizer state    108 MiB   39.3
-  activation        72.0 MiB   26.2
-  parameter         54.0 MiB   19.6
-  temporary         40.0 MiB   14.5
-  input             1.00 MiB    0.4
-by module                 resident   transient      total      %      time
-  net.layers.*.mlp        48.0 MiB    48.0 MiB   96.0 MiB   34.9   20.0 ms
-  net.embed               90.0 MiB           -   90.0 MiB   32.7   20.0 µs
-  net.layers.*.attn       24.0 MiB    20.0 MiB   44.0 MiB   16.0   5.00 ms
-  (top level)                    -    41.0 MiB   41.0 MiB   14.9   1.00 ms
-  net.layers.* (itself)          -    4.00 MiB   4.00 MiB    1.5         -
-  (the rest)              1.00 KiB           -   1.00 KiB   <0.1         -
+at the peak           bytes     %
+  optimizer state   108 MiB  39.3
+  activation       72.0 MiB  26.2
+  parameter        54.0 MiB  19.6
+  temporary        40.0 MiB  14.5
+  input            1.00 MiB   0.4
+by module                resident  transient     total     %     time
+  net.layers.*.mlp       48.0 MiB   48.0 MiB  96.0 MiB  34.9  20.0 ms
+  net.embed              90.0 MiB          -  90.0 MiB  32.7  20.0 µs
+  net.layers.*.attn      24.0 MiB   20.0 MiB  44.0 MiB  16.0  5.00 ms
+  (top level)                   -   41.0 MiB  41.0 MiB  14.9  1.00 ms
+  net.layers.* (itself)         -   4.00 MiB  4.00 MiB   1.5        -
+  (the rest)             1.00 KiB          -  1.00 KiB  <0.1        -
 largest tensors at the peak
-   2 × 24.0 MiB   activation   float32[6144, 1024]   aten::mm                  net.layers.*.mlp
-   1 × 40.0 MiB   temporary    float32[2048, 5120]   aten::nll_loss_backward   (top level)
-   1 × 30.0 MiB   parameter    float32[7680, 1024]                             net.embed.weight
-  1+ × 8.00 MiB   parameter    float32[2048, 1024]                             net.layers.*.mlp.weight
+   2 × 24.0 MiB  activation  float32[6144, 1024]  net.layers.*.mlp: mm
+   1 × 40.0 MiB  temporary   float32[2048, 5120]  (top level): nll_loss_backward
+   1 × 30.0 MiB  parameter   float32[7680, 1024]  net.embed.weight
+  1+ × 8.00 MiB  parameter   float32[2048, 1024]  net.layers.*.mlp.weight
 note: aten::topk in net chooses by activations: random ones were assumed"""
     )
 
@@ -147,12 +147,12 @@ def test_a_measured_step_prints_what_is_known_of_it():
 peak 275 MiB in backward
   26.9 % of 1.00 GiB on box
   empirical; first step 175 MiB; time 26.0 ms
-at the peak            bytes      %
-  optimizer state    108 MiB   39.3
-  activation        72.0 MiB   26.2
-  parameter         54.0 MiB   19.6
-  temporary         40.0 MiB   14.5
-  input             1.00 MiB    0.4
+at the peak           bytes     %
+  optimizer state   108 MiB  39.3
+  activation       72.0 MiB  26.2
+  parameter        54.0 MiB  19.6
+  temporary        40.0 MiB  14.5
+  input            1.00 MiB   0.4
 note: measured on real steps, since it cannot be simulated"""
     )
 
@@ -160,8 +160,8 @@ note: measured on real steps, since it cannot be simulated"""
 def test_without_times_there_is_no_column_of_them():
     lines = str(UNTIMED).splitlines()
     assert lines[2] == "  static; first step 175 MiB; 12.9 GFLOP"
-    assert "by module                 resident   transient      total      %" in lines
-    assert "  net.layers.*.mlp        48.0 MiB    48.0 MiB   96.0 MiB   34.9" in lines
+    assert "by module                resident  transient     total     %" in lines
+    assert "  net.layers.*.mlp       48.0 MiB   48.0 MiB  96.0 MiB  34.9" in lines
 
 
 def without_activations():
@@ -188,15 +188,15 @@ def test_a_difference_prints_as_this():
         == """\
 peak 275 MiB -> 207 MiB (-68.0 MiB, 0.753 ×), now in backward, aten::nll_loss_backward of net.head
   time 26.0 ms -> 30.0 ms (1.153 ×)
-at the peaks     before      after      change
-  activation   72.0 MiB   4.00 MiB   -68.0 MiB
-by module             resident   transient      change
-  net.layers.*.mlp           -   -48.0 MiB   -48.0 MiB
-  net.layers.*.attn          -   -20.0 MiB   -20.0 MiB"""
+at the peaks    before     after     change
+  activation  72.0 MiB  4.00 MiB  -68.0 MiB
+by module            resident  transient     change
+  net.layers.*.mlp          -  -48.0 MiB  -48.0 MiB
+  net.layers.*.attn         -  -20.0 MiB  -20.0 MiB"""
     )
     back = str(without_activations().diff(shown())).splitlines()
     assert back[0].startswith("peak 207 MiB -> 275 MiB (+68.0 MiB, 1.329 ×)")
-    assert back[-1] == "  net.layers.*.attn          -   +20.0 MiB   +20.0 MiB"
+    assert back[-1] == "  net.layers.*.attn         -  +20.0 MiB  +20.0 MiB"
 
 
 def test_no_difference_is_said_to_be_none():
@@ -224,12 +224,12 @@ def test_however_much_there_is_it_stays_on_a_screen():
         categories_by_module=by_module,
         holdings=holdings,
         moment=Moment("aten::mm", path, "backward"),
-        notes=tuple(f"note {n} " + "that goes on and on " * 9 for n in range(9)),
+        notes=tuple(f"note {n} " + "that goes on and on " * 6 for n in range(9)),
     )
     for text in (str(profile), str(profile.diff(shown())), str(shown().diff(profile))):
         lines = text.splitlines()
         assert len(lines) <= 35
-        assert max(map(len, lines[1:])) <= 120
+        assert max(map(len, lines[1:])) <= 80
     assert re.fullmatch(r"note: \d more in Profile.notes", str(profile).splitlines()[-1])
     assert str(profile).splitlines()[-3].startswith("note: note 0 that goes on")
 

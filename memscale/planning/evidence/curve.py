@@ -9,8 +9,17 @@ from os import PathLike
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
 
-from memscale.core import BudgetError, ConfigError, Document, budget_bytes, format_bytes, format_seconds, format_unlike
-from memscale.planning.evidence.explanation import label, reasons, rows_of
+from memscale.core import (
+    BudgetError,
+    ConfigError,
+    Document,
+    budget_bytes,
+    format_bytes,
+    format_seconds,
+    format_unlike,
+    row_label,
+)
+from memscale.planning.evidence.explanation import reasons, rows_of
 from memscale.planning.evidence.proven import ProvenPlan
 
 if TYPE_CHECKING:
@@ -154,7 +163,7 @@ class Frontier(Sequence[Point]):
             evidence = point.plan.evidence
             parts = [
                 part(
-                    label([each.path for each in row]),
+                    row_label([each.path for each in row]),
                     row[0].chosen,
                     sum(each.kept_bytes for each in row),
                     sum(each.kept_bytes_before for each in row),

@@ -88,7 +88,7 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
     groups = f", {len(costs.groups)} groups of these" if costs.groups else ""
     takes, budget = format_unlike(as_it_is_bytes, limit)
     trace = [
-        f"memory pressure: the step as it is takes {takes}, {as_it_is_bytes / limit:.3g} of the budget of {budget}",
+        f"memory pressure: the step as it is takes {takes}, {as_it_is_bytes / limit:.3g} of the {budget} budget",
         f"eligible: {', '.join(sorted(techniques))}",
         f"candidates: {len(candidates)} for {len(costs.paths)} parts{groups} and what is outside of them",
     ]

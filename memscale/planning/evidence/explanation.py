@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
-from memscale.core import aligned, format_bytes, format_seconds, format_unlike, template, written
+from memscale.core import aligned, format_bytes, format_seconds, format_unlike, in_rows, row_label
 from memscale.planning.evidence.evidence import Decision, Evidence
 
-_COLUMNS = 120  # of a terminal, as in `reports.text`
-_OUTSIDE, _WHOLE = "(outside)", "(the model)"
-_HEADER = ("part", "keeps", "as it is", "time", "as it is", "what is done")
-
-_Item = TypeVar("_Item")
+_COLUMNS = 80  # of a terminal, as in `reports.text`
+_WHOLE = "(the model)"
+_HEADER = ("part", "keeps", "as it is", "time", "as it is")
 
 
 def explanation(evidence: Evidence) -> str:
@@ -21,12 +18,13 @@ def explanation(evidence: Evidence) -> str:
     lines = [line for rule in evidence.trace for line in _wrapped(rule)]
     rows = rows_of(evidence.decisions)
     if rows:
-        table = [(_name(row, evidence), *_figures(row), row[0].chosen) for row in rows]
-        first, *others = aligned([_HEADER, *table], f"<{'>' * (len(_HEADER) - 2)}<", "   ")
+        table = [(_name(row, evidence), *_figures(row)) for row in rows]
+        first, *others = aligned([_HEADER, *table], f"<{'>' * (len(_HEADER) - 1)}", "   ")
         lines += ["", first]
         for line, row in zip(others, rows, strict=True):
-            lines += [line, *(cut for text in reasons(row, evidence) for cut in _wrapped(text, "    "))]
-        lines.append("(keeps: bytes that wait for backward; time: of its operators, forward and backward)")
+            texts = (row[0].chosen, *reasons(row, evidence))
+            lines += [line, *(cut for text in texts for cut in _wrapped(text, "    "))]
+        lines.append("(keeps: bytes that wait for backward; time: of operators, both ways)")
     lines += [""] * bool(evidence.rejected or evidence.notes)
     for reason in dict.fromkeys(evidence.rejected.values()):
         which = "; ".join(candidate for candidate, its in evidence.rejected.items() if its == reason)
@@ -72,38 +70,8 @@ def rows_of(decisions: Iterable[Decision]) -> list[list[Decision]]:
     return list(in_rows(decisions, lambda each: each.path, _same))
 
 
-def in_rows(
-    items: Iterable[_Item], path: Callable[[_Item], str], same: Callable[[_Item], object]
-) -> Iterator[list[_Item]]:
-    """Items that follow each other, whose paths differ in numbers only and of which the same is to be said."""
-    row: list[_Item] = []
-    key: object = None
-    for item in items:
-        its = (template(path(item)), same(item))
-        if row and its != key:
-            yield row
-            row = []
-        row.append(item)
-        key = its
-    if row:
-        yield row
-
-
-def label(paths: Sequence[str]) -> str:
-    """What a row of parts is called.
-
-    >>> label(["layers.2"]), label(["layers.0", "layers.1", "layers.2"]), label(["a.0.mlp", "a.1.mlp"])
-    ('layers.2', 'layers.0 to 2', 'a.0.mlp to a.1.mlp')
-    """
-    first, last = written(paths[0]) or _OUTSIDE, written(paths[-1])
-    if len(paths) == 1:
-        return first
-    head, _, tail = last.rpartition(".")
-    return f"{first} to {tail if tail.isdecimal() and first.rpartition('.')[0] == head else last}"
-
-
 def _name(row: Sequence[Decision], evidence: Evidence) -> str:
-    return _WHOLE if len(evidence.decisions) == 1 and not row[0].path else label([each.path for each in row])
+    return _WHOLE if len(evidence.decisions) == 1 and not row[0].path else row_label([each.path for each in row])
 
 
 def _same(decision: Decision) -> object:

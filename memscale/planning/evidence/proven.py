@@ -8,9 +8,20 @@ from typing import Any
 
 from memscale.algebra import Plan, compose
 from memscale.config import Config
-from memscale.core import Document, PlanError, format_bytes, format_seconds, matches, numbers, template
+from memscale.core import (
+    Document,
+    PlanError,
+    format_bytes,
+    format_seconds,
+    in_rows,
+    in_runs,
+    matches,
+    numbers,
+    row_label,
+    template,
+)
 from memscale.planning.evidence.evidence import Decision, Evidence
-from memscale.planning.evidence.explanation import about_parts, explanation, in_rows, label
+from memscale.planning.evidence.explanation import about_parts, explanation
 from memscale.policy import StrategyDecision, select
 from memscale.simulation import Parallel
 
@@ -118,7 +129,7 @@ class ProvenPlan(Plan):
         if not decisions:
             raise PlanError(f"nothing was decided about {path!r}, nor about any part: the step fits as it is")
         rows = in_rows([each.path for each in decisions], lambda part: part, lambda _: None)
-        parts = ", ".join(label(row) for row in rows)
+        parts = ", ".join(row_label(row) for row in rows)
         raise PlanError(f"nothing was decided about {path!r}; the parts of this plan are {parts}")
 
     def diff(self, other: Plan) -> str:
@@ -129,8 +140,12 @@ class ProvenPlan(Plan):
         paths = sorted({path for plan in (self, other) for path in _paths(plan, parts)}, key=_place)
         changes = [(path, _done(self, path), _done(other, path)) for path in paths]
         lines = [
-            f"{label([path or '(root)' for path, _, __ in row])}: {row[0][1]} -> {row[0][2]}"
-            for row in _in_runs([change for change in changes if change[1] != change[2]])
+            f"{row_label([path or '(root)' for path, _, __ in row])}: {row[0][1]} -> {row[0][2]}"
+            for row in in_runs(
+                [change for change in changes if change[1] != change[2]],
+                lambda change: change[0] or "(root)",
+                lambda change: change[1:],
+            )
         ]
         if isinstance(other, ProvenPlan):
             before, after = self.evidence.planned, other.evidence.planned
@@ -139,9 +154,6 @@ class ProvenPlan(Plan):
                 f"step {format_seconds(before.step_seconds)} -> {format_seconds(after.step_seconds)}"
             )
         return "\n".join(lines) or "no difference"
-
-
-_Change = tuple[str, str, str]
 
 
 def _paths(plan: Plan, parts: Sequence[str]) -> Iterator[str]:
@@ -164,9 +176,3 @@ def _done(plan: Plan, path: str) -> str:
 
 def _place(path: str) -> tuple[str, list[int]]:
     return template(path), numbers(path)
-
-
-def _in_runs(changes: Sequence[_Change]) -> Iterator[list[_Change]]:
-    """Those of which the same is to be said, and whose last numbers follow each other."""
-    runs = {path: (*numbers(path)[:-1], sum(numbers(path)[-1:]) - at) for at, (path, _, __) in enumerate(changes)}
-    return in_rows(changes, lambda change: change[0] or "(root)", lambda change: (*change[1:], runs[change[0]]))
