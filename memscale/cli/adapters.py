@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from typer import Option
 
-from memscale.cli.subject import DTYPES, Subject, first_line, offline
+from memscale.cli.subject import DTYPES, Subject, first_line, offline, word_of_dtype
 from memscale.core import ConfigError, RuntimeUnavailable, format_bytes
 
 if TYPE_CHECKING:
@@ -228,9 +228,12 @@ def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype
         )
     layers = importlib.import_module("transformers.integrations.bitsandbytes")
     quantizers = importlib.import_module("transformers.quantizers.base")
+    if not hasattr(quantizers, "get_keys_to_not_convert"):  # before transformers 4.53
+        quantizers = importlib.import_module("transformers.integrations")
     dtypes = {name: each.dtype for name, each in model.named_parameters()}
     left = [*quantizers.get_keys_to_not_convert(model), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
-    layers.replace_with_bnb_linear(model, left, transformers.BitsAndBytesConfig(**_settings(options, compute)))
+    packing = transformers.BitsAndBytesConfig(**_settings(options, compute))
+    layers.replace_with_bnb_linear(model, left, quantization_config=packing)
     for name, parameter in model.named_parameters():  # new ones, in the default dtype
         if parameter.dtype != dtypes[name]:
             parameter.data = parameter.data.to(dtypes[name])
@@ -250,5 +253,5 @@ def _packed_code(
     return (
         f"{head}packing = transformers.BitsAndBytesConfig({words})\n"
         f"model = transformers.{type(subject.model).__name__}.from_pretrained(\n"
-        f"    {str(folder)!r}, config=config, dtype={dtype}, quantization_config=packing\n)"
+        f"    {str(folder)!r}, config=config, {word_of_dtype()}={dtype}, quantization_config=packing\n)"
     )

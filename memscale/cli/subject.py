@@ -147,7 +147,7 @@ def _from_config(path: Path, dtype: torch.dtype) -> Subject:
         ) from error
     name, folder = f"transformers.{type(model).__name__}", path.parent
     if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
-        made = f"{name}.from_pretrained({str(folder)!r}, config=config, dtype={dtype}).train()"
+        made = f"{name}.from_pretrained({str(folder)!r}, config=config, {word_of_dtype()}={dtype}).train()"
     else:
         made = f"{name}(config).to({dtype}).train()  # random weights; {name}.from_pretrained(...) loads trained ones"
     code = (
@@ -172,6 +172,14 @@ def _architecture(transformers: Any, config: Any, path: Path) -> Callable[[Any],
         f"--hf {str(path)!r}: transformers has no model with a loss for {config.model_type!r}; name one of its "
         "classes in the config's 'architectures', or give module:factory"
     )
+
+
+def word_of_dtype() -> str:
+    """What ``from_pretrained`` of the transformers that is installed calls the dtype of the weights."""
+    import transformers
+    from packaging.version import Version
+
+    return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
 def _from_factory(source: str, dtype: torch.dtype | None) -> Subject:

@@ -174,6 +174,8 @@ def test_fused_experts_that_stay_in_16_bits_are_told():
     config = transformers.MixtralConfig(**SIZES, **WIDE, num_key_value_heads=1, num_local_experts=4)
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config).to(torch.bfloat16)
+    if not any(each.dim() == 3 for each in model.parameters()):
+        pytest.skip("before transformers 5 experts are linear layers, which are packed")
     assert not any("packed" in note for note in ms.profile(model, BATCH, hardware="t4").notes)
     for path, linear in list(model.named_modules()):
         if type(linear) is nn.Linear:

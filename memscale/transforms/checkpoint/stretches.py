@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from itertools import pairwise
+from types import MethodType
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ def check_row(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> None:
 def stretches(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
     """The functions, one after the other, that `fn` is, with the children that it has now."""
     if torch.compiler.is_compiling():  # which cannot trace what a check looks at
-        return _cut(fn.module if isinstance(fn, OwnForward) else getattr(fn, "__self__", fn), cuts)
+        row = fn.__self__ if isinstance(fn, MethodType) else fn  # before torch 2.12 Dynamo knows no getattr of it
+        return _cut(fn.module if isinstance(fn, OwnForward) else row, cuts)
     check_row(fn, cuts)
     return _cut(_row(fn), cuts)
 
