@@ -138,9 +138,12 @@ def ways(
 
 
 def least_held(way: Way) -> tuple[int, ...]:
-    """What a step holds from its end to the next one, and at its peaks: the least is that of the smallest plan."""
+    """What no plan for the model makes smaller, and then what the step takes: the least is that of the smallest plan.
+
+    From its end to the next step it holds parameters and states; of gradients, those that wait for the update.
+    """
     profile = way.plain.profile()
-    return int(profile.timeline.total_bytes[-1]), profile.by_category.get("gradient", 0), profile.taken_bytes
+    return int(profile.timeline.total_bytes[-1]) + profile.by_category.get("gradient", 0), profile.taken_bytes
 
 
 def held_by_phase(profile: Profile) -> dict[str, int]:
