@@ -75,7 +75,7 @@ def _freeze():
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
-    """Soundings of kernels are kept where no other run has been, so that no test depends on what one left."""
+    """Scratch probes of kernels are kept where no other run has been, so that no test depends on what one left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMSCALE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

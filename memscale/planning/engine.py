@@ -21,9 +21,9 @@ from memscale.planning.evidence.evidence import Decision, Evidence, Figures
 from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.fingerprint import fingerprint, planner
 from memscale.planning.gains import gain_of_rounding, room_of_loop
-from memscale.planning.known import Answer, KnownPlans, Proofs
 from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.globs import with_globs
+from memscale.planning.plan_cache import Answer, PlanCache, Proofs
 from memscale.planning.refusal import Refusal
 from memscale.planning.search.found import Found, Proven
 from memscale.planning.search.search import Search, leaves_margin
@@ -163,7 +163,7 @@ class DecisionEngine:
         self._loop_share = loop_share(step.optimizer, self.hardware)
         self._nominal = self.hardware != asked
         self.plain = self.plain_step.profile()
-        self._known: KnownPlans[DecisionEngine] = KnownPlans()
+        self._plan_cache: PlanCache[DecisionEngine] = PlanCache()
         self._made: list[Search] = []  # also by its copies
 
     def plan(self, budget: Budget, *, tells: bool = True, seconds: float | None = None) -> ProvenPlan:
@@ -249,7 +249,7 @@ class DecisionEngine:
 
         request = f"plan {limit}" if asked is None else f"plan {limit} {asked.to_json()}"
         request += "" if tells else ", no more"
-        return self._known.answer(self, request, find).plan()
+        return self._plan_cache.answer(self, request, find).plan()
 
     def nearest(self, budget: Budget) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`; the smallest one where none does."""
@@ -261,7 +261,7 @@ class DecisionEngine:
             found = engine._fastest(limit) or engine._smallest_found()
             return Answer((engine._proven_plan(found, limit),))
 
-        return self._known.answer(self, f"nearest {limit}", find).plan()
+        return self._plan_cache.answer(self, f"nearest {limit}", find).plan()
 
     def smallest(self) -> ProvenPlan:
         """The plan whose step takes the least."""
@@ -270,7 +270,7 @@ class DecisionEngine:
             found = engine._smallest_found()
             return Answer((engine._proven_plan(found, found.proven.taken_bytes),))
 
-        return self._known.answer(self, "smallest", find).plan()
+        return self._plan_cache.answer(self, "smallest", find).plan()
 
     def frontier(self, points: int = POINTS) -> Frontier:
         """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
@@ -288,7 +288,7 @@ class DecisionEngine:
                     found.append(engine._proven_plan(best, limit))
             return Answer(tuple(found))
 
-        found = self._known.answer(self, f"frontier {points}", find).plans
+        found = self._plan_cache.answer(self, f"frontier {points}", find).plans
         return Frontier.of(map(Point.of, (*found, self._unchanged(most))))
 
     def about(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memscale.simulation.dispatch.postponed import Postponed
+from memscale.simulation.dispatch.lazy_values import LazyValue
 
 #: What a storage is for, in the order in which tables and pictures stack it; last what blocks of the caching allocator
 #: have above the storages in them.
@@ -71,7 +71,7 @@ class StorageRecord:
     known: bool = False
     guess: str = ""
     away: bool = False
-    later: Postponed | None = None
+    later: LazyValue | None = None
     used_at: int = -1
     stream: int = 0
 

@@ -260,14 +260,14 @@ def _simulated(
     finally:
         steps.kept.clear()
         kernels.save()
-        if simulation.answers is not None:
-            attempt.asked += simulation.answers.asked
+        if simulation.spoofing is not None:
+            attempt.asked += simulation.spoofing.asked
         if simulation.compiled is not None:
             attempt.followed |= simulation.compiled.followed
     ledger, values = simulation.mode.ledger, simulation.mode.values
     ledger.add_in_place()
     found = (
-        *(() if simulation.answers is None else simulation.answers.notes),
+        *(() if simulation.spoofing is None else simulation.spoofing.notes),
         *simulation.mode.works.notes(),
         *values.assumptions,
         *([PYTHON_DRAWN] if drawn else []),

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memscale as ms
 from memscale.runtime import Runtime, home_of
-from memscale.runtime.storage.courier import Errand
+from memscale.runtime.storage.copy_pool import CopyFuture
 from memscale.simulation.measured.allocator_trace import measure
 from tests.support.profiled import ROWS, Forward, mlp, train, x
 from tests.support.steps import NUMBERS_BYTES, assert_exact, mean, real_peaks
@@ -228,7 +228,7 @@ def plan_offload():
 
 
 def test_the_bytes_of_a_step_do_not_depend_on_how_quick_the_disk_is(monkeypatch):
-    monkeypatch.setattr(Errand, "span", lambda self: (0.0, 0.0))
+    monkeypatch.setattr(CopyFuture, "span", lambda self: (0.0, 0.0))
     assert_exact(train_offloaded(ms.offload()))
 
 

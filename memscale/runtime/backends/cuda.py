@@ -17,7 +17,7 @@ from memscale.runtime.backends.protocol import Buffer, Event, Stream
 from memscale.runtime.engine.refusals import refuse_in_capture, refuse_in_fork
 from memscale.runtime.storage.arena import page_aligned_memory
 from memscale.runtime.storage.budget import HostBudget
-from memscale.runtime.storage.courier import Courier, Errand
+from memscale.runtime.storage.copy_pool import CopyFuture, CopyPool
 from memscale.runtime.storage.disk import Extent
 from memscale.runtime.storage.mapping import Bytes
 from memscale.runtime.storage.tiers import TierUse
@@ -76,15 +76,15 @@ class _Lane:
     def __init__(self, cupy: Any, name: str) -> None:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.staging: list[torch.Tensor] = []
-        self._courier = Courier(1, name)
-        self._last: Errand[None] | None = None
+        self._copy_pool = CopyPool(1, name)
+        self._last: CopyFuture[None] | None = None
 
     def is_idle(self) -> bool:
         """Whether the thread has nothing to do, so that what goes to the stream directly overtakes nothing."""
         return self._last is None or self._last.done()
 
-    def submit(self, run: Callable[[], None]) -> Errand[None]:
-        self._last = self._courier.submit(run)
+    def submit(self, run: Callable[[], None]) -> CopyFuture[None]:
+        self._last = self._copy_pool.submit(run)
         return self._last
 
 
@@ -218,14 +218,14 @@ class CudaBackend:
             with self._on_device():
                 self._runtime.streamWaitEvent(self.compute_stream() if stream is None else stream, event.end.ptr)
         else:
-            assert isinstance(event, Errand)
+            assert isinstance(event, CopyFuture)
             event.wait()
 
     def synchronize(self, event: Event) -> None:
         if isinstance(event, CudaEvent):
             event.end.synchronize()
         else:
-            assert isinstance(event, Errand)
+            assert isinstance(event, CopyFuture)
             event.wait()
 
     def clock(self) -> float:
@@ -256,7 +256,7 @@ class CudaBackend:
             if isinstance(event, CudaEvent):
                 self._runtime.streamWaitEvent(lane.stream.ptr, event.end.ptr)
             else:
-                assert isinstance(event, Errand)
+                assert isinstance(event, CopyFuture)
                 event.wait()
 
     def _move(self, lane: _Lane, on_device: int, memory: torch.Tensor, *, out: bool) -> CudaEvent:
@@ -284,7 +284,7 @@ class CudaBackend:
 
     def _carry_to_disk(self, lane: _Lane, tensor: torch.Tensor, extent: Extent) -> None:
         """Piece by piece, one on the link while the one before it is written."""
-        writes: list[Errand[Extent]] = []
+        writes: list[CopyFuture[Extent]] = []
         try:
             for piece, at in self._pieces(lane, tensor):
                 if len(writes) > 1:

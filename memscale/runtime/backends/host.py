@@ -15,7 +15,7 @@ from memscale.runtime.backends.protocol import Buffer, Event, Stream
 from memscale.runtime.backends.trims import Trims
 from memscale.runtime.engine.refusals import refuse_in_fork
 from memscale.runtime.storage.arena import PAGE_BYTES
-from memscale.runtime.storage.courier import Errand
+from memscale.runtime.storage.copy_pool import CopyFuture
 from memscale.runtime.storage.disk import UNLIMITED_BYTES, DiskSlab, DiskTierFull, Extent
 from memscale.runtime.storage.mapping import Bytes
 from memscale.runtime.storage.tiers import TierUse
@@ -124,7 +124,7 @@ class HostBackend:
 
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
-    ) -> Errand[Any]:
+    ) -> CopyFuture[Any]:
         for event in after:
             self.wait(event)
         assert self._slab is not None
@@ -136,7 +136,7 @@ class HostBackend:
         return self._slab.read(source.extent, target)
 
     def wait(self, event: Event, stream: int | None = None) -> None:
-        if isinstance(event, Errand):
+        if isinstance(event, CopyFuture):
             event.wait()
 
     def synchronize(self, event: Event) -> None:

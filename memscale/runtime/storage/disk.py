@@ -15,7 +15,7 @@ import torch
 
 from memscale.core import ConfigError, CorrectnessError, RuntimeUnavailable
 from memscale.runtime.storage.arena import PAGE_BYTES
-from memscale.runtime.storage.courier import Courier, Errand
+from memscale.runtime.storage.copy_pool import CopyFuture, CopyPool
 from memscale.runtime.storage.mapping import Bytes, Mapping
 from memscale.runtime.storage.slab_file import DiskTierError, DiskTierFull, FileIO, SlabFile, bytes_of
 from memscale.runtime.storage.spans import FreeSpans
@@ -101,7 +101,7 @@ class DiskSlab:
         except DiskTierFull:  # what is asked for may be less
             first_bytes = PAGE_BYTES
             self._file = SlabFile(directory, first_bytes, io)
-        self._courier = Courier(threads, "disk")
+        self._copy_pool = CopyPool(threads, "disk")
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._used_bytes = self._high_water_bytes = 0
@@ -182,7 +182,7 @@ class DiskSlab:
             extent._mapping = weakref.ref(mapping)
         return mapping.bytes()[: extent.nbytes]
 
-    def write(self, source: torch.Tensor, extent: Extent | None = None, *, at: int = 0) -> Errand[Extent]:
+    def write(self, source: torch.Tensor, extent: Extent | None = None, *, at: int = 0) -> CopyFuture[Extent]:
         """Start writing; ``source``, a contiguous uint8 CPU tensor, must not change until the future is done.
 
         The future raises DiskTierFull or DiskTierError where the disk fails; the bytes are then in ``source`` only.
@@ -223,7 +223,7 @@ class DiskSlab:
 
         return self._start(run, place, source, at, "write(source)")
 
-    def read(self, extent: Extent, into: torch.Tensor, *, at: int = 0) -> Errand[None]:
+    def read(self, extent: Extent, into: torch.Tensor, *, at: int = 0) -> CopyFuture[None]:
         """Start reading a piece that was written, or any that is mapped; ``into`` holds it once the future is done.
 
         The future raises DiskTierError where the disk fails, CorrectnessError where the bytes were never written.
@@ -273,7 +273,7 @@ class DiskSlab:
         if file is None:
             return
         if os.getpid() == self._process:  # a fork has no threads to wait for
-            self._courier.close()
+            self._copy_pool.close()
         file.close()
 
     def _open_file(self) -> SlabFile:
@@ -286,7 +286,9 @@ class DiskSlab:
             raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab")
         return self._file
 
-    def _start(self, run: Callable[[SlabFile], T], extent: Extent, data: torch.Tensor, at: int, name: str) -> Errand[T]:
+    def _start(
+        self, run: Callable[[SlabFile], T], extent: Extent, data: torch.Tensor, at: int, name: str
+    ) -> CopyFuture[T]:
         """Queue ``run``, and keep the extent's room from being reused before it has ended."""
         file = self._open_file()
         if at < 0 or at % PAGE_BYTES or at + data.nbytes > extent.nbytes:
@@ -307,7 +309,7 @@ class DiskSlab:
                 ended.append(extent)
 
         try:
-            return self._courier.submit(transfer)
+            return self._copy_pool.submit(transfer)
         except RuntimeError as error:  # closed by another thread a moment ago, or the interpreter ends
             ended.append(extent)
             raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab") from error

@@ -22,7 +22,7 @@ from memscale.hardware import Seconds, Work, seconds, tfloat32, work_of
 from memscale.simulation.dispatch.hollow import HollowStorages
 from memscale.simulation.dispatch.operators import Operator
 from memscale.simulation.dispatch.values import NeedsValues, stands_in
-from memscale.simulation.kernels.cpu_scratch import Sounding
+from memscale.simulation.kernels.cpu_scratch import ScratchProbe
 from memscale.simulation.kernels.cuda_scratch import BLAS_VARIABLES
 from memscale.simulation.kernels.few_bits import without_outliers
 from memscale.simulation.kernels.kernels import Kernels
@@ -162,14 +162,14 @@ class CallEffects:
         """What a call takes whose shapes follow from values: these are among `args`. Its time is not counted."""
         return dataclasses.replace(NOTHING, program=self._kernels.program_by_values(op, args, kwargs, result))
 
-    def by_sounding(self, tensors: list[torch.Tensor], sounding: Sounding) -> CallEffect:
+    def by_probe(self, tensors: list[torch.Tensor], probe: ScratchProbe) -> CallEffect:
         """What a call on `tensors` takes that was watched on the CPU, and the time of reading and writing as much.
 
         A card's scratch memory is another, and is not counted.
         """
-        scratch = 0 if self._kernels.is_cuda else sounding.scratch_bytes
+        scratch = 0 if self._kernels.is_cuda else probe.scratch_bytes
         dtype = str(tensors[-1].dtype).removeprefix("torch.")
-        work = Work(0, sounding.returned_bytes + sum(tensor.nbytes for tensor in tensors), dtype)
+        work = Work(0, probe.returned_bytes + sum(tensor.nbytes for tensor in tensors), dtype)
         at_rates: Seconds | None = None
         with contextlib.suppress(ConfigError):  # a device whose speed is not known
             at_rates = Seconds(*[seconds(work, self._kernels.hardware)] * 2)

@@ -205,8 +205,8 @@ class HollowMode(TorchDispatchMode):
         if self._accelerator is not None:
             self.values.assumptions[_SPARSE_ON_A_CARD] = None
         written = written_by(operator.written, args, kwargs)
-        result, sounding = ran(operator.op, args, kwargs, tensors, written, self.hollow)
-        self.books.enter(operator, strided_parts(results_of(result)), self._effects.by_sounding(parts, sounding))
+        result, probe = ran(operator.op, args, kwargs, tensors, written, self.hollow)
+        self.books.enter(operator, strided_parts(results_of(result)), self._effects.by_probe(parts, probe))
         return result
 
     def _call(self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call:

@@ -8,7 +8,7 @@ import torch
 from torch._ops import OpOverload
 
 from memscale.simulation.dispatch.hollow import HollowStorages
-from memscale.simulation.kernels.cpu_scratch import Sounding, watched
+from memscale.simulation.kernels.cpu_scratch import ScratchProbe, watched
 from memscale.simulation.kernels.shapes import exchanged, is_sparse, result_layout, results_of, strided_parts
 
 
@@ -19,7 +19,7 @@ def ran(
     tensors: list[torch.Tensor],
     written: list[torch.Tensor],
     hollow: HollowStorages,
-) -> tuple[Any, Sounding]:
+) -> tuple[Any, ScratchProbe]:
     """What `op` returns, and what its kernel allocated.
 
     Args:
@@ -30,12 +30,12 @@ def ran(
     parts = strided_parts(tensors)
     own = {id(tensor): torch.zeros_like(tensor) for tensor in written if not is_sparse(tensor)}
     args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
-    result, sounding = watched(lambda: op(*args, **kwargs), parts)
+    result, probe = watched(lambda: op(*args, **kwargs), parts)
     if written:
         returned = written[: len(op._schema.returns)]
-        return (returned[0] if len(returned) == 1 else tuple(returned) or None), sounding
+        return (returned[0] if len(returned) == 1 else tuple(returned) or None), probe
     results, known = results_of(result), {part.untyped_storage()._cdata for part in parts}
     if any(map(is_sparse, results)) or all(each.untyped_storage()._cdata in known for each in results):
-        return result, sounding  # of indices that are known, or these and the values themselves
+        return result, probe  # of indices that are known, or these and the values themselves
     dense = [tensor for tensor in tensors if not is_sparse(tensor)]
-    return result_layout(result, dense).build(hollow, dense), sounding
+    return result_layout(result, dense).build(hollow, dense), probe

@@ -15,9 +15,9 @@ import torch
 
 from memscale.core import MemscaleError
 from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.lazy_values import TooLarge, lazy_value, overwritten, value_of
 from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
 from memscale.simulation.dispatch.operators import Call, Operator
-from memscale.simulation.dispatch.postponed import TooLarge, overwritten, postponed, value_of
 from memscale.simulation.kernels.shapes import results_of
 from memscale.simulation.ledger import CHOICE, DRAW, GIVEN, SCALAR, StorageRecord
 
@@ -87,7 +87,7 @@ class Values:
             return False
         record = self._storages.record(result)
         contents = None if operator.is_constant else [each.later for each in records]
-        record.later = postponed(operator.op, args, kwargs, tensors, contents, result)
+        record.later = lazy_value(operator.op, args, kwargs, tensors, contents, result)
         record.guess = "" if operator.is_constant else guess_of(records)
         return True
 

@@ -25,7 +25,7 @@ from memscale.simulation.kernels.shapes import exchanged, strided_parts, tensors
 aten = torch.ops.aten
 
 # A call of this many floating point operations takes some tenths of a second on one core.
-_LARGEST_SOUNDING_FLOPS = 1 << 33
+_LARGEST_PROBE_FLOPS = 1 << 33
 _FLOPS_PER_BYTE = 16  # what a core computes while it moves a byte
 
 # Scratch memory that grows with the batch, and how many of the first arguments have it as their first dimension.
@@ -76,12 +76,12 @@ _RECORD_MEMORY = _profiler.ProfilerConfig(
 
 
 @dataclass(frozen=True)
-class Sounding:
+class ScratchProbe:
     """What one call of a kernel allocated (positive) and freed (negative), in order, and the bytes that it returned.
 
-    >>> few, more = Sounding((30, 10, -30), 10), Sounding((50, 20, -50), 20)
+    >>> few, more = ScratchProbe((30, 10, -30), 10), ScratchProbe((50, 20, -50), 20)
     >>> few.scratch_bytes, few.extended(more, 2.0)
-    (30, Sounding(changes=(90, 40, -90), returned_bytes=40))
+    (30, ScratchProbe(changes=(90, 40, -90), returned_bytes=40))
     """
 
     changes: tuple[int, ...]
@@ -93,23 +93,23 @@ class Sounding:
         return max(0, max(accumulate(self.changes), default=0) - self.returned_bytes)
 
     @classmethod
-    def from_json(cls, data: Any) -> Sounding:
-        """The sounding that `as_json` gave."""
+    def from_json(cls, data: Any) -> ScratchProbe:
+        """The probe that `as_json` gave."""
         changes, returned_bytes = data
         return cls(tuple(changes), returned_bytes)
 
     def as_json(self) -> Any:
-        """The sounding in what JSON has."""
+        """The probe in what JSON has."""
         return self.changes, self.returned_bytes
 
-    def extended(self, more: Sounding, steps: float) -> Sounding:
-        """The sounding that is as much further on from `more`, `steps` times, as `more` is from this one."""
+    def extended(self, more: ScratchProbe, steps: float) -> ScratchProbe:
+        """The probe that is as much further on from `more`, `steps` times, as `more` is from this one."""
         if len(self.changes) != len(more.changes):  # another algorithm: only the sums can be compared
             returned = _further(self.returned_bytes, more.returned_bytes, steps)
             scratch = max(0, _further(self.scratch_bytes, more.scratch_bytes, steps))
-            return Sounding((returned + scratch, -scratch), returned)
+            return ScratchProbe((returned + scratch, -scratch), returned)
         changes = [_further(here, there, steps) for here, there in zip(self.changes, more.changes, strict=True)]
-        return Sounding(tuple(changes), _further(self.returned_bytes, more.returned_bytes, steps))
+        return ScratchProbe(tuple(changes), _further(self.returned_bytes, more.returned_bytes, steps))
 
 
 def _further(here: int, there: int, steps: float) -> int:
@@ -125,14 +125,14 @@ class CpuScratch:
 
     def __init__(self, *, probe: bool) -> None:
         self._probe = probe
-        self._cache = KernelCache("soundings", Sounding.from_json, Sounding.as_json)
+        self._cache = KernelCache("probes", ScratchProbe.from_json, ScratchProbe.as_json)
 
     def nbytes(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
         """The bytes that ``op(*args, **kwargs)`` allocates beside its results; `flops` is its arithmetic."""
         if op is _EXPONENTIAL:
             return _most_for_exponential(args[0])
         if self._probe:
-            return self._sound(op, args, kwargs).scratch_bytes
+            return self._probe_scratch(op, args, kwargs).scratch_bytes
         if op in _BATCHED and args[0].dim() > 0:
             return self._of_batch(op, args, kwargs, flops)
         if op in _PRODUCTS:
@@ -140,27 +140,27 @@ class CpuScratch:
             if expanded and args[-1].dtype not in _HALF:  # no product takes such a matrix as it is
                 return sum(tensor.nbytes for tensor in expanded)
             if odd := [tensor for tensor in tensors_in(args, {}) if tensor.dim() > 1 and not _is_plain(tensor)]:
-                if _cost(flops, odd) > _LARGEST_SOUNDING_FLOPS:
+                if _cost(flops, odd) > _LARGEST_PROBE_FLOPS:
                     return sum(tensor.nbytes for tensor in odd)
-                return self._sound(op, args, kwargs).scratch_bytes
+                return self._probe_scratch(op, args, kwargs).scratch_bytes
             if args[-1].dtype not in _HALF:
                 return 0
             at = _PRODUCTS[op]
             rows = args[at][:_ENOUGH_ROWS] if args[at].dim() == 2 else args[at]
-            return self._sound(op, (*args[:at], rows, *args[at + 1 :]), kwargs).scratch_bytes
+            return self._probe_scratch(op, (*args[:at], rows, *args[at + 1 :]), kwargs).scratch_bytes
         if not _may_take_memory(op, args, kwargs):
             return 0
         tensors = tensors_in(args, kwargs)
         if op._opname.startswith(_FACTORISES):
             matrices = [tensor for tensor in tensors if tensor.dim() > 1]
             flops += sum(4 * tensor.numel() * max(tensor.shape[-2:]) for tensor in matrices)
-            if flops > _LARGEST_SOUNDING_FLOPS:
+            if flops > _LARGEST_PROBE_FLOPS:
                 return sum(tensor.nbytes for tensor in matrices)  # LAPACK works in place, so on a copy
-        if _cost(flops, tensors) > _LARGEST_SOUNDING_FLOPS:
+        if _cost(flops, tensors) > _LARGEST_PROBE_FLOPS:
             return 0
         # A kernel may refuse zeros, or indices into what is no longer there, and take the user's numbers.
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
-            return self._sound(op, args, kwargs).scratch_bytes
+            return self._probe_scratch(op, args, kwargs).scratch_bytes
         return 0
 
     def nbytes_by_values(self, op: OpOverload, args: Any, kwargs: Any) -> int:
@@ -168,7 +168,7 @@ class CpuScratch:
         if not _may_take_memory(op, args, kwargs):
             return 0
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
-            return sound(op, args, kwargs).scratch_bytes
+            return probe_scratch(op, args, kwargs).scratch_bytes
         return 0
 
     def save(self) -> None:
@@ -178,21 +178,21 @@ class CpuScratch:
     def _of_batch(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
         batched = args[: _BATCHED[op]]
         samples = batched[0].shape[0]
-        affordable = samples * _LARGEST_SOUNDING_FLOPS // max(1, _cost(flops, batched))
+        affordable = samples * _LARGEST_PROBE_FLOPS // max(1, _cost(flops, batched))
         if affordable >= samples:
-            return self._sound(op, args, kwargs).scratch_bytes
+            return self._probe_scratch(op, args, kwargs).scratch_bytes
         if affordable < 2:
             # Too slow to try. Both large tensors in another layout: what contiguous float32 tensors take.
             return sum(tensor.nbytes for tensor in batched)
         few, more = affordable // 2, affordable
         of_few, of_more = (
-            self._sound(op, _first(args, len(batched), count), _first_named(kwargs, samples, count))
+            self._probe_scratch(op, _first(args, len(batched), count), _first_named(kwargs, samples, count))
             for count in (few, more)
         )
         return of_few.extended(of_more, (samples - more) / (more - few)).scratch_bytes
 
-    def _sound(self, op: OpOverload, args: Any, kwargs: Any) -> Sounding:
-        return self._cache.get(op, args, kwargs, lambda: sound(op, args, kwargs))
+    def _probe_scratch(self, op: OpOverload, args: Any, kwargs: Any) -> ScratchProbe:
+        return self._cache.get(op, args, kwargs, lambda: probe_scratch(op, args, kwargs))
 
 
 def _first(args: Any, batched: int, count: int) -> Any:
@@ -251,7 +251,7 @@ def _may_take_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
     return not (name.startswith(_COPIES) and all(tensor.is_contiguous() for tensor in tensors))
 
 
-def sound(op: OpOverload, args: Any, kwargs: Any) -> Sounding:
+def probe_scratch(op: OpOverload, args: Any, kwargs: Any) -> ScratchProbe:
     """Run `op` once and return what it allocated.
 
     It gets zeros in place of the caller's numbers. They are hollow, so that they take no memory, except where the
@@ -265,7 +265,7 @@ def sound(op: OpOverload, args: Any, kwargs: Any) -> Sounding:
     return watched(lambda: op(*args, **kwargs), tensors_in(args, kwargs))[1]
 
 
-def watched(run: Callable[[], Any], given: Sequence[torch.Tensor]) -> tuple[Any, Sounding]:
+def watched(run: Callable[[], Any], given: Sequence[torch.Tensor]) -> tuple[Any, ScratchProbe]:
     """What `run`, a kernel, returns, and what it allocated; memory of the tensors that are `given` is not returned."""
     known = {tensor.untyped_storage()._cdata for tensor in given}
     # PyTorch's older profiler: the newer one takes milliseconds to start, and writes a line to the terminal each time.
@@ -278,4 +278,4 @@ def watched(run: Callable[[], Any], given: Sequence[torch.Tensor]) -> tuple[Any,
     changes = tuple(event.cpu_memory_usage() for event in events)
     storages = {tensor.untyped_storage() for tensor in strided_parts(tensors_in((result,), {}))}
     returned = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in known}
-    return result, Sounding(changes, sum(returned.values()))
+    return result, ScratchProbe(changes, sum(returned.values()))

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.runtime.backends import Buffer
+from memscale.simulation.dispatch.lazy_values import LazyValue
 from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
-from memscale.simulation.dispatch.postponed import Postponed
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class _Left:
     """What was known when the bytes left: as in a `StorageRecord`, and the bytes if they were real."""
 
     guess: str
-    later: Postponed | None
+    later: LazyValue | None
     values: torch.Tensor | None
 
 

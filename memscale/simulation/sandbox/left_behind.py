@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.core import ConfigError
 from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.lazy_values import TooLarge, of_any_size
 from memscale.simulation.dispatch.live_storages import LiveStorages
-from memscale.simulation.dispatch.postponed import TooLarge, of_any_size
 from memscale.simulation.ledger import StorageRecord
 from memscale.simulation.sandbox.garbage import all_objects_seen, is_from_before
 

@@ -35,11 +35,11 @@ from memscale.simulation.parallel.dtensors import propagating
 from memscale.simulation.parallel.offloaded import host_bytes, offloaded_shards
 from memscale.simulation.parallel.sharded import Sharded
 from memscale.simulation.parallel.streams import SimulatedStreams
-from memscale.simulation.sandbox.answers import Answers
 from memscale.simulation.sandbox.backward_thread import BackwardThread
 from memscale.simulation.sandbox.calls_followed import calls_followed
 from memscale.simulation.sandbox.carried import CarriedValues
 from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
+from memscale.simulation.sandbox.device_spoofing import DeviceSpoofing
 from memscale.simulation.sandbox.draws import Draws
 from memscale.simulation.sandbox.left_behind import LeftBehind
 from memscale.simulation.sandbox.optimizers_followed import optimizers_followed
@@ -89,7 +89,7 @@ class Simulation:
         self._as_graphs = as_graphs
         self._draws = draws
         self._answering = answering and kernels.is_cuda
-        self.answers: Answers | None = None
+        self.spoofing: DeviceSpoofing | None = None
         self.compiled: CompiledModules | None = None
         self._thread: BackwardThread | None = None
         self.scope = StepScope(model, optimizer, step, batch)
@@ -174,8 +174,8 @@ class Simulation:
             stack.enter_context(runtimes_replaced(self.runtimes.in_place_of))
             if self._answering:
                 on_device = partial(_is_on_device, self.mode.storages)
-                self.answers = Answers(self._kernels.hardware, self._kernels.capability, on_device)
-                stack.enter_context(self.answers.given())
+                self.spoofing = DeviceSpoofing(self._kernels.hardware, self._kernels.capability, on_device)
+                stack.enter_context(self.spoofing.given())
             stack.enter_context(propagating())
             streams = SimulatedStreams(self.clock) if self._kernels.device_type != "cpu" else None
             stack.enter_context(self._sharded.on_streams(streams))

@@ -23,7 +23,7 @@ from memscale.runtime.backends.cuda import CudaBackend, CudaEvent
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.storage.budget import HostBudget
-from memscale.runtime.storage.courier import Errand
+from memscale.runtime.storage.copy_pool import CopyFuture
 from memscale.runtime.storage.disk import DiskTierFull, FileIO
 from tests.support.checking.checked_engine import CheckedEngine
 from tests.support.checking.hazards import Checked
@@ -343,7 +343,7 @@ def test_copies_of_a_lane_keep_their_order(cupy, tmp_path, monkeypatch):
     other = backend.copy(pinned, noise(100), "in", after=[])  # the other lane is free
     assert isinstance(other, CudaEvent)
     behind = backend.copy(pinned, noise(100), "in", after=[second])  # which has no event in any stream
-    assert isinstance(behind, Errand)
+    assert isinstance(behind, CopyFuture)
     gate.set()
     backend.wait(second)
     assert [event.done() for event in (first, second)] == [True, True]

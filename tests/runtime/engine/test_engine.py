@@ -15,7 +15,7 @@ from memscale.runtime.backends.trace import TraceBackend
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Entry
 from memscale.runtime.engine.loader import State
-from memscale.runtime.storage.courier import Errand
+from memscale.runtime.storage.copy_pool import CopyFuture
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.checking.checked_engine import CheckedEngine, CheckedRuntime
 from tests.support.checking.hazards import Checked
@@ -260,7 +260,7 @@ def test_a_read_that_fails_is_raised_and_may_be_tried_again(engine):
     read = slab.read
 
     def broken(extent, into):
-        failed = Errand()
+        failed = CopyFuture()
         failed.set_exception(OSError(5, "Input/output error"))
         return failed
 

@@ -20,7 +20,7 @@ from memscale.core import host
 from memscale.core.errors import ConfigError, CorrectnessError, RuntimeUnavailable
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
-from memscale.runtime.storage.courier import Courier
+from memscale.runtime.storage.copy_pool import CopyPool
 from memscale.runtime.storage.disk import DiskSlab, DiskTierError, DiskTierFull, FileIO
 
 # Where the tests' directory is in RAM they run all the same.
@@ -419,14 +419,14 @@ def test_a_transfer_lets_go_of_its_tensor(make):
 
 
 def test_a_future_that_has_a_result_keeps_nothing_of_its_work():
-    courier, gate = Courier(1, "test"), threading.Event()
+    pool, gate = CopyPool(1, "test"), threading.Event()
     tensor = noise(10)
     alive, seen = weakref.ref(tensor), []
-    future = courier.submit(lambda tensor=tensor: gate.wait(30) and int(tensor[0] * 0))
+    future = pool.submit(lambda tensor=tensor: gate.wait(30) and int(tensor[0] * 0))
     del tensor
     future.add_done_callback(lambda future: seen.append((future.result(), alive())))
     gate.set()
-    courier.close()
+    pool.close()
     assert seen == [(0, None)]
 
 
@@ -452,7 +452,7 @@ def test_a_slab_that_is_dropped_closes_its_file_after_its_last_transfer(tmp_path
     descriptor = slab._file._descriptor
     io.gate.clear()
     writing = slab.write(noise(100))
-    threads = list(slab._courier._pool._threads)
+    threads = list(slab._copy_pool._pool._threads)
     del slab
     gc.collect()
     assert os.fstat(descriptor).st_nlink == 0  # still there
@@ -660,7 +660,7 @@ def test_a_transfer_holds_the_mapping_until_it_is_done(make):
     slab, gate = make(threads=1), threading.Event()
     extent, tensor = mapped(slab, 5000)
     source, mapping = noise(5000), extent._mapping
-    waiting = slab._courier.submit(lambda: gate.wait(30))
+    waiting = slab._copy_pool.submit(lambda: gate.wait(30))
     future = slab.write(source, extent)
     del tensor
     gc.collect()
@@ -720,7 +720,7 @@ def test_a_mapped_extent_that_is_freed_under_a_transfer_is_reused_only_afterward
     extent, tensor = mapped(slab, 2 * PAGE_BYTES)
     tensor.copy_(source := noise(2 * PAGE_BYTES))
     into = noise(2 * PAGE_BYTES)
-    slab._courier.submit(lambda: gate.wait(30))
+    slab._copy_pool.submit(lambda: gate.wait(30))
     reading = slab.read(extent, into)
     slab.free(extent)
     assert slab.reserve(1) is None

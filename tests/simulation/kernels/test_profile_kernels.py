@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import memscale as ms
 from memscale.simulation.kernels import cpu_scratch
-from memscale.simulation.kernels.cpu_scratch import CpuScratch, sound
+from memscale.simulation.kernels.cpu_scratch import CpuScratch, probe_scratch
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import FakeKernels, result_layout
 from tests.support.steps import Training, assert_exact
@@ -222,7 +222,7 @@ HEARD = {
 
 @pytest.mark.parametrize(("op", "args"), HEARD.values(), ids=HEARD)
 def test_a_kernel_that_takes_memory_is_asked_without_a_probe(op, args):
-    real = sound(op, args, {}).scratch_bytes
+    real = probe_scratch(op, args, {}).scratch_bytes
     assert real > 500
     assert CpuScratch(probe=False).nbytes(op, args, {}, 0) == real
 
@@ -231,16 +231,18 @@ def test_a_kernel_that_takes_memory_is_asked_without_a_probe(op, args):
 def test_a_picture_too_large_to_try_is_known_by_fewer(name, monkeypatch, tmp_path):
     monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))
     op, args = HEARD[name]
-    real = sound(op, args, {}).scratch_bytes
+    real = probe_scratch(op, args, {}).scratch_bytes
     asked = []
-    monkeypatch.setattr(cpu_scratch, "sound", lambda op, args, kwargs: asked.append(args) or sound(op, args, kwargs))
-    monkeypatch.setattr(cpu_scratch, "_LARGEST_SOUNDING_FLOPS", 16 * args[0].nbytes * 4 // 6)
+    monkeypatch.setattr(
+        cpu_scratch, "probe_scratch", lambda op, args, kwargs: asked.append(args) or probe_scratch(op, args, kwargs)
+    )
+    monkeypatch.setattr(cpu_scratch, "_LARGEST_PROBE_FLOPS", 16 * args[0].nbytes * 4 // 6)
     assert CpuScratch(probe=False).nbytes(op, args, {}, 0) == real
     assert [len(given[0]) for given in asked] == [2, 4]
 
 
 def test_a_factorisation_too_large_to_try_copies_its_matrix(monkeypatch):
-    monkeypatch.setattr(cpu_scratch, "sound", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(cpu_scratch, "probe_scratch", lambda *_: pytest.fail("asked"))
     matrix = torch.empty(2000, 2000, device="meta")
     assert CpuScratch(probe=False).nbytes(aten.linalg_inv_ex.default, (matrix,), {}, 0) == 4 * 2000 * 2000
 

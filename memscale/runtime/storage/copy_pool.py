@@ -13,8 +13,8 @@ from memscale.runtime.engine.refusals import refuse_in_fork
 T = TypeVar("T")
 
 
-class Errand(Future[T]):
-    """Work that a courier was given, and the `Event` behind it."""
+class CopyFuture(Future[T]):
+    """Work that a pool was given, and the `Event` behind it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,29 +39,29 @@ class Errand(Future[T]):
             self.exception()
 
 
-class Courier:
+class CopyPool:
     """Runs work in threads. By the time a future has a result, the work and the tensors it held are gone.
 
     The pools of the standard library let go of the work some time later: memory that the caller believes to be free
     would still be there, for as long as the thread takes to come round.
 
-    >>> courier = Courier(1, "example")
-    >>> courier.submit(lambda: 6 * 7).result()
+    >>> pool = CopyPool(1, "example")
+    >>> pool.submit(lambda: 6 * 7).result()
     42
-    >>> courier.close()
+    >>> pool.close()
     """
 
     def __init__(self, threads: int, name: str) -> None:
         # Dropped without `close`, the threads end by themselves once nothing is left to do.
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"memscale-{name}")
 
-    def submit(self, run: Callable[[], T]) -> Errand[T]:
+    def submit(self, run: Callable[[], T]) -> CopyFuture[T]:
         """Queue ``run``; one thread runs what it is given in order. What was queued will run: no future is cancelled.
 
         Raises:
-            RuntimeError: the courier was closed, or the interpreter ends.
+            RuntimeError: the pool was closed, or the interpreter ends.
         """
-        future: Errand[T] = Errand()
+        future: CopyFuture[T] = CopyFuture()
         future.set_running_or_notify_cancel()
         job = [(future, run)]
         del run

@@ -34,7 +34,7 @@ class TooLarge(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Postponed:
+class LazyValue:
     """The result of an operator, by what it is made of.
 
     Attributes:
@@ -50,7 +50,7 @@ class Postponed:
     before: _Seen | None = None
     _value: torch.Tensor | None = field(default=None, repr=False)
 
-    def value(self, seen: dict[Postponed, torch.Tensor]) -> torch.Tensor:
+    def value(self, seen: dict[LazyValue, torch.Tensor]) -> torch.Tensor:
         """The result; `seen` has what this evaluation has computed already."""
         if self._value is not None:
             return self._value
@@ -77,12 +77,12 @@ _Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 class _Seen:
     """A tensor as an operator saw it: its layout, over contents that are known or postponed."""
 
-    contents: Postponed | torch.UntypedStorage | Callable[[], torch.UntypedStorage | None]
+    contents: LazyValue | torch.UntypedStorage | Callable[[], torch.UntypedStorage | None]
     layout: _Layout
 
-    def value(self, seen: dict[Postponed, torch.Tensor]) -> torch.Tensor:
+    def value(self, seen: dict[LazyValue, torch.Tensor]) -> torch.Tensor:
         dtype, shape, stride, offset = self.layout
-        if not isinstance(self.contents, Postponed):
+        if not isinstance(self.contents, LazyValue):
             storage = self.contents if isinstance(self.contents, torch.UntypedStorage) else self.contents()
             if storage is None:
                 raise TooLarge
@@ -99,14 +99,14 @@ class _Seen:
         )
 
 
-def postponed(
+def lazy_value(
     op: OpOverload,
     args: Any,
     kwargs: Any,
     tensors: Sequence[torch.Tensor],
-    contents: Sequence[Postponed | None] | None,
+    contents: Sequence[LazyValue | None] | None,
     result: torch.Tensor,
-) -> Postponed:
+) -> LazyValue:
     """How to compute `result`, which `op` returned for `tensors`.
 
     Args:
@@ -119,21 +119,21 @@ def postponed(
             id(tensor): _Seen(_contents(tensor.untyped_storage()) if content is None else content, _layout(tensor))
             for tensor, content in zip(tensors, contents, strict=True)
         }
-    return Postponed(op, exchanged(args, views), exchanged(kwargs, views), _layout(result))
+    return LazyValue(op, exchanged(args, views), exchanged(kwargs, views), _layout(result))
 
 
 def overwritten(
-    op: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], contents: Sequence[Postponed | None]
-) -> Postponed:
+    op: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], contents: Sequence[LazyValue | None]
+) -> LazyValue:
     """How to compute the storage of ``args[0]``, which `op` writes to; `contents` are those of before."""
     storage, dtype = args[0].untyped_storage(), args[0].dtype
     whole = HollowStorages.tensor(storage, dtype, (storage.nbytes() // dtype.itemsize,), (1,))
-    written = postponed(op, args, kwargs, tensors, contents, whole)
+    written = lazy_value(op, args, kwargs, tensors, contents, whole)
     written.before = _Seen(written.args[0].contents, written.layout)
     return written
 
 
-def value_of(tensor: torch.Tensor, contents: Postponed) -> torch.Tensor:
+def value_of(tensor: torch.Tensor, contents: LazyValue) -> torch.Tensor:
     """The values of `tensor`, whose storage has `contents`.
 
     Raises:
@@ -156,7 +156,7 @@ def _layout(tensor: torch.Tensor) -> _Layout:
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
-def _evaluate(tree: Any, seen: dict[Postponed, torch.Tensor], parts: dict[int, Any]) -> None:
+def _evaluate(tree: Any, seen: dict[LazyValue, torch.Tensor], parts: dict[int, Any]) -> None:
     if isinstance(tree, _Seen):
         parts[id(tree)] = tree.value(seen)
     elif isinstance(tree, (list, tuple)):

@@ -33,8 +33,8 @@ _DEVICE = torch.device("cuda", 0)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
-class Answers:
-    """The answers for one step on a simulated CUDA device.
+class DeviceSpoofing:
+    """What the code of one step on a simulated CUDA device is told about its device.
 
     Attributes:
         asked: the questions that were answered, each once, by what was asked.

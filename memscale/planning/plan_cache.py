@@ -101,7 +101,7 @@ class Answering(Protocol):
 Asked = TypeVar("Asked", bound=Answering)
 
 
-class KnownPlans(Generic[Asked]):
+class PlanCache(Generic[Asked]):
     """The answers of one engine, from disk where an engine like it has been asked the same before.
 
     What an engine finds depends on what it was asked before, by what it has simulated then. So an answer is kept under
