@@ -286,17 +286,19 @@ class DiskSlab:
             raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab")
         return self._file
 
-    def _start(self, run: Callable[[SlabFile], T], to: Extent, data: torch.Tensor, at: int, name: str) -> CopyFuture[T]:
-        """Queue ``run``, and keep the to's room from being reused before it has ended."""
+    def _start(
+        self, run: Callable[[SlabFile], T], extent: Extent, data: torch.Tensor, at: int, name: str
+    ) -> CopyFuture[T]:
+        """Queue ``run``, and keep the extent's room from being reused before it has ended."""
         file = self._open_file()
-        if at < 0 or at % PAGE_BYTES or at + data.nbytes > to.nbytes:
+        if at < 0 or at % PAGE_BYTES or at + data.nbytes > extent.nbytes:
             raise ConfigError(
-                f"{name} has {data.nbytes} bytes for byte {at} on of an to of {to.nbytes}; pass a piece that "
+                f"{name} has {data.nbytes} bytes for byte {at} on of an extent of {extent.nbytes}; pass a piece that "
                 f"fits and starts at a multiple of {PAGE_BYTES}"
             )
         with self._lock:
-            assert to in self._live, f"the to of {to.nbytes} bytes at {to.offset} was freed"
-            self._transfers[to] += 1
+            assert extent in self._live, f"the extent of {extent.nbytes} bytes at {extent.offset} was freed"
+            self._transfers[extent] += 1
 
         ended = self._ended
 
@@ -304,12 +306,12 @@ class DiskSlab:
             try:
                 return run(file)
             finally:
-                ended.append(to)
+                ended.append(extent)
 
         try:
             return self._copy_pool.submit(transfer)
         except RuntimeError as error:  # closed by another thread a moment ago, or the interpreter ends
-            ended.append(to)
+            ended.append(extent)
             raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab") from error
 
     def _mapping_of(self, extent: Extent) -> Mapping | None:
