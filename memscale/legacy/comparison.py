@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
 
 from memscale.config import Config
 from memscale.core import device_type, format_bytes, tensors
-from memscale.hardware import Hardware
-from memscale.history import keep
-from memscale.legacy.decision import Verdict, any_loss
-from memscale.legacy.log import LOG, say
+from memscale.legacy.decision import Verdict
+from memscale.legacy.log import say
 from memscale.optimizers import TransformedOptimizer
 from memscale.planning import ProvenPlan
-from memscale.simulation import MemoryProfiler
 
 _OFF = 0.05  # the share by which a prediction may be off without a warning
 _LEAST_BYTES = 1 << 20  # and the bytes: less is the allocator's granularity
@@ -128,31 +123,3 @@ def _peak_bytes(model: nn.Module) -> int:
 def _cuda_of(model: nn.Module) -> torch.device | None:
     first = next(model.parameters(), None)
     return first.device if first is not None and device_type(first) == "cuda" else None
-
-
-def recorded(
-    verdict: Verdict,
-    path: str,
-    model: nn.Module,
-    batch: Any,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    hardware: Hardware,
-    *,
-    keeps_output: bool,
-) -> Verdict:
-    """The verdict with its run, which the history at `path` keeps; as it was where no step was simulated."""
-    profile, plan = verdict.profile, verdict.plan
-    if profile is None:
-        return verdict
-    try:
-        trained = optimizer or torch.optim.AdamW(filter(lambda each: each.requires_grad, model.parameters()))
-        if plan:  # the planner's evidence has its figures, and not what holds the memory
-            how: dict[str, Any] = {"hardware": hardware, "config": config, "keeps_output": keeps_output}
-            profiler = MemoryProfiler(model, trained, loss=any_loss, plan=plan, **how)
-            profile = profiler.profile(batch)
-        run = keep(profile, path, model, batch, plan=plan, optimizer=trained, config=config)
-    except Exception as error:  # recording stops no run
-        LOG.warning("this step is not recorded: %s: %s", type(error).__name__, error)
-        return verdict
-    return dataclasses.replace(verdict, run=run)

@@ -14,15 +14,46 @@ from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.core import BudgetError, batches, format_bytes, tensors
 from memscale.hardware import Hardware, knows_copies
-from memscale.history import Run
+from memscale.history import Run, keep
 from memscale.legacy.huggingface import checkpointing_off, checkpointing_on
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import can_move
 from memscale.optimizers import quantize_states
 from memscale.planning import DecisionEngine, planned, shorthands
+from memscale.runtime import Runtime
 from memscale.simulation import MemoryProfiler, Profile
 
 _NO_BLOCKS = "no repeated blocks: nothing in the model is worth recomputing or moving"
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What `wrap` keeps to, whichever batch comes.
+
+    Attributes:
+        config: what is allowed.
+        hardware: the model's device.
+        runtime: with which the caller asks to offload by name; None leaves offloading to plans.
+        budget: the bytes that a step may take; None is what the config says of the device.
+        history: the file in which planned steps are kept; None for none.
+        keeps_output: whether the caller's loop keeps the output, as in `plan`.
+    """
+
+    config: Config
+    hardware: Hardware
+    runtime: Runtime | None = None
+    budget: int | None = None
+    history: str | None = None
+    keeps_output: bool = True
+
+    @property
+    def limit(self) -> tuple[int, str]:
+        """The bytes that a step may take, and what says so."""
+        if self.budget is not None:
+            return self.budget, "the budget"
+        share = self.config.target_gpu_utilization
+        limit = min(self.hardware.usable_bytes, int(share * self.hardware.memory_bytes))
+        return limit, f"target_gpu_utilization={share}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,53 +74,53 @@ class Verdict:
     plan: Plan
     profile: Profile | None
     step_bytes: int
-    skipped: str | None
+    skipped: str | None = None
     for_all: bool = False
     limit_bytes: int | None = None
     planned_bytes: int | None = None
     run: Run | None = None
 
 
-def decide(
-    model: nn.Module,
-    batch: Any,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    hardware: Hardware,
-    *,
-    moving: bool,
-    budget: int | None = None,
-    keeps_output: bool = True,
-) -> Verdict:
-    """The plan for a step of `model` with `batch`.
+def decide(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms) -> Verdict:
+    """The plan for a step of `model` with `batch`, which the history keeps where the terms say so.
 
     Args:
         model: not transformed.
         batch: None where it is not known.
         optimizer: None where it is not known; AdamW stands for it.
-        config: what is allowed.
-        hardware: the model's device.
-        moving: whether the caller asks for offloading by name.
-        budget: the bytes that a step may take; None is what the config says of the device.
-        keeps_output: whether the caller's loop keeps the output, as in `plan`.
+        terms: what the caller asks for.
 
     Warns:
         RuntimeWarning: the step is too large, and no plan could be made for it: it gets the rule.
     """
-    rule = _rule(model, config, hardware, moving)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    verdict = _decided(model, batch, optimizer, terms)
+    if terms.history is None or verdict.profile is None:
+        return verdict
+    profile, plan = verdict.profile, verdict.plan
+    try:
+        trained = _trainer(model, optimizer)
+        if plan:  # the planner's evidence has its figures, and not what holds the memory
+            profile = _profiled(model, batch, trained, terms, plan)
+        run = keep(profile, terms.history, model, batch, plan=plan, optimizer=trained, config=terms.config)
+    except Exception as error:  # recording stops no run
+        LOG.warning("this step is not recorded: %s: %s", type(error).__name__, error)
+        return verdict
+    return dataclasses.replace(verdict, run=run)
+
+
+def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms) -> Verdict:
+    config, hardware, moving = terms.config, terms.hardware, terms.runtime is not None
+    rule = _rule(model, terms)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
     engine, profile, trouble = None, None, ""
-    if trained and batch is not None:
-        engine, profile, trouble = _simulated(model, batch, optimizer, trained, config, hardware, moving, keeps_output)
+    if trains and batch is not None:
+        engine, profile, trouble = _simulated(model, batch, optimizer, terms)
     step_bytes = profile.taken_bytes if profile is not None else resident_bytes(model, optimizer)
-    if (reason := _nothing_to_do(config, hardware, moving, bool(trained), rule)) is not None:
+    if (reason := _nothing_to_do(terms, trains, rule)) is not None:
         return Verdict(Plan(), profile, step_bytes, reason, for_all=True)
     if batch is None and config.force_optimize:
-        return Verdict(rule, None, step_bytes, None, for_all=True)
-    limit, said = budget, "the budget"
-    if limit is None:
-        limit = min(hardware.usable_bytes, int(config.target_gpu_utilization * hardware.memory_bytes))
-        said = f"target_gpu_utilization={config.target_gpu_utilization}"
+        return Verdict(rule, None, step_bytes, for_all=True)
+    limit, said = terms.limit
     if step_bytes <= limit and not config.force_optimize:
         unmeasured = "" if profile is not None else "; the first training call shows what activations take"
         reason = (
@@ -100,13 +131,11 @@ def decide(
         return Verdict(Plan(), profile, step_bytes, reason, limit_bytes=limit)
     if config.enable_checkpointing and checkpointing_off(model):
         try:  # what follows takes the place of the model's own checkpointing
-            return decide(
-                model, batch, optimizer, config, hardware, moving=moving, budget=budget, keeps_output=keeps_output
-            )
+            return _decided(model, batch, optimizer, terms)
         finally:
             checkpointing_on(model)
     if step_bytes <= limit:
-        return Verdict(rule, profile, step_bytes, None)
+        return Verdict(rule, profile, step_bytes)
     # The link's speed decides how much may move. Where it is not known, who asks for offloading gets it by the rule.
     if engine is not None and not (moving and not knows_copies(hardware)):
         try:
@@ -120,69 +149,38 @@ def decide(
             f"{said} allows, and {does}: no plan could be made ({trouble}); make smaller batches, or write a plan for "
             "transform(model, plan)",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     return Verdict(rule, profile, step_bytes, None if rule else _NO_BLOCKS)
 
 
 def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, limit: int, said: str) -> Verdict:
-    plan: Plan
-    planned_bytes: int | None
     try:
-        plan = proven = engine.plan(limit)
-        planned_bytes = proven.evidence.planned.taken_bytes
+        plan: Plan = (proven := engine.plan(limit))
+        planned_bytes: int | None = proven.evidence.planned.taken_bytes
     except BudgetError as error:
         # Training may still go through: other tensors may be smaller than thought, or the target is below the device.
         plan, planned_bytes = error.plan or Plan(), error.peak_bytes
         LOG.warning("%s; the model runs under the smallest plan, above %s", error, said)
     if not plan:
-        reason = "no transform that the config allows lowers the peak of the step"
-        return Verdict(plan, profile, step_bytes, reason)
-    return Verdict(plan, profile, step_bytes, None, limit_bytes=limit, planned_bytes=planned_bytes)
+        return Verdict(plan, profile, step_bytes, "no transform that the config allows lowers the peak of the step")
+    return Verdict(plan, profile, step_bytes, limit_bytes=limit, planned_bytes=planned_bytes)
 
 
 def _simulated(
-    model: nn.Module,
-    batch: Any,
-    optimizer: torch.optim.Optimizer | None,
-    trained: list[nn.Parameter],
-    config: Config,
-    hardware: Hardware,
-    moving: bool,
-    keeps_output: bool,
+    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms
 ) -> tuple[DecisionEngine | None, Profile | None, str]:
     """The engine that plans the step, and the step's profile; or what kept either of them from being made."""
-    trains = optimizer or torch.optim.AdamW(trained)
     trouble = "use_static_profiling=False"
-    if config.use_static_profiling:
-        # Another device steps to other bits than an accelerator, so that states move where the caller has said so.
-        stepping = ("step_in_groups", "offload_states") if moving else ("step_in_groups",)
-        allowed = config
-        if moving:
-            allowed = dataclasses.replace(config, enable_offloading=True)
-        elif "offload" in config.eligible() and knows_copies(hardware) and not can_move(model, config):
-            allowed = dataclasses.replace(config, enable_offloading=False, async_offload=False)
+    if terms.config.use_static_profiling:
         try:
-            engine = DecisionEngine(
-                model,
-                batch,
-                optimizer=trains,
-                loss=any_loss,
-                config=allowed,
-                hardware=hardware,
-                keeps_output=keeps_output,
-                stepping=() if optimizer is None else stepping,
-                streams=False,  # taken off, the parameters would have to come back, and with them optimizer states
-            )
+            engine = _engine(model, batch, optimizer, terms)
             return engine, engine.plain, ""
         except Exception as error:  # wrap goes on with what it knows: the step that really trains may be another one
             trouble = _first_line(error)
-            say(config, f"the step cannot be planned: {trouble}")
+            say(terms.config, f"the step cannot be planned: {trouble}")
     try:
-        profiler = MemoryProfiler(
-            model, trains, loss=any_loss, hardware=hardware, config=config, keeps_output=keeps_output
-        )
-        return None, profiler.profile(batch), trouble
+        return None, _profiled(model, batch, _trainer(model, optimizer), terms), trouble
     except Exception as error:  # the model's own: what follows is said below
         trouble = _first_line(error)
         LOG.warning(
@@ -193,24 +191,57 @@ def _simulated(
         return None, None, trouble
 
 
-def _rule(model: nn.Module, config: Config, hardware: Hardware, moving: bool) -> Plan:
+def _engine(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms) -> DecisionEngine:
+    config, moving = terms.config, terms.runtime is not None
+    if moving:
+        config = dataclasses.replace(config, enable_offloading=True)
+    elif "offload" in config.eligible() and knows_copies(terms.hardware) and not can_move(model, config):
+        config = dataclasses.replace(config, enable_offloading=False, async_offload=False)
+    # Another device steps to other bits than an accelerator, so that states move where the caller has said so.
+    stepping = ("step_in_groups", "offload_states") if moving else ("step_in_groups",)
+    return DecisionEngine(
+        model,
+        batch,
+        optimizer=_trainer(model, optimizer),
+        loss=any_loss,
+        config=config,
+        hardware=terms.hardware,
+        keeps_output=terms.keeps_output,
+        stepping=() if optimizer is None else stepping,
+        streams=False,  # taken off, the parameters would have to come back, and with them optimizer states
+    )
+
+
+def _profiled(
+    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, terms: Terms, plan: Plan | None = None
+) -> Profile:
+    how: dict[str, Any] = {"hardware": terms.hardware, "config": terms.config, "keeps_output": terms.keeps_output}
+    return MemoryProfiler(model, optimizer, loss=any_loss, plan=plan, **how).profile(batch)
+
+
+def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    return optimizer or torch.optim.AdamW(filter(lambda each: each.requires_grad, model.parameters()))
+
+
+def _rule(model: nn.Module, terms: Terms) -> Plan:
     """What is done without a simulation: to the repeated blocks, and what else the caller asks for by name."""
+    config = terms.config
     named = {
         "checkpoint": config.enable_checkpointing,
         "tile": config.enable_tiling and "enable_tiling" in config.given,
         "cast": config.use_mixed_precision,
-        "offload": moving,
+        "offload": terms.runtime is not None,
     }
-    rules = shorthands(model, hardware)
+    rules = shorthands(model, terms.hardware)
     found = planned({name: rules[name] for name, wanted in named.items() if wanted and name in rules})
     if not config.use_8bit_optimizer:
         return found
     return Plan([*((rule.pattern, rule.transform) for rule in found), ("", quantize_states())])
 
 
-def _nothing_to_do(config: Config, hardware: Hardware, moving: bool, trains: bool, rule: Plan) -> str | None:
-    usable = config.eligible()
-    if not moving and (hardware.device_type == "cpu" or not knows_copies(hardware)):
+def _nothing_to_do(terms: Terms, trains: bool, rule: Plan) -> str | None:
+    usable = terms.config.eligible()
+    if terms.runtime is None and (terms.hardware.device_type == "cpu" or not knows_copies(terms.hardware)):
         usable -= {"offload"}  # the tier below a host is its disk, which is for those who ask for it
     if not usable:
         return (
@@ -218,7 +249,7 @@ def _nothing_to_do(config: Config, hardware: Hardware, moving: bool, trains: boo
         )
     if not trains:
         return "nothing to train: no parameter requires a gradient"
-    return _NO_BLOCKS if config.force_optimize and not rule else None
+    return _NO_BLOCKS if terms.config.force_optimize and not rule else None
 
 
 def hardware_of(model: nn.Module) -> Hardware:

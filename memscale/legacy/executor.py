@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import weakref
@@ -13,12 +14,11 @@ import torch
 from torch import nn
 
 from memscale.algebra import ForwardPatch, Method, install, uninstall
-from memscale.config import Config
 from memscale.core import TransformError, format_bytes
 from memscale.hardware import Hardware
 from memscale.history import keep_measured
-from memscale.legacy.comparison import Comparison, recorded
-from memscale.legacy.decision import Verdict, decide, hardware_of
+from memscale.legacy.comparison import Comparison
+from memscale.legacy.decision import Terms, Verdict, decide, hardware_of
 from memscale.legacy.headline import headline
 from memscale.legacy.hooks import Seen, SeenRoot, idle, is_a_step_of_its_own, leave, listen
 from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointing_off, let_checkpointing
@@ -63,36 +63,24 @@ class Executor:
 
     Args:
         model: to act on.
-        config: what is allowed.
-        hardware: the model's device.
+        terms: what every plan keeps to.
         verdict: what to do first.
-        runtime: with which the caller asks to offload; None if that is for plans to decide.
         optimizer: that trains the model; None where it is not known.
         batch: what `verdict` was made for; None for none.
-        history: the file in which its steps are kept; None for none.
-        budget: the bytes that a step may take; None is what the config says of the device.
-        keeps_output: whether the caller's loop keeps the output, as in `plan`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        config: Config,
-        hardware: Hardware,
+        terms: Terms,
         verdict: Verdict,
-        runtime: Runtime | None,
         optimizer: torch.optim.Optimizer | None,
         batch: Any,
-        history: str | None = None,
-        budget: int | None = None,
-        keeps_output: bool = True,
     ) -> None:
         # Weakly: the executor is an attribute of the model, and a cycle would hold its weights.
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
-        self.config, self.hardware = config, hardware
-        self._asked, self._history, self._budget = runtime, history, budget
-        self._keeps_output = keeps_output
+        self.config, self._terms = terms.config, terms
         self._caching: list[Any] = []
         self._patches: list[ForwardPatch] = []
         self._wrapped: list[ForwardPatch] = []  # of the plan before, which run inside somebody else's forward
@@ -143,6 +131,11 @@ class Executor:
         if model is None:
             raise TransformError("the model of this executor is gone; keep the model as long as you need its executor")
         return model
+
+    @property
+    def hardware(self) -> Hardware:
+        """The model's device, when the plan was made."""
+        return self._terms.hardware
 
     @property
     def is_attached(self) -> bool:
@@ -342,7 +335,7 @@ class Executor:
         caches_on(model, self._caching)
         del model.__dict__[ATTRIBUTE]
         moved = "" if self.runtime is None else f"; {moved_text(self.runtime)}"
-        self.runtime = self._asked = None
+        self.runtime, self._terms = None, dataclasses.replace(self._terms, runtime=None)
         self._plans.known.clear()
         self.say(f"detached {self._kind}{moved}")
 
@@ -427,36 +420,14 @@ class Executor:
         """The verdict on a call, and the shapes that it is for."""
         batch = as_batch(model.forward, args, kwargs)
         optimizer = None if self._optimizer is None else self._optimizing.without(self._optimizer())
-        self.hardware = hardware_of(model)
+        self._terms = dataclasses.replace(self._terms, hardware=hardware_of(model))
         self._planning = threading.get_ident()
         try:
             for wanted in [shapes] if batch is None else self._plans.to_try(shapes):
                 self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
                 given = None if batch is None else with_shapes(batch, wanted)
-                moving = self._asked is not None
-                keeps = self._keeps_output
-                verdict = decide(
-                    model,
-                    given,
-                    optimizer,
-                    self.config,
-                    self.hardware,
-                    moving=moving,
-                    budget=self._budget,
-                    keeps_output=keeps,
-                )
+                verdict = decide(model, given, optimizer, self._terms)
                 if verdict.profile is not None:
-                    if self._history is not None:
-                        verdict = recorded(
-                            verdict,
-                            self._history,
-                            model,
-                            given,
-                            optimizer,
-                            self.config,
-                            self.hardware,
-                            keeps_output=keeps,
-                        )
                     return verdict, wanted
                 self._plans.refused.append(wanted)
             return verdict, shapes
@@ -466,7 +437,7 @@ class Executor:
     def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
         """Make `verdict`, for a batch of `shapes`, what is in force."""
         moves = any(rule.transform.moves for rule in verdict.plan)
-        runtime = None if not moves else self._asked or runtime_of_plan(self.model, self.config)
+        runtime = None if not moves else self._terms.runtime or runtime_of_plan(self.model, self.config)
         planned = Planned(shapes or (), verdict, runtime)
         if shapes is not None:
             self._plans.known.append(planned)
@@ -478,6 +449,6 @@ class Executor:
         self._verdict = verdict
         self.plan, self.profile = verdict.plan, verdict.profile
         self.step_bytes, self.skipped = verdict.step_bytes, verdict.skipped
-        run, path = verdict.run, self._history
+        run, path = verdict.run, self._terms.history
         keep = None if run is None or path is None else partial(keep_measured, run, path)
         self._comparison = Comparison(self.model, verdict, self.config, keep)

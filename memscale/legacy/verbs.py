@@ -24,8 +24,7 @@ from memscale.core import (
     takes_no,
 )
 from memscale.inspection import check_same_numbers
-from memscale.legacy.comparison import recorded
-from memscale.legacy.decision import Verdict, decide, hardware_of, resident_bytes
+from memscale.legacy.decision import Terms, Verdict, decide, hardware_of, resident_bytes
 from memscale.legacy.executor import ATTRIBUTE, Executor
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import with_runtime
@@ -309,20 +308,12 @@ def wrapped(
     if (missing := without_8_bits(config)) is not None:
         LOG.warning("use_8bit_optimizer=True: states stay in full: %s", missing)
         config = dataclasses.replace(config, use_8bit_optimizer=False)
+    terms = Terms(config, hardware, runtime, budget, history, keeps_output)
     if plan is None:
-        moving = runtime is not None
-        verdict = decide(
-            model, sample_input, optimizer, config, hardware, moving=moving, budget=budget, keeps_output=keeps_output
-        )
-        if history is not None:
-            verdict = recorded(
-                verdict, history, model, sample_input, optimizer, config, hardware, keeps_output=keeps_output
-            )
+        verdict = decide(model, sample_input, optimizer, terms)
     else:
-        verdict = Verdict(plan, None, resident_bytes(model, optimizer), None, for_all=True)
-    executor = Executor(
-        model, config, hardware, verdict, runtime, optimizer, sample_input, history, budget, keeps_output
-    )
+        verdict = Verdict(plan, None, resident_bytes(model, optimizer), for_all=True)
+    executor = Executor(model, terms, verdict, optimizer, sample_input)
     try:
         executor.attach()
         if config.verify_correctness and verdict.skipped is None:
