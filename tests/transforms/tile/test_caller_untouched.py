@@ -126,6 +126,35 @@ def test_a_projection_that_touches_nothing_is_still_one():
     assert type(tile(chunks=2)(model)(torch.ones(6, 4))) is Deferred
 
 
+class Caching(nn.Module):
+    """A projection whose weight is made of another, once a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.made, self.calls = nn.Parameter(torch.randn(4, 4)), None, 0
+
+    def forward(self, x):
+        if self.made is None:
+            self.made = self.weight.tanh()
+        self.calls += 1
+        return x @ self.made
+
+
+@pytest.mark.parametrize("made", [None, torch.ones(4, 4)], ids=["stores a tensor", "counts"])
+def test_a_projection_that_stores_something_is_cut_as_any_region(made):
+    """Logits that are made later run it for their shape first, without gradients, and left what that had stored."""
+    model = Caching()
+    model.made = made
+    fit = ms.transform(nn.Sequential(model, nn.ReLU()), {"0": tile(chunks=2)})
+    if made is None:
+        with pytest.raises(ms.TransformError, match="stores a tensor of shape"):
+            fit(torch.ones(6, 4))
+        assert fit[0].made.requires_grad
+    else:
+        fit(torch.ones(6, 4, requires_grad=True)).sum().backward()
+        assert fit[0].calls == 1
+
+
 def test_a_hook_below_sees_no_value_that_is_not_there():
     model, seen = Assigns(lambda self: None), []
     model.linear.register_forward_hook(lambda module, args, out: seen.append(type(out)))

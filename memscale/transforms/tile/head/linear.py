@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memscale.algebra import OwnForward
 from memscale.core import TransformError, internals
-from memscale.regions import Environment, Remembered, Scope, put_back
+from memscale.regions import Environment, Remembered, Scope, holds, put_back
 from memscale.transforms.checkpoint import Checkpointed
 from memscale.transforms.tile.numbers import arguments_of, told
 from memscale.transforms.tile.rowwise import names
@@ -87,7 +87,8 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
                 sample = torch.empty(rows, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
                 with (watch := _OnlyLinear(sample)), _NothingTouched():
                     out = environment.context.copy().run(fn, sample)
-                if environment.has_drawn():  # each use of the logits would draw other numbers
+                # Each use of the logits would draw other numbers, and what it stores may be made without gradients.
+                if environment.has_drawn() or not all(map(holds, scope.places, scope.contents)):
                     return False
         except (Exception, _NotLinear):  # whatever it does, it is not a plain projection
             return False
