@@ -6,37 +6,86 @@ import builtins
 import dis
 import functools
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from memscale.regions.by_class import by_class
 
 
-@by_class
-def closes_over(cls: Any) -> bool:
-    """Whether a module class, made in a function, has a forward that uses that function's variables."""
-    return isinstance(cls.forward, types.FunctionType) and bool(set(cls.forward.__code__.co_freevars) - {"__class__"})
+class Reached(NamedTuple):
+    """What the code of a module class names besides attributes of the module. None of it leads to the class.
+
+    Attributes:
+        globals: dictionaries of files, each with the names of the data in it.
+        functions: the attributes of functions of these files.
+        closing: the methods that close over variables, each by its place among the bases and its name.
+    """
+
+    globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
+    functions: tuple[dict[str, Any], ...]
+    closing: tuple[tuple[int, str], ...]
 
 
 @by_class
-def code_places(cls: Any) -> tuple[tuple[dict[str, Any], tuple[str, ...]], ...]:
-    """The globals that a module class's forward, and the functions of its file that it calls, name as data."""
-    if cls.__module__.startswith("torch."):
-        return ()
-    found: dict[int, tuple[dict[str, Any], tuple[str, ...]]] = {}
+def code_reached(cls: Any) -> Reached:
+    """What the forward of a module class, methods that this calls, and functions of the same file name."""
+    found: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+    functions: list[dict[str, Any]] = []
+    used: dict[str, None] = {"forward": None}
+    seen: set[int] = set()
+    holders = {id(base): base for base in cls.__mro__ if not _is_of_torch(base)}
     pending: list[Any] = [cls.forward]
     while pending:
-        function = pending.pop()
-        if not isinstance(function, types.FunctionType) or id(function) in found:
+        while pending:
+            function = function_of(pending.pop())
+            if function is None or id(function) in seen or _is_of_torch(function):
+                continue
+            seen.add(id(function))
+            home = function.__globals__
+            names = [name for name in global_names(function.__code__) if name in home or not hasattr(builtins, name)]
+            data = tuple(name for name in names if name not in home or type(home[name]) not in _CODE)
+            found.append((home, data))
+            used.update(dict.fromkeys(code_names(function.__code__)))
+            of_file = [home[name] for name in names if getattr(home.get(name), "__globals__", None) is home]
+            functions += [each.__dict__ for each in of_file]
+            pending += [*of_file, *closed_over(function), function.__dict__.get("__wrapped__")]
+            classes = [home[name] for name in names if isinstance(home.get(name), type)]
+            holders.update((id(each), each) for each in classes if each.__module__ == home.get("__name__"))
+        called = [function_of(vars(holder).get(name)) for holder in holders.values() for name in used]
+        pending += [each for each in called if each is not None and id(each) not in seen and not _is_of_torch(each)]
+    named = [(at, name) for at, base in enumerate(cls.__mro__) if id(base) in holders for name in used]
+    methods = {(at, name): function_of(vars(cls.__mro__[at]).get(name)) for at, name in named}
+    closing = [way for way, each in methods.items() if each and set(each.__code__.co_freevars) - {"__class__"}]
+    return Reached(tuple(each for each in found if each[1]), tuple(functions), tuple(closing))
+
+
+def function_of(thing: Any) -> types.FunctionType | None:
+    """The function of Python's that is called where `thing`, an entry of a class or of a file, is."""
+    while isinstance(thing, _WRAPPERS):
+        thing = next(
+            getattr(thing, name) for name in ("fget", "__func__", "func", "__wrapped__") if hasattr(thing, name)
+        )
+    return thing if isinstance(thing, types.FunctionType) else None
+
+
+_CACHED = type(functools.lru_cache(lambda: None))
+_WRAPPERS: Any = (property, staticmethod, classmethod, types.MethodType, functools.partial, _CACHED)
+
+
+def closed_over(function: types.FunctionType) -> list[Any]:
+    """What the variables hold that `function` closes over."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # empty as yet
             continue
-        home = function.__globals__
-        names = [name for name in global_names(function.__code__) if name in home or not hasattr(builtins, name)]
-        named = {name: home[name] for name in names if name in home}
-        data = tuple(name for name in names if name not in home or type(home[name]) not in _CODE)
-        found[id(function)] = (home, data)
-        pending += [value for value in named.values() if getattr(value, "__globals__", None) is home]
-    return tuple((home, data) for home, data in found.values() if data)
+    return found
+
+
+def _is_of_torch(thing: Any) -> bool:
+    return f"{thing.__module__}.".startswith("torch.")
 
 
 _CODE = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, type(nn.Module), str}

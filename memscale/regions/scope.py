@@ -32,7 +32,7 @@ from torch import nn
 
 from memscale.core import Assembled, TransformError
 from memscale.regions.by_class import by_class
-from memscale.regions.code import closes_over, code_names, code_places, global_names
+from memscale.regions.code import code_names, code_reached, function_of, global_names
 from memscale.regions.environment import global_hooks
 from memscale.regions.kinds import Sort, is_followed, is_of_threads, sort_of
 from memscale.regions.places import (
@@ -423,10 +423,14 @@ class Scope:
                     else:
                         self._visit_callback(value)
             self._at = hash(number)
-            for mapping, names in code_places(type(module)):
+            reached = code_reached(type(module))
+            for mapping, names in reached.globals:
                 self._visit_names(mapping, names, NOWHERE)
-            if closes_over(type(module)):
-                self._visit_cells(type(module).forward)
+            for attributes in reached.functions:
+                self._visit_container(attributes, NOWHERE)
+            for at, name in reached.closing:
+                if (method := function_of(vars(type(module).__mro__[at]).get(name))) is not None:
+                    self._visit_cells(method)
             for name in TABLES:  # an empty one, too: a module may register something on its first use
                 position = len(places)
                 self._put(own[name], content := dict(own[name]), number, name)
@@ -469,6 +473,7 @@ class Scope:
         home = fn.__globals__
         self._visit_names(home, global_names(fn.__code__), home)
         self._visit_cells(fn, home)
+        self._visit_container(fn.__dict__, home)
         for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
             self._visit(default, home)
 

@@ -3,6 +3,7 @@
 import argparse
 import collections
 import dataclasses
+import functools
 import queue
 import random
 import threading
@@ -15,6 +16,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.regions.scope import MOST_FOLLOWED, Scope
+from tests.support.checks import bits
 
 HOW = {
     "checkpoint": ms.checkpoint(),
@@ -321,3 +323,100 @@ def test_what_a_weight_has_as_an_attribute_and_loses_is_there_again(how):
         fit(X).sum().backward()
         assert torch.equal(model[0].weight.grad, wanted)
         assert (model[1].weight.scale, fit[1].scale) == (None, scale)
+
+
+COUNTS = {"global": 0}
+COUNT = 0
+
+
+def counted(x):
+    global COUNT
+    COUNT += 1
+    return x * COUNT
+
+
+def counted_by_itself(x):
+    counted_by_itself.count += 1
+    return x * counted_by_itself.count
+
+
+class Helps(nn.Module):
+    """Has state of its file in helpers of many kinds, none of which its forward names by itself."""
+
+    def __init__(self, helper):
+        super().__init__()
+        self.weight, self.helper = nn.Parameter(torch.rand(4)), helper
+
+    def forward(self, x):
+        return torch.sin(getattr(self, "by_" + self.helper)(x * self.weight) + self.own(x))
+
+    def own(self, x):
+        helpers = self.by_method, self.by_static, self.by_class, self.by_other, self.by_function, self.by_cached
+        return sum(helper(x * 0) for helper in helpers)
+
+    def by_method(self, x):
+        return counted(x)
+
+    @staticmethod
+    def by_static(x):
+        COUNTS["global"] += 1
+        return x * COUNTS["global"]
+
+    @classmethod
+    def by_class(cls, x):
+        return Scales.scaled(x)
+
+    @property
+    def by_other(self):
+        return counted
+
+    def by_function(self, x):
+        return counted_by_itself(x)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def table(self):
+        return 2.0
+
+    def by_cached(self, x):
+        return counted(x) * self.table()
+
+
+class Scales:
+    @staticmethod
+    def scaled(x):
+        COUNTS["global"] += 2
+        return x * COUNTS["global"]
+
+
+def closing_over(count):
+    """A module class whose helper method, not its forward, has a variable of this function."""
+
+    def twice(x):
+        return counted(x) * 2
+
+    class Local(Helps):
+        def own(self, x):
+            nonlocal count
+            count += 1
+            return twice(x) * count
+
+    return Local
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("helper", ["method", "static", "class", "other", "function", "cached", "closing"])
+def test_what_helper_methods_name_is_followed(helper, how):
+    def steps(how):
+        global COUNT
+        COUNT, COUNTS["global"], counted_by_itself.count = 0, 0, 0
+        torch.manual_seed(0)
+        kind, by = (closing_over(0), "method") if helper == "closing" else (Helps, helper)
+        model = ms.transform(nn.Sequential(kind(by), kind(by)), {"*": how})
+        found = []
+        for _ in range(3):
+            x = X.clone().requires_grad_()
+            model(x).square().sum().backward()
+            found.append(bits([x.grad, *[p.grad for p in model.parameters()]]))
+        return found, COUNT, dict(COUNTS), counted_by_itself.count
+
+    assert steps(how) == steps(ms.identity)
