@@ -28,7 +28,7 @@ memscale.algebra: ForwardPatch Method Numbers OfModule OwnForward Placing Plan P
     transform uninstall walk
 memscale.benchmarks:
 memscale.cli: main
-memscale.core: Argument Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document HISTORY Loss
+memscale.core: Argument Assembled BudgetError COLUMNS Check ConfigError CorrectnessError DiskCache Document HISTORY Loss
     MemscaleError Misfit PlanError PolicyFallbackNeeded Record RuntimeUnavailable TIERS TransformError Value aligned
     assembled_in
     available_host_bytes batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_count
@@ -37,7 +37,7 @@ memscale.core: Argument Assembled BudgetError Check ConfigError CorrectnessError
     in_process_group in_rows in_runs integer internals is_alone is_in_memory is_of_modules is_own_thread
     joining matches misfit modules_in numbers one_at_a_time optional own_threads pytrees read_or_empty row_label
     scalar_loss shown simulated_choices simulated_device_type simulated_randomness simulating simulation spellings
-    takes_no template tensors unflatten validate version versions written
+    table_lines takes_no template tensors unflatten validate version versions written
 memscale.crashes: Explanation Holder explain
 memscale.hardware: CARDS COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
     assumed_speeds beside card_name card_names collective_seconds copy_seconds cpu_name has_rate narrow_dtype host_calls

@@ -16,7 +16,6 @@ from memscale.algebra.composition import Transform, chain, is_of_optimizers, wha
 from memscale.core import (
     Document,
     PlanError,
-    aligned,
     first_line,
     from_data,
     in_runs,
@@ -25,6 +24,7 @@ from memscale.core import (
     row_label,
     shown,
     spellings,
+    table_lines,
 )
 
 _Plan = TypeVar("_Plan", bound="Plan")
@@ -118,7 +118,7 @@ class Plan:
             rows.append((name, run[0].transform.numbers, repr(run[0].transform)))
         if not self.rules:
             rows.append(("(none)", "exact", "identity"))
-        return "\n".join(aligned(rows, "<<<", "  "))
+        return "\n".join(table_lines(rows, "<<<"))
 
     def explain(self, path: str | None = None) -> str:
         """The plan as a table, and what each of its transforms does. Figures are those of a plan of `memscale.plan`.

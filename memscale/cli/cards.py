@@ -12,7 +12,7 @@ from memscale.cli.terminal import show
 from memscale.core import aligned
 from memscale.hardware import CARDS, Hardware
 
-_HEADER = ("name", "GiB", "usable", "dtype", "TFLOP/s", "GB/s", "host GB/s", "source")
+_HEADER = ("name", "GiB", "usable", "dtype", "TFLOP/s", "GB/s", "host GB/s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,14 +45,6 @@ def cards(options: CardsOptions) -> int:
         dtype = "bfloat16" if "bfloat16" in card.tflops else "float16"
         speeds = (card.tflops[dtype], card.memory_gb_per_second, card.host_gb_per_second)
         sizes = (f"{nbytes / 2**30:.2f}" for nbytes in (hardware.memory_bytes, hardware.usable_bytes))
-        rows.append(
-            (
-                card.name,
-                *sizes,
-                dtype,
-                *("shared" if speed is None else f"{speed:.4g}" for speed in speeds),
-                card.source,
-            )
-        )
-    show("\n".join(aligned(rows, "<>><>>><", "  ")))
+        rows.append((card.name, *sizes, dtype, *("shared" if speed is None else f"{speed:.4g}" for speed in speeds)))
+    show("\n".join([*aligned(rows, "<>><>>>"), "where each figure is from: memscale cards --json"]))
     return 0

@@ -26,7 +26,16 @@ from memscale.core.host import (
 from memscale.core.misuse import by_name, shown, takes_no
 from memscale.core.paths import in_rows, in_runs, matches, misfit, numbers, row_label, template, written
 from memscale.core.recording import HISTORY, Record, history_path
-from memscale.core.units import aligned, budget_bytes, format_bytes, format_flops, format_seconds, format_unlike
+from memscale.core.units import (
+    COLUMNS,
+    aligned,
+    budget_bytes,
+    format_bytes,
+    format_flops,
+    format_seconds,
+    format_unlike,
+    table_lines,
+)
 from memscale.core.validation import TIERS, Check, Misfit, boolean, check_count, check_tier, integer, optional, validate
 
 if TYPE_CHECKING:
@@ -70,6 +79,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "COLUMNS",
     "HISTORY",
     "TIERS",
     "Argument",
@@ -146,6 +156,7 @@ __all__ = [
     "simulating",
     "simulation",
     "spellings",
+    "table_lines",
     "takes_no",
     "template",
     "tensors",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
+import textwrap
 from collections.abc import Sequence
 from decimal import Decimal
 
@@ -92,6 +93,27 @@ def aligned(rows: Sequence[Sequence[str]], sides: str, gap: str = "  ") -> list[
     return [gap.join(row).rstrip() for row in cells]
 
 
+def table_lines(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """`aligned` for a terminal of 80 columns: the texts of the last column go on under themselves.
+
+    >>> print("\\n".join(table_lines([("memory", "plan"), ("1 GiB", "checkpoint() on layers.* " * 4)], "><")))
+    memory  plan
+     1 GiB  checkpoint() on layers.* checkpoint() on layers.* checkpoint() on
+            layers.* checkpoint() on layers.*
+    """
+    room = max(_LEAST_ROOM, COLUMNS - len(aligned([(*row[:-1], "|") for row in rows], sides)[0]) + 1)
+    wrapped = (textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False) or [""] for row in rows)
+    empty = [""] * (len(sides) - 1)
+    return aligned(
+        [
+            line
+            for row, (first, *others) in zip(rows, wrapped, strict=True)
+            for line in ((*row[:-1], first), *((*empty, other) for other in others))
+        ],
+        sides,
+    )
+
+
 _SIZES = {"b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     # "24G" is binary, as to `ulimit`, to containers and to batch systems.
@@ -100,6 +122,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 _NUMBER = re.compile(r"\s*([+-]?\d+)(\.\d+)?\s*", re.ASCII)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 _RULE = "bytes as an int, a string such as '6GiB' or '6GB', or a share of the memory: '90%' or a float in (0, 1]"
+COLUMNS = 80  # of a terminal
+_LEAST_ROOM = 24  # of a table's last column
 _FEWEST_BYTES = 1024  # of a device that has GiB
 _GIB = 1 << 30
 

@@ -6,12 +6,11 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 
-from memscale.core import ConfigError, aligned, check_count, format_bytes, format_flops, format_seconds
+from memscale.core import COLUMNS, ConfigError, aligned, check_count, format_bytes, format_flops, format_seconds
 from memscale.hardware import COLLECTIVES
 from memscale.reports.module_tree import ROOT, TOP, Held, by_time, module_tree, stacks, summary
 from memscale.simulation import Holding, Profile, ProfileDiff, differences
 
-_COLUMNS = 80
 _LINES = 35
 _MODULES = 10
 _TABLES = 19  # rows of categories and modules together, so that there is room for a note
@@ -199,7 +198,7 @@ def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     Where the columns do not fit, the widest give way, each in the middle of its texts.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + len(_GAP) * len(widths) > _COLUMNS:
+    while sum(widths) + len(_GAP) * len(widths) > COLUMNS:
         widths[widths.index(max(widths))] -= 1
     cut = [[shortened(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return aligned(cut, sides, _GAP)
@@ -245,7 +244,7 @@ def _notes(notes: Sequence[str], room: int) -> list[str]:
     """The notes that fit into `room` lines; where some do not, how many, in the last line."""
     lines: list[str] = []
     for at, note in enumerate(notes):
-        wrapped = textwrap.wrap(f"note: {note}", _COLUMNS, subsequent_indent="  ")
+        wrapped = textwrap.wrap(f"note: {note}", COLUMNS, subsequent_indent="  ")
         is_last = at == len(notes) - 1
         if len(lines) + len(wrapped) + (not is_last) > room:
             return [*lines, f"note: {len(notes) - at} more in Profile.notes"]

@@ -9,8 +9,9 @@ from memscale.hardware import card_names
 
 def test_each_card_is_a_row_with_the_memory_that_is_usable(capsys):
     assert main(["cards"]) == 0
-    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert header == ["name", "GiB", "usable", "dtype", "TFLOP/s", "GB/s", "host", "GB/s", "source"]
+    header, *rows, last = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert header == ["name", "GiB", "usable", "dtype", "TFLOP/s", "GB/s", "host", "GB/s"]
+    assert last[-2:] == ["cards", "--json"]
     assert [row[0] for row in rows] == list(card_names())
     for name, total, usable, dtype, *_ in rows:
         card = ms.Hardware.named(name)

@@ -18,6 +18,7 @@ from memscale.core import (
     format_seconds,
     format_unlike,
     row_label,
+    table_lines,
 )
 from memscale.planning.evidence.explanation import reasons, rows_of
 from memscale.planning.evidence.proven import ProvenPlan
@@ -182,13 +183,11 @@ class Frontier(Sequence[Point]):
 
     def __str__(self) -> str:
         fastest = self._points[-1].step_seconds
-        lines = [f"{'memory':>10}  {'step':>8}  {'time':>6}  plan"]
-        lines += [
-            f"{format_bytes(point.peak_bytes):>10}  {format_seconds(point.step_seconds):>8}  "
-            f"{point.step_seconds / fastest:>5.2f}x  {point.summary}"
-            for point in self._points
-        ]
-        return "\n".join(lines)
+        rows = [("memory", "step", "time", "plan")]
+        for each in self._points:
+            figures = format_bytes(each.peak_bytes), format_seconds(each.step_seconds)
+            rows.append((*figures, f"{each.step_seconds / fastest:.2f}x", each.summary))
+        return "\n".join(table_lines(rows, ">>><"))
 
 
 def _price(dollars: float | None, steps: int, caller: str) -> Price | None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from memscale.core import aligned, format_bytes, format_seconds, format_unlike, in_rows, row_label
+from memscale.core import COLUMNS, aligned, format_bytes, format_seconds, format_unlike, in_rows, row_label
 from memscale.planning.evidence.evidence import Decision, Evidence
 
-_COLUMNS = 80  # of a terminal, as in `reports.text`
 _WHOLE = "(the model)"
 _HEADER = ("part", "keeps", "as it is", "time", "as it is")
 
@@ -90,7 +89,7 @@ def _figures(row: Sequence[Decision]) -> tuple[str, str, str, str]:
 def _wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(
         text,
-        _COLUMNS,
+        COLUMNS,
         initial_indent=indent,
         subsequent_indent=f"{indent}  ",
         break_long_words=False,

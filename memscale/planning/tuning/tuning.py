@@ -9,7 +9,7 @@ from os import PathLike
 from types import ModuleType
 from typing import Any
 
-from memscale.core import ConfigError, Document, format_bytes, format_seconds
+from memscale.core import ConfigError, Document, format_bytes, format_seconds, table_lines
 from memscale.planning.evidence.curve import Point
 from memscale.planning.evidence.proven import ProvenPlan
 
@@ -163,18 +163,12 @@ class Tuning:
             lines.append(f"no size gets through more than {self.bound_per_second:.4g} {self.unit}/s")
         if self.too_large is not None and self.objective != "throughput":
             lines.append(f"{self.too_large} does not fit with any plan")
-        wide = max(len(self._axis), *(len(str(each.size)) for each in self.trials))
-        lines.append(f"{self._axis:>{wide}}  {'memory':>10}  {'step':>8}  {self.unit + '/s':>10}  plan")
-        lines += [
-            f"{each.size:>{wide}}  {format_bytes(each.taken_bytes):>10}  "
-            + (
-                f"{format_seconds(each.step_seconds):>8}  {each.per_second:>10.4g}  {each.done}"
-                if each.fits
-                else f"{'':>8}  {'':>10}  does not fit"
-            )
-            + (" *" if each.size == self.size else "")
-            for each in self.trials
-        ]
+        rows = [(self._axis, "memory", "step", f"{self.unit}/s", "plan")]
+        for each in self.trials:
+            pace = (format_seconds(each.step_seconds), f"{each.per_second:.4g}") if each.fits else ("", "")
+            done = (each.done if each.fits else "does not fit") + (" *" if each.size == self.size else "")
+            rows.append((str(each.size), format_bytes(each.taken_bytes), *pace, done))
+        lines += table_lines(rows, ">>>><")
         if (real := self.confirmation) is not None:
             lines.append(
                 f"a real step held {format_bytes(real.peak_bytes)} and took {format_seconds(real.step_seconds)}"
