@@ -37,7 +37,7 @@ memscale.core: Argument Assembled BudgetError COLUMNS Check ConfigError Correctn
     in_process_group in_rows in_runs integer internals is_alone is_in_memory is_of_modules is_own_thread
     joining matches misfit modules_in numbers one_at_a_time optional own_threads pytrees read_or_empty row_label
     scalar_loss shown simulated_choices simulated_device_type simulated_randomness simulating simulation spellings
-    table_lines takes_no template tensors unflatten validate version versions written
+    table_lines takes_no template tensors unflatten validate version versions wrapped written
 memscale.crashes: Explanation Holder explain
 memscale.hardware: CARDS COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
     assumed_speeds beside card_name card_names collective_seconds copy_seconds cpu_name has_rate narrow_dtype host_calls

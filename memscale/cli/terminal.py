@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from memscale.core import ConfigError, RuntimeUnavailable
+from memscale.core import ConfigError, RuntimeUnavailable, wrapped
 
 #: What a file gets: a text, or whatever a function writes into it.
 Content = str | Callable[[Path], object]
@@ -108,7 +108,9 @@ def write(files: Mapping[str, Path | None], contents: Mapping[str, Content]) -> 
 
 
 def show(text: str) -> None:
-    """Print what was found, as it is."""
+    """Print what was found at 80 columns, a command to type in one line."""
     from rich.console import Console
 
-    Console(soft_wrap=True, highlight=False, markup=False).print(text)
+    Console(soft_wrap=True, highlight=False, markup=False).print(
+        "\n".join(line if line.startswith("next: ") else wrapped(line) for line in text.split("\n"))
+    )

@@ -35,6 +35,7 @@ from memscale.core.units import (
     format_seconds,
     format_unlike,
     table_lines,
+    wrapped,
 )
 from memscale.core.validation import TIERS, Check, Misfit, boolean, check_count, check_tier, integer, optional, validate
 
@@ -164,6 +165,7 @@ __all__ = [
     "validate",
     "version",
     "versions",
+    "wrapped",
     "written",
 ]
 

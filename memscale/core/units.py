@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any
 
 from memscale.core.errors import ConfigError
 from memscale.core.misuse import shown
@@ -102,7 +103,7 @@ def table_lines(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
             layers.* checkpoint() on layers.*
     """
     room = max(_LEAST_ROOM, COLUMNS - len(aligned([(*row[:-1], "|") for row in rows], sides)[0]) + 1)
-    wrapped = (textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False) or [""] for row in rows)
+    wrapped = (textwrap.wrap(row[-1], room, **_WHOLE_WORDS) or [""] for row in rows)
     empty = [""] * (len(sides) - 1)
     return aligned(
         [
@@ -114,6 +115,21 @@ def table_lines(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     )
 
 
+def wrapped(text: str) -> str:
+    """Each line of `text` at 80 columns: what goes on is two letters further in.
+
+    >>> print(wrapped("  " + "word " * 17))
+      word word word word word word word word word word word word word word word
+        word word
+    """
+    lines = []
+    for line in text.split("\n"):
+        further = " " * (len(line) - len(line.lstrip()) + 2)
+        fits = len(line) <= COLUMNS
+        lines += [line] if fits else textwrap.wrap(line, COLUMNS, subsequent_indent=further, **_WHOLE_WORDS)
+    return "\n".join(lines)
+
+
 _SIZES = {"b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     # "24G" is binary, as to `ulimit`, to containers and to batch systems.
@@ -123,6 +139,7 @@ _NUMBER = re.compile(r"\s*([+-]?\d+)(\.\d+)?\s*", re.ASCII)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 _RULE = "bytes as an int, a string such as '6GiB' or '6GB', or a share of the memory: '90%' or a float in (0, 1]"
 COLUMNS = 80  # of a terminal
+_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 _LEAST_ROOM = 24  # of a table's last column
 _FEWEST_BYTES = 1024  # of a device that has GiB
 _GIB = 1 << 30

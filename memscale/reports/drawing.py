@@ -54,6 +54,16 @@ class Axis:
         """The pixel of a value, as exact as a picture shows."""
         return f"{self.at(value):.1f}"
 
+    def written(self, value: float) -> str:
+        """A tick with as many digits behind the point as the others.
+
+        >>> axis = Axis(0.07, 0.12, 0, 1)
+        >>> [axis.written(value) for value in axis.ticks()]
+        ['0.07', '0.08', '0.09', '0.10', '0.11', '0.12']
+        """
+        digits = max(len(f"{each:g}".partition(".")[2]) for each in self.ticks())
+        return f"{value:,.{digits}f}"
+
     def ticks(self) -> list[float]:
         """Round numbers between the ends, about three to seven of them."""
         span = self.high - self.low

@@ -92,7 +92,7 @@ def test_the_frontier_is_that_of_the_library(folder, capsys):
 def test_a_frontier_with_a_price_has_dollars_on_its_page(folder, capsys):
     priced = ("--price", "3.60", "--tokens", "2K", "--html", "curve.html")
     assert command("frontier", *STEP, "--points", 2, *priced) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert re.search(r"smallest, cost: at most .* for a dollar, at least .* hours and \$", out)
     assert "fastest, cost: at most" in out
     assert re.search(r"dollars for \d[\d,]* steps", Path("curve.html").read_text())

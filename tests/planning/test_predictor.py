@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memscale as ms
+from memscale.core import wrapped
 from memscale.core.units import budget_bytes
 from memscale.planning.parts.heads import loss_head
 from memscale.planning.prediction.largest import LargestBatch, largest_fitting
@@ -152,10 +153,12 @@ def critical():
 
 def test_it_prints_what_matters(critical):
     prediction = critical
-    text = str(prediction).splitlines()
-    assert text[0] == f"CRITICAL: {prediction.message}"
-    assert text[0].startswith("CRITICAL: the step, without an optimizer, does not fit: its peak of 3.13 MiB is 133 KiB")
-    assert text[0].endswith("above the 3.00 MiB of box")
+    verdict = f"CRITICAL: {prediction.message}"
+    assert verdict.startswith("CRITICAL: the step, without an optimizer, does not fit: its peak of 3.13 MiB is 133 KiB")
+    assert verdict.endswith("above the 3.00 MiB of box")
+    first, _, rest = str(prediction).partition("\nat the peak")
+    assert first == wrapped(verdict)
+    text = ["", *f"at the peak{rest}".splitlines()]
     assert text[1].startswith("at the peak, in backward, ")
     assert text[2].split()[0] == "activation"
     best = prediction.recommendations[0]
@@ -469,7 +472,7 @@ def test_what_cannot_be_simulated_is_a_note():
     ).predict(torch.ones(16, 8))
     notes = [note for note in prediction.notes if note.startswith("not simulated: ")]
     assert any("recompute differs" in note for note in notes)
-    assert all(f"note: {note}" in str(prediction) for note in notes)
+    assert all(wrapped(f"note: {note}") in str(prediction) for note in notes)
     assert all("checkpoint" not in each.action for each in prediction.recommendations)
 
 

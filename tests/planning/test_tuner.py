@@ -388,6 +388,8 @@ def test_after_the_last_second_the_best_so_far_is_returned():
     fits = tuning(900_000, objective="throughput", at_most=MOST, seconds=0)
     assert (fits.size, fits.interrupted) == (1, False)
     assert fits.notes[0] == "stopped after 0 s (allow more seconds): other sizes may do better"
+    assert not fits.complete
+    assert "(stopped: the best so far)" in str(fits).splitlines()[0]
     small = tuning("1GiB", at_least=4, at_most=4).plan.evidence.plain.taken_bytes - 1
     planned = tuning(small, at_least=4, at_most=8, seconds=0)
     assert planned.size == 4

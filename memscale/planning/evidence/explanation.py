@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 
-from memscale.core import COLUMNS, aligned, format_bytes, format_seconds, format_unlike, in_rows, row_label
+from memscale.core import aligned, format_bytes, format_seconds, format_unlike, in_rows, row_label, wrapped
 from memscale.planning.evidence.evidence import Decision, Evidence
 
 _WHOLE = "(the model)"
@@ -14,7 +13,7 @@ _HEADER = ("part", "keeps", "as it is", "time", "as it is")
 
 def explanation(evidence: Evidence) -> str:
     """All of it: the rules with their numbers, each row of parts with its runner-up, what cannot be, the notes."""
-    lines = [line for rule in evidence.trace for line in _wrapped(rule)]
+    lines = [wrapped(rule) for rule in evidence.trace]
     rows = rows_of(evidence.decisions)
     if rows:
         table = [(_name(row, evidence), *_figures(row)) for row in rows]
@@ -22,13 +21,13 @@ def explanation(evidence: Evidence) -> str:
         lines += ["", first]
         for line, row in zip(others, rows, strict=True):
             texts = (row[0].chosen, *reasons(row, evidence))
-            lines += [line, *(cut for text in texts for cut in _wrapped(text, "    "))]
+            lines += [line, *(wrapped(f"    {text}") for text in texts)]
         lines.append("(keeps: bytes that wait for backward; time: of operators, both ways)")
     lines += [""] * bool(evidence.rejected or evidence.notes)
     for reason in dict.fromkeys(evidence.rejected.values()):
         which = "; ".join(candidate for candidate, its in evidence.rejected.items() if its == reason)
-        lines += _wrapped(f"cannot be: {which}: {reason}")
-    lines += [line for note in evidence.notes for line in _wrapped(f"note: {note}")]
+        lines.append(wrapped(f"cannot be: {which}: {reason}"))
+    lines += [wrapped(f"note: {note}") for note in evidence.notes]
     return "\n".join(lines)
 
 
@@ -43,7 +42,7 @@ def about_parts(decisions: Sequence[Decision], evidence: Evidence) -> str:
                     f"{_name(row, evidence)}: {row[0].chosen}",
                     f"    keeps {kept} until backward, {kept_before} as it is",
                     f"    takes {seconds}, {seconds_before} as it is",
-                    *(cut for text in reasons(row, evidence) for cut in _wrapped(text, "    ")),
+                    *(wrapped(f"    {text}") for text in reasons(row, evidence)),
                 ]
             )
         )
@@ -83,15 +82,4 @@ def _figures(row: Sequence[Decision]) -> tuple[str, str, str, str]:
         format_bytes(sum(each.kept_bytes_before for each in row)),
         format_seconds(sum(each.seconds for each in row)),
         format_seconds(sum(each.seconds_before for each in row)),
-    )
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text,
-        COLUMNS,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memscale.algebra import Plan
-from memscale.core import Argument, ConfigError, Document, format_bytes, format_seconds, format_unlike
+from memscale.core import Argument, ConfigError, Document, format_bytes, format_seconds, format_unlike, wrapped
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("prediction", version=1, writer="OOMPrediction.to_json()", error=ConfigError)
@@ -169,7 +169,7 @@ class OOMPrediction:
         return f"OOMPrediction(risk={self.risk}, peak_bytes={self.peak_bytes}, capacity_bytes={self.capacity_bytes})"
 
     def __str__(self) -> str:
-        return "\n".join([self.verdict(), *filter(None, [self.advice()])])
+        return wrapped("\n".join([self.verdict(), *filter(None, [self.advice()])]))
 
     def verdict(self) -> str:
         """Whether the step fits, and what is held at its peak, as lines of text: the first part of its ``str``."""

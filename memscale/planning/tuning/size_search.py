@@ -96,7 +96,7 @@ class SizeSearch:
         Raises:
             BudgetError, ConfigError: as in `AutoTuner.tune`.
         """
-        bound, interrupted = None, False
+        bound, interrupted, complete = None, False, True
         try:
             if self.objective == "throughput":
                 size, bound = self._fastest()
@@ -111,7 +111,7 @@ class SizeSearch:
                         f"with batch_fn({size}), of tensors of the same shapes; return a batch that grows with its size"
                     )
         except (KeyboardInterrupt, OutOfTime) as end:
-            interrupted = isinstance(end, KeyboardInterrupt)
+            interrupted, complete = isinstance(end, KeyboardInterrupt), False
             self.notes[f"{reason(end)}: other sizes may do better"] = None
             size = self._best_so_far(end)
         return Tuning(
@@ -127,6 +127,7 @@ class SizeSearch:
             simulations=self.simulations,
             notes=(*self.notes, *(note for note in self.plans[size].evidence.notes if "relative" in note)),
             interrupted=interrupted,
+            complete=complete,
         )
 
     def _best_so_far(self, end: BaseException) -> int:

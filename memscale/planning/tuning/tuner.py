@@ -143,7 +143,7 @@ class AutoTuner:
             except OutOfTime:
                 continue  # the real step is what was waited for
             except KeyboardInterrupt:
-                return dataclasses.replace(found, interrupted=True)
+                return dataclasses.replace(found, interrupted=True, complete=False)
             if real is None:
                 return dataclasses.replace(found, budget_bytes=limit, notes=(*found.notes, note))
             if real.peak_bytes <= limit:

@@ -74,7 +74,8 @@ class Tuning:
         simulations: how many steps were simulated in all, those of candidates included.
         confirmation: a real step; None if there was none, for which a note says why.
         notes: what the result rests on.
-        interrupted: whether the search was stopped from the keyboard: then it is the best so far.
+        interrupted: whether the search was stopped from the keyboard.
+        complete: whether the search came to its end. It is the best so far otherwise, as where its seconds were over.
     """
 
     objective: str
@@ -90,6 +91,7 @@ class Tuning:
     confirmation: Confirmation | None = None
     notes: tuple[str, ...] = ()
     interrupted: bool = False
+    complete: bool = True
 
     def to_json(self) -> str:
         """The result as JSON text, with a schema version."""
@@ -157,7 +159,7 @@ class Tuning:
             f"{verdict} within {format_bytes(self.budget_bytes)}: {self._axis} {self.size}, "
             f"{self.per_second:.4g} {self.unit}/s; {Point.of(self.plan).summary}"
         ]
-        if self.interrupted:
+        if not self.complete:
             lines[0] += " (stopped: the best so far)"
         if self.bound_per_second is not None:
             lines.append(f"no size gets through more than {self.bound_per_second:.4g} {self.unit}/s")
@@ -166,7 +168,7 @@ class Tuning:
         rows = [(self._axis, "memory", "step", f"{self.unit}/s", "plan")]
         for each in self.trials:
             pace = (format_seconds(each.step_seconds), f"{each.per_second:.4g}") if each.fits else ("", "")
-            done = (each.done if each.fits else "does not fit") + (" *" if each.size == self.size else "")
+            done = (each.done if each.fits else "does not fit") + (" (chosen)" if each.size == self.size else "")
             rows.append((str(each.size), format_bytes(each.taken_bytes), *pace, done))
         lines += table_lines(rows, ">>>><")
         if (real := self.confirmation) is not None:
