@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from typer import Argument, Option
 import memscale as ms
 from memscale.cli.options import SIZES, count, file
 from memscale.cli.step import StepOptions, TrainingOptions, batch_of, read_step
-from memscale.cli.terminal import check_files, write
+from memscale.cli.terminal import check_files, show, write
 from memscale.core import ConfigError
 
 
@@ -62,5 +63,8 @@ def explain_snapshot(options: ExplainOptions) -> int:
             budget=options.budget,
         )
     write(files, {"html": found.html})
-    print(found)
+    show(str(found))
+    if asked is None:
+        show(f"next: memscale explain {shlex.quote(str(options.snapshot))} --hf CONFIG --batch N --gpu NAME")
+        show("  simulates the step of your model, and says what would have fitted")
     return 0

@@ -94,7 +94,8 @@ def predict(options: Options) -> int:
     if options.fits:
         print(f"{prediction.risk}: {prediction.message}")
     elif not options.as_json:
-        show("\n".join(filter(None, (prediction.verdict(), line_of(options.prices, cost), step.precision))))
+        cost_line = line_of(options.prices, cost)
+        show("\n".join(filter(None, (prediction.verdict(), step.told(options.step.batch), cost_line, step.precision))))
     with simulations() as bar:
         if options.fits:
             return 0 if prediction.fits else DOES_NOT_FIT

@@ -24,7 +24,7 @@ def run_app(app: typer.Typer, arguments: list[str]) -> int:
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
         if (context := getattr(error, "ctx", None)) is not None:
-            message = f"{message.rstrip('.')} ({context.command_path} --help shows what it takes)"
+            message = f"{message.rstrip('.')}; {context.command_path} --help shows what it takes"
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise

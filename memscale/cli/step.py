@@ -137,6 +137,12 @@ class Step:
     hardware: Hardware
     precision: str = ""
 
+    def told(self, batch: int) -> str:
+        """What is simulated, in a line: options that were not given have defaults, and those are seen here."""
+        dtypes = dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in self.subject.model.parameters())
+        optimizer = "no optimizer" if self.optimizer is None else type(self.optimizer).__name__
+        return f"the step: --batch {batch} --seq {self.seq}, {' and '.join(dtypes) or 'no'} weights, {optimizer}"
+
 
 def read_step(options: StepOptions) -> Step:
     """The step of these options, without its batch.

@@ -25,6 +25,7 @@ _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 # Parts of the paths of files that are not what a reader looks for.
 _LIBRARY = ("/torch/", "\\torch\\", "<frozen", "<string>")
+_PACKAGES = ("site-packages", "dist-packages")
 # Functions of modules that place parameters, of optimizers that make or load states, and files that begin backward.
 _PLACES = (
     "_apply",
@@ -64,8 +65,8 @@ def explain(
     ...     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB "
     ...     "is free. Of the allocated memory 4.00 GiB is allocated by PyTorch, and 2.50 GiB is reserved by PyTorch "
     ...     "but unallocated.")).message)
-    cuda:0: 2.00 GiB more could not be had; 4.00 GiB were in tensors, 2.50 GiB of what the allocator held were free, \
-enough but for fragmentation: less in its largest piece
+    cuda:0: 2.00 GiB more could not be had; 4.00 GiB were in tensors, 2.50 GiB of what the allocator held were free \
+and the device had 1.00 GiB left, enough but for fragmentation: less in its largest piece
 
     Args:
         subject: the path of a snapshot, a snapshot, a ``torch.OutOfMemoryError``, its text, or the path of a log that
@@ -243,9 +244,12 @@ def _category(stack: Iterable[Frame]) -> str:
 
 
 def _where(stack: Iterable[Frame]) -> str:
-    python = [frame for frame in stack if _is_python(frame)]
-    own = next((frame for frame in python if not any(part in frame.file for part in _LIBRARY)), None)
-    return "" if own is None else _line(own)
+    """The innermost line outside PyTorch; where that is a package's, also the one of the script that called it."""
+    outside = [frame for frame in stack if _is_python(frame) and not any(part in frame.file for part in _LIBRARY)]
+    if not outside:
+        return ""
+    own = next((frame for frame in outside if not any(part in frame.file for part in _PACKAGES)), outside[0])
+    return _line(outside[0]) + ("" if own is outside[0] else f", called from {_line(own)}")
 
 
 def _line(frame: Frame) -> str:

@@ -75,15 +75,23 @@ class Explanation:
         return None if self.reserved_bytes is None else max(0, self.reserved_bytes - self.allocated_bytes)
 
     @property
+    def left_bytes(self) -> int | None:
+        """What the process could still have had beside what its allocator held; None if that is not known."""
+        if self.reserved_bytes is None or self.available_bytes is None:
+            return None
+        return max(0, self.available_bytes - self.reserved_bytes)
+
+    @property
     def fragmentation_bytes(self) -> int | None:
-        """What was free and in one piece would have been enough for the allocation that failed: `free_bytes`, or 0.
+        """`free_bytes`, where they and `left_bytes` in one piece would have been enough for what failed; else 0.
 
         None if that is not known.
         """
         free = self.free_bytes
         if free is None or self.requested_bytes is None:
             return None
-        return free if free >= self.requested_bytes else 0
+        left = self.left_bytes or 0
+        return free if left <= self.requested_bytes <= free + left else 0
 
     @property
     def plan(self) -> Plan | None:
@@ -104,6 +112,11 @@ class Explanation:
         if free is None:
             return text
         text += f", {format_bytes(free)} of what the allocator held were free"
+        left = self.left_bytes
+        if left:
+            text += f" and the device had {format_bytes(left)} left"
+        if left is not None and left > self.requested_bytes:
+            return f"{text}, which is enough: the process had a limit below the device, which is to be given as budget"
         if self.fragmentation_bytes:
             largest = self.largest_free_bytes
             piece = "less in its largest piece" if largest is None else f"{format_bytes(largest)} in the largest piece"
@@ -120,9 +133,12 @@ class Explanation:
         write_page(target, "held.html", it=self, notes=[*self._advice(), *self.notes])
 
     def _advice(self) -> list[str]:
+        lines = []
+        if self.fragmentation_bytes:
+            lines.append("against fragmentation: run with PYTORCH_ALLOC_CONF=expandable_segments:True")
         if self.prediction is None:
-            return []
-        lines = [f"simulated: {self.prediction.message}"]
+            return lines
+        lines.append(f"simulated: {self.prediction.message}")
         for each in self.prediction.recommendations:
             fits = "fits" if each.peak_bytes <= self.prediction.capacity_bytes else "does not fit"
             lines.append(f"{each.action}: peak {format_bytes(each.peak_bytes)}, {fits}")

@@ -265,7 +265,7 @@ def by_name(name: str) -> Card:
     ('rtx-4090', 'a100-80')
 
     Raises:
-        ConfigError: no card is called that; names the nearest ones and all.
+        ConfigError: no card is called that; names the nearest ones, or all where none is near.
     """
     known = {_plain(each): card for card in CARDS for each in (*card.device_names, *card.aliases, card.name)}
     asked = _plain(name) if isinstance(name, str) else ""
@@ -274,11 +274,13 @@ def by_name(name: str) -> Card:
     near = [each for each in known if asked and each.startswith(asked)]
     near += difflib.get_close_matches(asked, known, n=3, cutoff=0.7)
     nearest = list(dict.fromkeys(known[each].name for each in near))[:3]
+    if nearest:
+        known_ones = f"; the nearest are {', '.join(map(repr, nearest))}, and `memscale cards` lists all"
+    else:
+        known_ones = f". Known are {', '.join(card.name for card in CARDS)}"
     raise ConfigError(
-        f"no card is called {name!r}"
-        + (f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else "")
-        + f". Known are {', '.join(card.name for card in CARDS)}; describe any other with Hardware(name=..., "
-        "device_type=..., memory_bytes=...), or leave hardware out for the device that the model is on"
+        f"no card is called {name!r}{known_ones}; describe any other with Hardware(name=..., device_type=..., "
+        "memory_bytes=...)"
     )
 
 

@@ -172,7 +172,7 @@ class Hardware:
             name: as in ``"h100"``, ``"A100-80"`` or ``"RTX 4090"``; case, spaces and dashes do not matter.
 
         Raises:
-            ConfigError: no card is called that. The message names the nearest and all that there are.
+            ConfigError: no card is called that. The message names the nearest, or all where none is near.
 
         >>> Hardware.named("a100-80").flops_per_second["tfloat32"]
         156000000000000.0

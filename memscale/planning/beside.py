@@ -45,9 +45,9 @@ class Setting:
 
 def beside(
     setting: Setting, profile: Profile, limit: int, simulate: Simulate, *, step: TrainingStep
-) -> Iterator[tuple[tuple[Argument, ...], int]]:
-    """What lowers the peak of `setting` to `limit` or towards it, in words, and what the step takes then: first
-    nothing, then more and more of it, the last one the best.
+) -> Iterator[tuple[tuple[Argument, ...], Profile]]:
+    """What lowers the peak of `setting` to `limit` or towards it, in words, and the step's profile then: first nothing,
+    then more and more of it, the last one the best.
 
     Each is tried on top of those before it that helped: what the peak is made of decides which comes next, and what did
     not help is tried once more when another one has.
@@ -61,7 +61,7 @@ def beside(
     """
     assert step.module is not None, "a function is not planned"
     optimizer, least, tried = step.optimizer, profile.taken_bytes, set[Argument]()
-    yield (), least
+    yield (), profile
     while least > limit:
         held = held_by_phase(profile)
         others = [*_shards(setting, step.module), *_in_backward(setting, optimizer)]
@@ -78,7 +78,7 @@ def beside(
             continue
         if found.taken_bytes < (1 - _LEAST_GAIN) * least:
             setting, profile, least = other, found, found.taken_bytes
-            yield setting.said, least
+            yield setting.said, profile
             tried.clear()  # what freed nothing at another peak may at this one
 
 

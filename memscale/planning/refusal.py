@@ -61,7 +61,8 @@ class Refusal:
             for argument, nbytes in lower
         ]
         own = Setting(smallest.plan, self.steps.step.parallel)
-        *_, (said, nbytes) = beside(own, smallest.profile, limit, self.steps.other, step=self.steps.step)
+        *_, (said, best) = beside(own, smallest.profile, limit, self.steps.other, step=self.steps.step)
+        nbytes = best.taken_bytes
         if said:
             fits = ", which fits" if nbytes <= limit else ""
             told, *_ = format_unlike(nbytes, smallest.taken_bytes, limit)

@@ -297,7 +297,7 @@ def _prefetch_depth(ledger: Ledger, clock: Clock) -> int | None:
 
 
 def _unlike_cuda(hardware: Hardware) -> list[str]:
-    """What of the bytes is not known to hold on a device that is neither a CPU nor an NVIDIA card.
+    """What of the bytes is not known to hold on a device that is not a CPU nor an NVIDIA card with its own memory.
 
     >>> _unlike_cuda(Hardware.named("t4")), [note[:32] for note in _unlike_cuda(Hardware.named("mi300x"))]
     ([], ['blocks and reserved memory are t'])
@@ -306,6 +306,11 @@ def _unlike_cuda(hardware: Hardware) -> list[str]:
         return [
             f"bytes are those of the tensors: how PyTorch's allocator for {hardware.device_type} rounds and caches is "
             "not modelled, nor the scratch memory of its kernels; leave room for both"
+        ]
+    if hardware.unified_memory:
+        return [
+            f"{hardware.name} has no memory but the host's: what the system, other programs and data loaders take of "
+            "it is not counted; leave room for them"
         ]
     if hardware.device_type == "cuda" and hardware.name.startswith(_OF_AMD):
         return [

@@ -191,7 +191,7 @@ def test_a_terminal_gets_a_bar_and_no_lines(folder, capsys, monkeypatch):
         (["plan", "--budget", "6P"], "a string such as '6GiB' or '6GB'"),
         (["plan", "--budget", "nan"], "budget='nan' must be bytes"),
         (["frontier", "--budget", "1.5"], "budget=1.5 must be bytes"),
-        (["plan"], "Missing option '--budget' (memscale plan --help shows what it takes)"),
+        (["plan"], "Missing option '--budget'; memscale plan --help shows what it takes"),
         (["plan", "--mode", "brave"], "--mode must be one of conservative, balanced, aggressive, got 'brave'"),
         (["plan", "--allow", "magic"], "--allow must be one of checkpoint, offload, tile, cast, got 'magic'"),
         (["plan", "--forbid", "magic"], "--forbid must be one of checkpoint, offload, tile, cast, got 'magic'"),

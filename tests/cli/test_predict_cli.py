@@ -447,7 +447,7 @@ def test_bad_options_get_one_line(folder, capsys, options, message):
 
 def test_a_model_is_needed(capsys):
     assert predict("--batch", "2") == 2
-    assert capsys.readouterr().err == "memscale: Missing option '--hf' (memscale predict --help shows what it takes)\n"
+    assert capsys.readouterr().err == "memscale: Missing option '--hf'; memscale predict --help shows what it takes\n"
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

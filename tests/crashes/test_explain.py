@@ -42,17 +42,28 @@ def test_the_moment_of_the_failure_is_put_together_again() -> None:
     assert 0 <= found.by_category["parameter"] - 4 * parameters < 12 * 512
     assert 0 <= found.by_category["optimizer state"] - 8 * parameters < 24 * 512
     assert sum(found.by_category.values()) == found.allocated_bytes
-    assert "too little in any arrangement" in found.message
+    # The limit is not in a snapshot, and the stand-in card had much left.
+    assert "which is enough: the process had a limit below the device" in found.message
 
 
-def test_what_is_free_in_pieces_is_called_so() -> None:
+@pytest.mark.parametrize(
+    ("requested", "left", "said"),
+    [
+        (20, 0, "enough but for fragmentation: 8.00 MiB in the largest piece"),
+        (40, 10, "and the device had 10.0 MiB left, enough but for fragmentation: 8.00 MiB in the largest piece"),
+        (40, 5, "and the device had 5.00 MiB left, too little in any arrangement"),
+        (40, 50, "and the device had 50.0 MiB left, which is enough: the process had a limit below the device"),
+    ],
+)
+def test_what_is_free_in_pieces_is_called_so(requested: int, left: int, said: str) -> None:
     data = snapshot()
     (failure,) = [event for event in data["device_traces"][0] if event["action"] == "oom"]
-    failure["size"] = 20 * 2**20
+    failure |= {"size": requested * 2**20, "device_free": left * 2**20}
     found = ms.explain(data)
-    assert found.largest_free_bytes is not None
-    assert found.largest_free_bytes < 20 * 2**20 < (found.fragmentation_bytes or 0)
-    assert "enough but for fragmentation: 8.00 MiB in the largest piece" in str(found)
+    assert said in found.message
+    assert found.largest_free_bytes == 8 * 2**20
+    assert bool(found.fragmentation_bytes) == ("fragmentation" in said)
+    assert ("expandable_segments:True" in str(found)) == ("fragmentation" in said)
 
 
 @pytest.mark.deep
@@ -102,7 +113,9 @@ def test_an_error_alone_tells_its_numbers() -> None:
     )
     found = ms.explain(torch.OutOfMemoryError(text))
     assert (found.device, found.requested_bytes, found.available_bytes) == ("cuda:1", 32 * 2**20, 200 * 2**20)
-    assert found.fragmentation_bytes == 0
+    # 146.29 and 32 are less than the 200 MiB that are allowed: 31.71 lie in pieces, and 22 more could be had.
+    assert found.fragmentation_bytes == found.free_bytes
+    assert "22.0 MiB left, enough but for fragmentation" in found.message
     with pytest.raises(ms.ConfigError, match="this one says: something else"):
         ms.explain(torch.OutOfMemoryError("something else"))
     with pytest.raises(ms.ConfigError, match=r"takes a torch\.OutOfMemoryError"):
@@ -126,6 +139,14 @@ OLD = (
     "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 1; 15.00 GiB total capacity; 12.00 GiB already allocated; "
     "1.00 GiB free; 13.50 GiB reserved in total by PyTorch)"
 )
+
+
+def test_where_it_failed_names_the_package_and_the_own_line_that_called_it() -> None:
+    log = LOG.replace("/home/user/model.py", "/opt/site-packages/transformers/models/gpt2/modeling_gpt2.py")
+    assert ms.explain(log).failed_at == (
+        "/opt/site-packages/transformers/models/gpt2/modeling_gpt2.py:7 in forward, "
+        "called from /home/user/train.py:31 in <module>"
+    )
 
 
 def test_a_log_tells_what_its_last_error_did(tmp_path: Path) -> None:

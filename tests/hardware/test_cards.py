@@ -94,11 +94,10 @@ def test_every_name_means_one_card():
     [("h1000", "'h100'"), ("rtx-3090-tj", "'rtx-3090-ti'"), ("a100", "'a100-40', 'a100-80', 'a100-80-pcie'"),
      ("v100", "'v100-16', 'v100-32'"), ("mi300", "'mi300x'"), ("RTX 409O", "'rtx-4090'")],
 )  # fmt: skip
-def test_unknown_names_are_told_the_nearest_and_all(name, nearest):
-    with pytest.raises(ConfigError, match=f"no card is called '{name}'; the nearest are {nearest}") as caught:
+def test_unknown_names_are_told_the_nearest_and_where_all_are(name, nearest):
+    said = f"no card is called '{name}'; the nearest are {nearest}.*, and `memscale cards` lists all; desc"
+    with pytest.raises(ConfigError, match=said):
         Hardware.named(name)
-    for card in CARDS:
-        assert card.name in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", "quantum", 3, None])

@@ -186,12 +186,20 @@ class OOMPrediction:
         """What would free memory, and the notes, as lines of text: the second part of its ``str``."""
         lines, seconds = [], self.profile.step_seconds
         if self.recommendations:
+            timed = [each for each in self.recommendations if self._fits(each) and each.step_seconds is not None]
+            fastest = min(timed, key=lambda each: each.step_seconds or 0.0) if len(timed) > 1 else None
             base = f" (step times are multiples of {format_seconds(seconds)})" if seconds else ""
-            lines = [f"what would free memory{base}", *(f"  {self._line(each)}" for each in self.recommendations)]
+            lines = [
+                f"what would free memory{base}",
+                *(f"  {self._line(each)}{' (fastest)' * (each is fastest)}" for each in self.recommendations),
+            ]
         return "\n".join([*lines, *(f"note: {note}" for note in (*self.profile.notes, *self.notes))])
 
+    def _fits(self, each: Recommendation) -> bool:
+        return each.peak_bytes <= self.capacity_bytes
+
     def _line(self, each: Recommendation) -> str:
-        verdict = "fits" if each.peak_bytes <= self.capacity_bytes else "does not fit"
+        verdict = "fits" if self._fits(each) else "does not fit"
         before, after = self.profile.step_seconds, each.step_seconds
         pace = f", step time × {after / before:.2f}" if before and after else ""
         return (

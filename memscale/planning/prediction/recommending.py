@@ -108,15 +108,15 @@ class _Remedies:
         profile = simulate(rules, step.step.parallel)
         best: Recommendation | None = None
         try:
-            for said, nbytes in beside(own, profile, self._limit, simulate, step=step.step):
+            for said, found in beside(own, profile, self._limit, simulate, step=step.step):
                 action = summary(rules) + (f", with {' and '.join(map(str, said))}" if said else "")
                 best = Recommendation(
                     action,
-                    prediction.peak_bytes - nbytes,
-                    nbytes,
+                    prediction.peak_bytes - found.taken_bytes,
+                    found.taken_bytes,
                     plan=rules,
                     arguments=said,
-                    step_seconds=None if said else profile.step_seconds,
+                    step_seconds=found.step_seconds,
                 )
         except (OutOfTime, KeyboardInterrupt):
             self._found += [best] if best is not None and best.freed_bytes > 0 else []
