@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memscale.core import pytrees
-from memscale.regions import OperatorWatch, Scope
+from memscale.regions import Captures, OperatorWatch
 from memscale.transforms import listeners
 from memscale.transforms.checkpoint import is_view
 
@@ -121,11 +121,11 @@ def _known(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, tuple[st
     for key, argument in kwargs.items():
         for tensor in pytrees.tensors(argument):
             add(tensor, "argument", key)
-    scope = Scope(fn, reruns=False)
-    for module in scope.modules[:1]:
+    captures = Captures(fn, reruns=False)
+    for module in captures.modules[:1]:
         for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
             add(tensor, "captured", path)
-    for _, key, tensor in scope.tensors:
+    for _, key, tensor in captures.tensors:
         add(tensor, "captured", str(key))
     return known
 

@@ -1,6 +1,8 @@
 """What a region depends on, and how it is run again."""
 
 from memscale.regions import functorch_state, hidden_changes
+from memscale.regions.argument_spec import ArgumentSpec, arguments, refuse_iterators
+from memscale.regions.captures import NOWHERE, Captures, SharedCaptures, as_it_was, put_back
 from memscale.regions.code import code_names
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import (
@@ -13,7 +15,6 @@ from memscale.regions.hidden_changes import (
 )
 from memscale.regions.places import Attributes, Content, Names, Place, differing, holds, read, write
 from memscale.regions.randomness import counted_states
-from memscale.regions.remembered import Remembered, arguments, refuse_iterators
 from memscale.regions.replay import Replay
 from memscale.regions.saved_tensors import (
     PacksSeveral,
@@ -23,7 +24,6 @@ from memscale.regions.saved_tensors import (
     recomputes,
     recomputing,
 )
-from memscale.regions.scope import NOWHERE, Scope, SharedScope, as_it_was, put_back
 from memscale.regions.snapshot import RegionEffects, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.streams import Streams
@@ -34,7 +34,9 @@ from memscale.regions.untouched import untouched
 
 __all__ = [
     "NOWHERE",
+    "ArgumentSpec",
     "Attributes",
+    "Captures",
     "Content",
     "Environment",
     "Names",
@@ -44,10 +46,8 @@ __all__ = [
     "PacksSeveral",
     "Place",
     "RegionEffects",
-    "Remembered",
     "Replay",
-    "Scope",
-    "SharedScope",
+    "SharedCaptures",
     "Snapshot",
     "Streams",
     "accelerators",

@@ -13,11 +13,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memscale.core import CorrectnessError, pytrees
+from memscale.regions.alias_groups import Name
+from memscale.regions.captures import Captures
 from memscale.regions.hidden_changes import memory_of
 from memscale.regions.modes import modes
-from memscale.regions.pieces import Name
 from memscale.regions.places import Content, Place, holds, read, write
-from memscale.regions.scope import Scope
 from memscale.regions.snapshot import Snapshot, is_sharded
 from memscale.regions.stand_ins import Note
 from memscale.regions.turns import my_turn
@@ -102,9 +102,9 @@ class Replay:
         try:
             for step in reversed(self._undo):
                 step()
-            scope = self._snapshot.scope
-            if self._present is None and not scope.is_current:
-                self._present = _contents(scope)
+            captures = self._snapshot.captures
+            if self._present is None and not captures.is_current:
+                self._present = _contents(captures)
             for place, content in reversed(self._present or ()):  # two may be parts of one thing
                 if not holds(place, content):
                     write(place, content)
@@ -139,7 +139,7 @@ class Replay:
             return renewed
         made: dict[int, torch.Tensor] = {}
         found = dict(renewed)
-        for (position, key, tensor), then in zip(snapshot.scope.tensors, snapshot.trained, strict=True):
+        for (position, key, tensor), then in zip(snapshot.captures.tensors, snapshot.trained, strict=True):
             if (old_value := renewed.get((position, key))) is not None:
                 old_value.requires_grad_(then)
             elif tensor.requires_grad != then:
@@ -151,20 +151,20 @@ class Replay:
 
     def _go_back(self, renewed: dict[Name, torch.Tensor], arrived: Mapping[Note, torch.Tensor]) -> None:
         """Let every place hold what it held then."""
-        scope = self._snapshot.scope
+        captures = self._snapshot.captures
         touched = {name[0] for name in renewed if not isinstance(name, int)}
-        if not touched and scope.is_current:
+        if not touched and captures.is_current:
             self._present = None
             return
-        contents = _contents(scope)
+        contents = _contents(captures)
         self._present = [(place, then if holds(place, then) else read(place)) for place, then in contents]
         for position, (place, then) in enumerate(contents):
             if position in touched or self._present[position][1] is not then:
                 write(place, _as_then(position, place, then, renewed, arrived))
 
 
-def _contents(scope: Scope) -> list[tuple[Place, Content]]:
-    return [*zip(scope.places, scope.contents, strict=True), *scope.hooks]
+def _contents(captures: Captures) -> list[tuple[Place, Content]]:
+    return [*zip(captures.places, captures.contents, strict=True), *captures.hooks]
 
 
 def _as_then(
@@ -190,7 +190,7 @@ def _as_then(
 class _ChangedWatch(OperatorWatch):
     """Notes what a rerun makes, and raises `CorrectnessError` when it uses a tensor that was changed in place since.
 
-    Not before: a scope can be wider than the region. A function that captures a whole model to call one block of it
+    Not before: a captures can be wider than the region. A function that captures a whole model to call one block of it
     is right to find that other blocks have moved their statistics on. Nor for a copy that a transform inside takes
     of all that the region reaches: that is a changed tensor, too.
     """

@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from memscale.core import CorrectnessError, changed_error, described, internals, simulating, version, versions
+from memscale.regions.alias_groups import AliasGroup, AliasGroups, Name
+from memscale.regions.captures import Captures, LastingName
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import Writes, assigned, is_moved, laid_out, layout, memory_of, storages
-from memscale.regions.pieces import Name, Piece, Pieces
 from memscale.regions.places import holds, read
-from memscale.regions.scope import LastingName, Scope
 from memscale.regions.stand_ins import Note, any_stand_in, is_stand_in, origin_of
 from memscale.regions.unrecorded import copying_ahead, unrecorded
 
@@ -53,20 +53,20 @@ class RegionEffects(NamedTuple):
 
 
 class Snapshot:
-    """Scope, environment and argument versions of one call, before it runs.
+    """Captures, environment and argument versions of one call, before it runs.
 
     Args:
-        scope: what the region's function depends on.
+        captures: what the region's function depends on.
         arguments: the tensor arguments of the call, in order.
         effects: what earlier calls learned, `None` on the first.
 
     Attributes:
-        scope: the same. After the run it has notes of tensors that stood for others.
-        modules: those of the scope.
-        tensors: those of the scope.
+        captures: the same. After the run it has notes of tensors that stood for others.
+        modules: those of the captures.
+        tensors: those of the captures.
         trained: which of these require a gradient.
         environment: random states, flags and modes.
-        notes: what the scope has in place of tensors that stood for others, after the run.
+        notes: what the captures has in place of tensors that stood for others, after the run.
         is_first: whether the run is to be learned from.
         given_away: whether a rerun was given the old values themselves, and may have changed them.
         graded: after the run, the tensors whose `.grad` it changed, by a backward of its own say.
@@ -86,22 +86,22 @@ class Snapshot:
         "_storages",
         "_taken",
         "_versions",
+        "captures",
         "environment",
         "given_away",
         "graded",
         "is_first",
         "modules",
         "notes",
-        "scope",
         "tensors",
         "trained",
     )
 
-    def __init__(self, scope: Scope, arguments: list[torch.Tensor], effects: RegionEffects | None) -> None:
-        self.scope = scope
-        self.modules = scope.modules  # which a scope that several calls share does not keep alive
+    def __init__(self, captures: Captures, arguments: list[torch.Tensor], effects: RegionEffects | None) -> None:
+        self.captures = captures
+        self.modules = captures.modules  # which captures that several calls share do not keep alive
         self.is_first = effects is None
-        self.tensors = [tensor for _, _, tensor in scope.tensors]
+        self.tensors = [tensor for _, _, tensor in captures.tensors]
         self.trained = [tensor.requires_grad for tensor in self.tensors]
         self.notes: list[Note] = []
         self._everything = [*self.tensors, *arguments]
@@ -110,11 +110,11 @@ class Snapshot:
         self._held = storages(self._everything)
         self._versions = self._before[: len(self.tensors)]  # after the run, those that it left
         self._storages: list[weakref.ref[Any]] | None = None  # after the run
-        self._pieces: Pieces | None = None
-        self._taken: list[Piece] = []
+        self._pieces: AliasGroups | None = None
+        self._taken: list[AliasGroup] = []
         self._layouts: dict[Name, Any] = {}
-        self._reassigned: list[Piece] = []
-        self._kept: list[Piece] | None = None
+        self._reassigned: list[AliasGroup] = []
+        self._kept: list[AliasGroup] | None = None
         self._in_tuples: list[tuple[int, Any]] = []  # after the run: what it changed in place, and has by a tuple
         self.given_away = False
         self.graded: list[torch.Tensor] = []
@@ -127,7 +127,7 @@ class Snapshot:
         self.environment = Environment(
             accelerators(self._everything),
             host_random=effects is None or effects.host_random,
-            generators=scope.generators,
+            generators=captures.generators,
             drew=effects is not None and effects.drew,
         )
 
@@ -137,7 +137,7 @@ class Snapshot:
         return self._before[len(self.tensors) :]
 
     def _name(self, index: int) -> Name:
-        return self.scope.tensors[index][:2] if index < len(self.tensors) else index - len(self.tensors)
+        return self.captures.tensors[index][:2] if index < len(self.tensors) else index - len(self.tensors)
 
     def _named(self, wanted: Collection[int] | None = None) -> Iterator[tuple[Name, torch.Tensor, Any]]:
         """Every tensor that a copy can be taken of, with its name and storage; of the `wanted` storages, by id."""
@@ -149,12 +149,12 @@ class Snapshot:
 
     def _is_in_tuple(self, name: tuple[int, Any]) -> bool:
         """Whether the tensor lies in a tuple, into which no old value can be put."""
-        return isinstance(self.scope.places[name[0]], tuple)
+        return isinstance(self.captures.places[name[0]], tuple)
 
     def _take_all(self) -> None:
         """Before a first run, of which everything is to be learned."""
         named = list(self._named())
-        self._pieces = Pieces(named)
+        self._pieces = AliasGroups(named)
         for name, tensor, storage in named:
             if isinstance(name, int):
                 is_candidate = not tensor.is_leaf or not tensor.requires_grad
@@ -168,20 +168,20 @@ class Snapshot:
     def _take(self, effects: RegionEffects) -> None:
         """Before a later run: what a watched one changed, by whatever other names it has by now, and small state."""
         held, count = self._held, len(self.tensors)
-        looked_at = range(count) if effects.changed else self.scope.small
+        looked_at = range(count) if effects.changed else self.captures.small
         found = [index for index in looked_at if self._is_to_be_taken(index, effects.changed)]
         found += [index for index in range(count, len(held)) if index - count in effects.changed]
         if len({id(storage) for storage in held}) == len(held):  # no two share memory
             with copying_ahead(recorded=False):
                 self._taken = [
-                    Piece([self._everything[index]], {self._name(index): 0}).take()
+                    AliasGroup([self._everything[index]], {self._name(index): 0}).take()
                     for index in found
                     if index >= count or _is_own(self._everything[index])
                 ]
         elif found:
             names = {self._name(index) for index in found}
             named = list(self._named({id(held[index]) for index in found}))
-            self._pieces = Pieces(named)
+            self._pieces = AliasGroups(named)
             with copying_ahead(recorded=False):
                 for name, tensor, storage in named:
                     if name in names:
@@ -196,11 +196,11 @@ class Snapshot:
         tensor = self.tensors[index]
         is_statistic = tensor.dim() == 1 and tensor.is_floating_point() and tensor.numel() <= _LARGEST_STATISTIC
         if not self.trained[index] and (is_statistic or tensor.dim() == 0):
-            return tensor.layout is torch.strided and not self._is_in_tuple(self.scope.tensors[index][:2])
-        return bool(changed) and self.scope.lasting_name(*self.scope.tensors[index][:2]) in changed
+            return tensor.layout is torch.strided and not self._is_in_tuple(self.captures.tensors[index][:2])
+        return bool(changed) and self.captures.lasting_name(*self.captures.tensors[index][:2]) in changed
 
     def _lasting(self, name: Name) -> LastingName | int:
-        return name if isinstance(name, int) else self.scope.lasting_name(*name)
+        return name if isinstance(name, int) else self.captures.lasting_name(*name)
 
     def watching(self) -> AbstractContextManager[Any]:
         """What a first run is to be run in: it sees the changes that version counters do not show."""
@@ -208,7 +208,7 @@ class Snapshot:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        steps = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in self.scope.optimizers]
+        steps = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in self.captures.optimizers]
         try:
             with Writes(self._before_write, self.environment.noticing):
                 yield
@@ -233,11 +233,11 @@ class Snapshot:
         """Whether the run is not over: a region that asks for gradients itself is run again in the middle of it."""
         return self._kept is None
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[AliasGroup]:
         """What there are old values of: after the run only what it changed."""
         return [*self._copied(), *self._reassigned] if self._kept is None else self._kept
 
-    def _copied(self) -> list[Piece]:
+    def _copied(self) -> list[AliasGroup]:
         return self._taken if self._pieces is None else self._pieces.copied()
 
     def replaced(self) -> dict[int, torch.Tensor]:
@@ -288,14 +288,14 @@ class Snapshot:
     def changes_beyond_norms(self, effects: RegionEffects) -> bool:
         """Whether a run with these `effects` changes something in place that is no running statistic of a norm."""
         norms = {id(m._buffers) for m in self.modules if isinstance(m, internals.NormBase)}
-        scope = self.scope
-        of_norms = {label for place, label in zip(scope.places, scope.labels, strict=True) if id(place) in norms}
+        captures = self.captures
+        of_norms = {label for place, label in zip(captures.places, captures.labels, strict=True) if id(place) in norms}
         return any(isinstance(name, int) or name[0] not in of_norms for name in effects.changed)
 
     def made_tensors(self) -> bool:
         """Whether the run has left a tensor where none was: a statistic that is made of the first batch and moved from
         then on, say."""
-        for place, content in zip(self.scope.places, self.scope.contents, strict=True):
+        for place, content in zip(self.captures.places, self.captures.contents, strict=True):
             if not holds(place, content):
                 now = read(place)
                 before = dict(enumerate(content)) if isinstance(content, list) else content
@@ -309,12 +309,12 @@ class Snapshot:
         if not any_stand_in(self.tensors):
             return
         kept = [not is_stand_in(tensor) for tensor in self.tensors]
-        scope = self.scope = self.scope.exchanged({})  # which others may hold
-        for keep, (position, key, tensor) in zip(kept, scope.tensors, strict=True):
+        captures = self.captures = self.captures.exchanged({})  # which others may hold
+        for keep, (position, key, tensor) in zip(kept, captures.tensors, strict=True):
             if not keep:
-                note = scope.contents[position][key] = origin_of(tensor).note(tensor)
+                note = captures.contents[position][key] = origin_of(tensor).note(tensor)
                 self.notes.append(note)
-        scope.tensors, self.tensors = list(compress(scope.tensors, kept)), list(compress(self.tensors, kept))
+        captures.tensors, self.tensors = list(compress(captures.tensors, kept)), list(compress(self.tensors, kept))
         self._versions, self.trained = list(compress(self._versions, kept)), list(compress(self.trained, kept))
         self._storages = list(compress(self._storages or (), kept))
 
@@ -335,11 +335,11 @@ class Snapshot:
                 with unrecorded(), torch.no_grad():
                     then = laid_out(storage, lies)
                     then.requires_grad_(tensor.requires_grad)
-                    self._reassigned.append(Piece([then], dict.fromkeys(names, 0)).take())
+                    self._reassigned.append(AliasGroup([then], dict.fromkeys(names, 0)).take())
             else:
                 raise self._lost(names[0], "through .data")
 
-    def _changed_pieces(self) -> list[Piece]:
+    def _changed_pieces(self) -> list[AliasGroup]:
         """The pieces that the run has changed, as far as that can be seen."""
         now, names = versions(self._everything), []
         if now != self._before:
@@ -379,9 +379,9 @@ class Snapshot:
 
     def title(self, name: Name) -> str:
         """What an error calls the tensor with that name."""
-        return f"its tensor argument {name}" if isinstance(name, int) else self.scope.describe(*name)
+        return f"its tensor argument {name}" if isinstance(name, int) else self.captures.describe(*name)
 
-    def _same(self, piece: Piece) -> bool:
+    def _same(self, piece: AliasGroup) -> bool:
         """Whether `piece` still has its old values; asked on a first run only, for it waits for the device."""
         if all(isinstance(name, int) for name in piece.names):
             return True
@@ -411,20 +411,20 @@ class Snapshot:
         then = held if self._storages is None else [storage() for storage in self._storages]
         changed = {}
         for position, key in self._in_tuples:
-            changed[memory_of(self.scope.contents[position][key])] = _IN_A_TUPLE
+            changed[memory_of(self.captures.contents[position][key])] = _IN_A_TUPLE
         if now_at == self._versions and all(map(operator.is_, held, then)):
             return changed
         known = {name for piece in self.pieces() for name in piece.names}
         before = self._storages or [weakref.ref(storage) for storage in held]
-        kept = zip(self.scope.tensors, self._versions, now_at, then, held, before, strict=True)
+        kept = zip(self.captures.tensors, self._versions, now_at, then, held, before, strict=True)
         for (position, key, tensor), expected, now, old, new, reference in kept:
             if (position, key) in known:
                 continue
             if now != expected:
-                what = described(self.scope.describe(position, key), tensor.dtype, tensor.shape)
+                what = described(self.captures.describe(position, key), tensor.dtype, tensor.shape)
                 error = changed_error(what, now, expected, _REMEDY)
             elif old is not new and not is_moved(new, reference):
-                what = described(self.scope.describe(position, key), tensor.dtype, tensor.shape)
+                what = described(self.captures.describe(position, key), tensor.dtype, tensor.shape)
                 error = CorrectnessError(
                     f"{what} has other memory than in the forward: its .data was assigned in between, which no "
                     f"version counter shows. {_REMEDY}"

@@ -1,4 +1,4 @@
-"""Run a step and leave no trace: whatever a scope reaches is put back, and the random generators with it."""
+"""Run a step and leave no trace: whatever its captures reach is put back, and the random generators with it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
+from memscale.regions.captures import Captures, put_back
 from memscale.regions.environment import Environment, accelerators
-from memscale.regions.scope import Scope, put_back
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of tensors
 
 
 @contextmanager
 def untouched(
-    scope: Scope, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *, computes: bool
+    captures: Captures, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *, computes: bool
 ) -> Iterator[None]:
     """Run the body without gradients at first, then put back attributes, containers, tensors and random states.
 
     Each is put back whatever the body raised, and whatever putting back another one did.
 
     Args:
-        scope: what was reached before the body.
+        captures: what was reached before the body.
         leaves: the tensors whose ``.grad`` is set aside meanwhile.
         tensors: those that get their version counters back, and their values.
         computes: whether the body changes values, and draws from the process's generators. The copies are in host
@@ -39,7 +39,7 @@ def untouched(
     trained = [(tensor, tensor.requires_grad, tensor.grad) for tensor, _ in versions if tensor.is_leaf]
     with ExitStack() as stack:
         # In the order that the last one is put back first.
-        environment = Environment(devices, host_random=computes, generators=scope.generators)
+        environment = Environment(devices, host_random=computes, generators=captures.generators)
         if not computes:
             environment.leave_shared()
         stack.callback(environment.enter, [])
@@ -54,7 +54,7 @@ def untouched(
         for tensor, name in product(leaves, _HOOKS):
             hooks = getattr(tensor, name)
             stack.callback(_set_hooks, tensor, name, hooks, {} if hooks is None else dict(hooks))
-        stack.callback(put_back, scope)
+        stack.callback(put_back, captures)
         for tensor, _ in gradients:
             tensor.grad = None
         yield

@@ -8,7 +8,16 @@ import torch
 import memscale as ms
 from memscale.algebra import apply as _apply
 from memscale.algebra import region
-from memscale.regions import environment, functorch_state, hidden_changes, modes, pieces, replay, scope, snapshot
+from memscale.regions import (
+    alias_groups,
+    captures,
+    environment,
+    functorch_state,
+    hidden_changes,
+    modes,
+    replay,
+    snapshot,
+)
 from memscale.transforms.cast import containers
 from memscale.transforms.cast.precision import cast_floating
 from memscale.transforms.checkpoint import recompute, selective
@@ -20,7 +29,7 @@ from tests.laws.test_findings import FINDINGS
 
 
 def hooks_are_those_of_backward(monkeypatch):
-    monkeypatch.setattr(scope, "HOOKS", ())
+    monkeypatch.setattr(captures, "HOOKS", ())
 
 
 def cast_makes_containers_again(monkeypatch):
@@ -32,7 +41,7 @@ def a_look_at_a_region_may_assign(monkeypatch):
 
 
 def views_are_copied_apart(monkeypatch):
-    monkeypatch.setattr(pieces, "_overlapping", lambda members: [[member] for member in members])
+    monkeypatch.setattr(alias_groups, "_overlapping", lambda members: [[member] for member in members])
 
 
 def memory_comes_back_under_one_name(monkeypatch):
@@ -43,7 +52,7 @@ def memory_comes_back_under_one_name(monkeypatch):
 
         return again
 
-    for kind in (pieces.Piece, pieces._Overlapping):
+    for kind in (alias_groups.AliasGroup, alias_groups._Overlapping):
         monkeypatch.setattr(kind, "again", apart(kind.again))
 
 

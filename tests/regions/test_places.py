@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import memscale as ms
+from memscale.regions.captures import Captures, put_back
 from memscale.regions.places import holds, read, write
-from memscale.regions.scope import Scope, put_back
 from tests.support.checks import bits
 
 
@@ -32,13 +32,13 @@ def exchange(module):
 def test_a_change_that_leaves_as_many_entries_is_seen_and_put_back(change):
     module = nn.Linear(2, 2)
     module.mask, module.table, module.items = None, {"a": 1, "b": 2}, [0]
-    scope = Scope(module)
+    captures = Captures(module)
     attributes = list(module.__dict__)
-    assert all(map(holds, scope.places, scope.contents))
+    assert all(map(holds, captures.places, captures.contents))
     change(module)
-    assert not all(map(holds, scope.places, scope.contents))
-    put_back(scope)
-    assert all(map(holds, scope.places, scope.contents))
+    assert not all(map(holds, captures.places, captures.contents))
+    put_back(captures)
+    assert all(map(holds, captures.places, captures.contents))
     assert sorted(module.__dict__) == sorted(attributes)
     assert list(module.table.items()) == [("a", 1), ("b", 2)]
 
@@ -79,8 +79,8 @@ def test_a_global_that_an_attribute_is_called_like_is_none_of_the_regions(monkey
     monkeypatch.setitem(globals(), "loss", scale)
     module = Scored()
     for region in (module, lambda x: module.loss(x)):
-        assert not any(tensor is scale for _, _, tensor in Scope(region).tensors)
-    assert any(tensor is scale for _, _, tensor in Scope(lambda x: [each * loss for each in x]).tensors)
+        assert not any(tensor is scale for _, _, tensor in Captures(region).tensors)
+    assert any(tensor is scale for _, _, tensor in Captures(lambda x: [each * loss for each in x]).tensors)
 
 
 class Named(dict):

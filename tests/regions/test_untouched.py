@@ -1,4 +1,4 @@
-"""`untouched`: whatever the body does to what a scope reaches, nothing of it is left, in each of its three users."""
+"""`untouched`: whatever the body does to what a captures reaches, nothing of it is left, in each of its three users."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.regions.scope import Scope
+from memscale.regions.captures import Captures
 from memscale.regions.untouched import untouched
 
 
@@ -79,11 +79,11 @@ def test_nothing_is_left_of_a_step(user):
 
 def test_an_exception_leaves_nothing_either():
     model, x = Restless(), torch.ones(2, 4)
-    scope, before = Scope(model), state(model)
+    captures, before = Captures(model), state(model)
     own = [*model.parameters(), *model.buffers()]
 
     def step():
-        with untouched(scope, own, own, computes=True):
+        with untouched(captures, own, own, computes=True):
             model(x).backward()
             assert not same(state(model), before)
             raise KeyError

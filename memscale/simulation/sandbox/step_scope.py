@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale.optimizers import TransformedOptimizer
-from memscale.regions import NOWHERE, Attributes, Names, Scope, differing, holds, read
+from memscale.regions import NOWHERE, Attributes, Captures, Names, differing, holds, read
 from memscale.simulation.sandbox.code_reached import reached_from
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -23,8 +23,8 @@ _HOLDS_NOTHING = (torch.Tensor, int, float, str, type(None))
 _NOT_STATE = (type, nn.Module, torch.Tensor, torch.Generator, types.ModuleType, types.FunctionType, types.MethodType)
 
 
-class StepScope(Scope):
-    """A `Scope` that also follows plain objects, since a step calls optimizers, schedulers and trainers.
+class StepScope(Captures):
+    """A `Captures` that also follows plain objects, since a step calls optimizers, schedulers and trainers.
 
     >>> layer = nn.Linear(2, 2)
     >>> optimizer = torch.optim.SGD(layer.parameters())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memscale.core import version
-from memscale.regions import Content, Scope, copying_ahead, holds, read, storages, write
+from memscale.regions import Captures, Content, copying_ahead, holds, read, storages, write
 from memscale.transforms.cast.precision import is_castable
 
 
@@ -79,23 +79,23 @@ def _refuse_traced_change(context: Any) -> None:
 
 
 @contextmanager
-def substituted(scope: Scope, dtype: torch.dtype, copies: Converted, lost: list[torch.Tensor]) -> Iterator[None]:
+def substituted(captures: Captures, dtype: torch.dtype, copies: Converted, lost: list[torch.Tensor]) -> Iterator[None]:
     """Run the body with copies in `dtype` in the places of what the region captures.
 
     What the region stores in these places stays there; buffers that it replaced come back, and are put in `lost`.
     """
     put: dict[int, Content] = {}
     with copying_ahead():
-        for position, key, tensor in scope.tensors:
+        for position, key, tensor in captures.tensors:
             if is_castable(tensor) and tensor.dtype != dtype:
-                put.setdefault(position, scope.contents[position].copy())[key] = copies.of(tensor, dtype)
-    buffers = {id(module._buffers) for module in scope.modules}
+                put.setdefault(position, captures.contents[position].copy())[key] = copies.of(tensor, dtype)
+    buffers = {id(module._buffers) for module in captures.modules}
     try:
         for position, content in put.items():
-            write(scope.places[position], content)
+            write(captures.places[position], content)
         yield
     finally:
-        for position, (place, before) in enumerate(zip(scope.places, scope.contents, strict=True)):
+        for position, (place, before) in enumerate(zip(captures.places, captures.contents, strict=True)):
             if position not in put and holds(place, before):
                 continue
             now = read(place)

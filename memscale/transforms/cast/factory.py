@@ -28,7 +28,7 @@ from memscale.core import (
     modules_in,
     pytrees,
 )
-from memscale.regions import Scope, copying_ahead, functorch_state, hidden_changes, without_dynamo
+from memscale.regions import Captures, copying_ahead, functorch_state, hidden_changes, without_dynamo
 from memscale.transforms.cast.between import adapted
 from memscale.transforms.cast.clashes import explained
 from memscale.transforms.cast.containers import Containers
@@ -86,17 +86,17 @@ class Casted(Transformed):
 
     def look_around(self) -> None:
         """Find out what `fn` depends on, and that every pattern of `keep` is about some of it."""
-        scope = _CastScope(self)
+        captures = _CastCaptures(self)
         self.rebindable = is_of_modules(self.fn)
         if not self.rebindable:
-            self.captured = scope.roots
-        holders: list[Any] = [m for module in scope.modules for m in (module._parameters, module._buffers)]
+            self.captured = captures.roots
+        holders: list[Any] = [m for module in captures.modules for m in (module._parameters, module._buffers)]
         if self.rebindable:
-            holders += [module.__dict__ for module in scope.modules]
+            holders += [module.__dict__ for module in captures.modules]
         owned = {id(value) for mapping in holders for value in mapping.values()}
-        self.traceable = all(id(tensor) in owned or not is_castable(tensor) for _, _, tensor in scope.tensors)
-        self._refuse_sparse(scope)
-        paths = [path for root in scope.roots for path, _ in root.named_modules(remove_duplicate=False)]
+        self.traceable = all(id(tensor) in owned or not is_castable(tensor) for _, _, tensor in captures.tensors)
+        self._refuse_sparse(captures)
+        paths = [path for root in captures.roots for path, _ in root.named_modules(remove_duplicate=False)]
         patterns = [pattern for pattern in self.how.keep if pattern != NORMS]
         if unmatched := [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]:
             known = [repr(path) for path in paths if path]
@@ -105,10 +105,10 @@ class Casted(Transformed):
                 f"are relative to the region, which has {', '.join(known[:8]) or 'no submodules'}"
             )
 
-    def _refuse_sparse(self, scope: _CastScope) -> None:
+    def _refuse_sparse(self, captures: _CastCaptures) -> None:
         """Raise `TransformError` where backward would: PyTorch casts no sparse gradient back."""
-        of = {module: path for root in scope.roots for path, module in root.named_modules()}
-        for module in scope.survey.cast:
+        of = {module: path for root in captures.roots for path, module in root.named_modules()}
+        for module in captures.survey.cast:
             if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.sparse:
                 continue
             if module.weight.requires_grad and module.weight.dtype != (self.how.params or self.how.compute):
@@ -250,7 +250,7 @@ def _leaves_alone(region: Casted, root: nn.Module) -> bool:
     return is_kept(root, "", region.how.keep) or len(_casts_in(region.fn)) > 0
 
 
-class _CastScope(Scope):
+class _CastCaptures(Captures):
     """What a region depends on, but for what keeps its own precision.
 
     Attributes:
@@ -284,30 +284,30 @@ class _CastScope(Scope):
 
 
 def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
-    how, copies, scope = self.how, Converted(), _CastScope(self)
+    how, copies, captures = self.how, Converted(), _CastCaptures(self)
     leaves, _ = pytrees.flatten((args, kwargs))
-    natural = promoted(leaves) or promoted(tensor for _, _, tensor in scope.tensors)
+    natural = promoted(leaves) or promoted(tensor for _, _, tensor in captures.tensors)
     inside = how.compute
-    for root in scope.roots:
+    for root in captures.roots:
         if _is_own(self, root) and is_kept(root, "", how.keep):
             inside = own_dtype(root) or natural or inside
     containers = Containers(lambda tensor: copies.of(tensor, inside))
     lost: list[torch.Tensor] = []
-    lies_between = adapted(scope.survey, how.compute, natural)
-    flags = scope.flags()
+    lies_between = adapted(captures.survey, how.compute, natural)
+    flags = captures.flags()
     try:
         with copying_ahead():  # also of what objects among the arguments hold
             args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
         with (
-            own_kernels(scope.survey),
+            own_kernels(captures.survey),
             lies_between,
-            substituted(scope, how.params or how.compute, copies, lost),
-            explained(how, scope.roots, how.keep),
+            substituted(captures, how.params or how.compute, copies, lost),
+            explained(how, captures.roots, how.keep),
         ):
             made = copies.made()
             with hidden_changes.refused(
                 made,
-                lambda index: _describe(copies.original(made[index]), copies, scope, leaves),
+                lambda index: _describe(copies.original(made[index]), copies, captures, leaves),
                 how,
                 f"goes to a copy in another dtype. {_remedy(how)}",
                 watch=flags not in self.watched and not functorch_state.active(),
@@ -318,12 +318,12 @@ def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
     containers.refuse_changed_copies()
     if lost := [*lost, *copies.changed()]:
         raise TransformError(
-            f"{how!r}: the region changed {_describe(lost[0], copies, scope, leaves)}, and the change went to a copy "
-            f"in another dtype. {_remedy(how)}"
+            f"{how!r}: the region changed {_describe(lost[0], copies, captures, leaves)}, and the change went to a "
+            f"copy in another dtype. {_remedy(how)}"
         )
     if not functorch_state.active():
         self.watched.add(flags)
-    self.watched_in_training = self.watched_in_training or any(module.training for module in scope.modules)
+    self.watched_in_training = self.watched_in_training or any(module.training for module in captures.modules)
     return _returned(how, natural, result)
 
 
@@ -340,9 +340,9 @@ def _returned(how: Cast, natural: torch.dtype | None, result: Any) -> Any:
     return result if outside is None else cast_floating(result, lambda tensor: tensor.to(outside))
 
 
-def _describe(tensor: torch.Tensor, copies: Converted, scope: _CastScope, leaves: list[Any]) -> str:
+def _describe(tensor: torch.Tensor, copies: Converted, captures: _CastCaptures, leaves: list[Any]) -> str:
     what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    for root in scope.roots:
+    for root in captures.roots:
         for path, candidate in [*root.named_parameters(), *root.named_buffers()]:
             if copies.original(candidate) is tensor:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"

@@ -25,7 +25,7 @@ from memscale.policies import (
     nothing_saveable,
 )
 from memscale.regions import (
-    Scope,
+    Captures,
     functorch_state,
     naming_refused_hooks,
     uncompiled,
@@ -82,7 +82,7 @@ class Checkpointed(Transformed):
         if is_of_modules(self.fn):
             modules = [each for root in modules_in(self.fn) for _, each in walk(root)]
         else:
-            modules = self.captured = Scope(self.fn, reruns=False).modules
+            modules = self.captured = Captures(self.fn, reruns=False).modules
         self.may_change = may_change(modules)
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Checkpointed:

@@ -23,11 +23,11 @@ from torch.overrides import TorchFunctionMode
 
 from memscale.core import CorrectnessError, TransformError, internals, pytrees, version
 from memscale.regions import (
+    ArgumentSpec,
+    Captures,
     Content,
     Environment,
     Place,
-    Remembered,
-    Scope,
     accelerators,
     functorch_state,
     holds,
@@ -51,9 +51,9 @@ class _Call:
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.fn = fn
-        self.scope = Scope(fn, follows=True)
+        self.captures = Captures(fn, follows=True)
         refuse_iterators(pytrees.flatten((args, kwargs))[0])
-        self.call = Remembered((args, kwargs), self.scope, hold=True)
+        self.call = ArgumentSpec((args, kwargs), self.captures, hold=True)
         self.environment: Environment | None = None
         # Each distinct tensor is one input, however often it is reached: tied weights get one summed gradient.
         self.inputs: list[torch.Tensor] = []
@@ -66,27 +66,27 @@ class _Call:
             return positions[id(tensor)]
 
         self.arguments = [position_of(tensor) for tensor in self.call.tensors]
-        self.captures = [
+        self.captured = [
             (place, key, position_of(tensor))
-            for place, key, tensor in self.scope.tensors
-            if not isinstance(self.scope.places[place], tuple)  # nothing can be put there
+            for place, key, tensor in self.captures.tensors
+            if not isinstance(self.captures.places[place], tuple)  # nothing can be put there
         ]
-        buffers = [module._buffers for module in self.scope.modules]
+        buffers = [module._buffers for module in self.captures.modules]
         self.buffers = {
             position
-            for place, _, position in self.captures
-            if any(self.scope.places[place] is mapping for mapping in buffers)
+            for place, _, position in self.captured
+            if any(self.captures.places[place] is mapping for mapping in buffers)
         }
         # What the region changes must be saved as it was, and what autograd saves must not change: so those that it may
         # change go in as copies, and `finish` brings the new values back to the tensors themselves.
         self.targets = list(self.inputs)
-        training = {id(t) for module in self.scope.modules if module.training for t in module._buffers.values()}
+        training = {id(t) for module in self.captures.modules if module.training for t in module._buffers.values()}
         for position in self.buffers:
             if id(self.inputs[position]) in training:
                 self.inputs[position] = self.inputs[position].clone()
         self.silent = {
             id(buffer)
-            for module in self.scope.modules
+            for module in self.captures.modules
             if isinstance(module, internals.NormBase) and module.training
             for buffer in module._buffers.values()
         }
@@ -96,7 +96,7 @@ class _Call:
         self.assigned: list[tuple[Place, Any]] = []
         self.returned_inputs: dict[int, int] = {}  # autograd does not take an input, as it is, for an output
         # What the arguments lead to after the run, and where each tensor in it comes from: an input, or an output.
-        self.left: Remembered | None = None
+        self.left: ArgumentSpec | None = None
         self.sources: list[tuple[bool, int]] = []
         self.made: list[int] = []
         self.left_count = 0
@@ -118,7 +118,7 @@ class _Call:
             assigned = self._assigned(put)
             out_leaves, out_spec = pytrees.flatten(result)
             others = [leaf for leaf in out_leaves if not isinstance(leaf, torch.Tensor)]
-            left = Remembered((args, kwargs, others), Scope(self.fn, follows=True), hold=True)
+            left = ArgumentSpec((args, kwargs, others), Captures(self.fn, follows=True), hold=True)
         mutated = [
             index
             for index, tensor in enumerate(working)
@@ -154,7 +154,7 @@ class _Call:
             )
         return (*outputs, *[left.tensors[left.order[occurrence]] for occurrence in self.made])
 
-    def _find_sources(self, left: Remembered, inside: dict[int, int], outputs: list[torch.Tensor]) -> None:
+    def _find_sources(self, left: ArgumentSpec, inside: dict[int, int], outputs: list[torch.Tensor]) -> None:
         """Say where each tensor that the region left comes from, and which of them are outputs of their own.
 
         These are named by the order in which they are met. A rerun sees other identities: `x.to(x.device)` is `x` in
@@ -200,34 +200,34 @@ class _Call:
     @contextmanager
     def _substituted(self, working: list[torch.Tensor], *, keep_changes: bool) -> Iterator[dict[int, Content]]:
         """Put `working` where the captured tensors were; other state is as it was when the region first ran."""
-        scope = self.scope
-        before = [read(place) for place in scope.places]
-        contents: list[Content] = [content.copy() for content in scope.contents]
-        for place, key, position in self.captures:
+        captures = self.captures
+        before = [read(place) for place in captures.places]
+        contents: list[Content] = [content.copy() for content in captures.contents]
+        for place, key, position in self.captured:
             contents[place][key] = working[position]
-        touched = {place for place, _, _ in self.captures}
+        touched = {place for place, _, _ in self.captured}
         try:
-            for index, place in enumerate(scope.places):
+            for index, place in enumerate(captures.places):
                 if index in touched or not holds(place, contents[index]):
                     write(place, contents[index])
             with functorch_state.region():
                 yield {index: contents[index] for index in touched}
         finally:
-            for index, place in reversed(list(enumerate(scope.places))):  # two may be parts of one thing
+            for index, place in reversed(list(enumerate(captures.places))):  # two may be parts of one thing
                 content = before[index]
                 if keep_changes:
                     content = read(place)
-                    for captured, key, position in self.captures:
+                    for captured, key, position in self.captured:
                         if captured == index and _get(content, key) is working[position]:
-                            content[key] = scope.contents[index][key]
+                            content[key] = captures.contents[index][key]
                 if not holds(place, content):
                     write(place, content)
 
     def _assigned(self, put: dict[int, Content]) -> list[tuple[Place, Any, torch.Tensor]]:
         """Tensors that the region stored in one of its places (an auxiliary loss kept on the module, say)."""
         found = []
-        for index, place in enumerate(self.scope.places):
-            content = put.get(index, self.scope.contents[index])
+        for index, place in enumerate(self.captures.places):
+            content = put.get(index, self.captures.contents[index])
             now = read(place)
             for key, value in now.items() if isinstance(now, dict) else enumerate(now):
                 if isinstance(value, torch.Tensor) and _get(content, key) is not value:
@@ -248,7 +248,7 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def forward(call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call.environment = Environment(accelerators(inputs), host_random=True, generators=call.scope.generators)
+        call.environment = Environment(accelerators(inputs), host_random=True, generators=call.captures.generators)
         outputs = call.execute(inputs, first=True)
         call.environment.conclude()
         return outputs

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from memscale.core import CorrectnessError, changed_error, described, version
-from memscale.regions import Scope, hooks_around, memory_of, unrecorded
+from memscale.regions import Captures, hooks_around, memory_of, unrecorded
 from memscale.transforms.checkpoint.saved import SavedTensors
 
 
 class Inputs:
     """Some tensors, held directly or through the saved-tensor hooks around the region."""
 
-    def __init__(self, tensors: list[torch.Tensor], scope: Scope) -> None:
+    def __init__(self, tensors: list[torch.Tensor], captures: Captures) -> None:
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self._replaced: set[int] = set()  # those that the region changes in place
         self._is_cut = False
@@ -33,7 +33,7 @@ class Inputs:
         self._attributes = {index: dict(each.__dict__) for index, each in enumerate(tensors) if each.__dict__}
         self._leaves = [tensor.is_leaf for tensor in tensors]
         if hooks_around() is not None:
-            captured = {id(tensor) for _, _, tensor in scope.tensors}
+            captured = {id(tensor) for _, _, tensor in captures.tensors}
             self._own = {
                 index: (tensor, version(tensor))
                 for index, tensor in enumerate(tensors)

@@ -22,10 +22,10 @@ import torch
 
 from memscale.core import CorrectnessError, changed_error, described, internals, simulating
 from memscale.regions import (
+    Captures,
     RegionEffects,
     Replay,
-    Scope,
-    SharedScope,
+    SharedCaptures,
     Snapshot,
     Streams,
     arguments,
@@ -67,7 +67,7 @@ class Memory:
         self.made: set[Any] = set()
         self.looked: tuple[bool, ...] = ()
         self.changes = False
-        self._scope: Scope | None = None
+        self._captures: Captures | None = None
         self._fn: Any = None
 
     def effects_in(self, mode: Any) -> RegionEffects | None:
@@ -84,26 +84,26 @@ class Memory:
         else:
             self.made.add(mode)
 
-    def scope_of(self, fn: Callable[..., Any]) -> Scope:
+    def captures_of(self, fn: Callable[..., Any]) -> Captures:
         """What `fn` depends on, read again only where it is not as it was in the last call."""
-        scope = self._scope
-        if scope is None or self._fn is not fn or not scope.is_current:
-            scope = Scope(fn, follows=True).seal()
+        captures = self._captures
+        if captures is None or self._fn is not fn or not captures.is_current:
+            captures = Captures(fn, follows=True).seal()
             if not in_recompute():
-                self._scope, self._fn = None, fn
-                if scope.may_last:
+                self._captures, self._fn = None, fn
+                if captures.may_last:
                     # The module's own dictionary leads to this, and the module has to go without the collector.
-                    self._scope = copy.copy(scope)
-                    self._scope.weaken(functools.partial(_forget_scope, weakref.ref(self)))
-        return scope
+                    self._captures = copy.copy(captures)
+                    self._captures.weaken(functools.partial(_forget_captures, weakref.ref(self)))
+        return captures
 
     def __reduce__(self) -> Any:
         return (Memory, ())  # a copy of the region learns anew: what it changes may differ there
 
 
-def _forget_scope(memory: weakref.ref[Memory], _: object) -> None:
+def _forget_captures(memory: weakref.ref[Memory], _: object) -> None:
     if (alive := memory()) is not None:
-        alive._scope = None
+        alive._captures = None
 
 
 def run(fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any, kwargs: Any) -> Any:
@@ -186,19 +186,19 @@ class _Frame:
     def __init__(self, fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any, kwargs: Any) -> None:
         self._fn: Callable[..., Any] | None = fn
         wait_for_recomputes()
-        scope = memory.scope_of(fn)
+        captures = memory.captures_of(fn)
         try:
-            self._call = arguments(args, kwargs, scope)
-        except SharedScope:
-            scope = Scope(fn, follows=True)
-            self._call = arguments(args, kwargs, scope)
-            scope.seal()
+            self._call = arguments(args, kwargs, captures)
+        except SharedCaptures:
+            captures = Captures(fn, follows=True)
+            self._call = arguments(args, kwargs, captures)
+            captures.seal()
         tensors = self._call.take_tensors()  # `Inputs` decides what holds them
         self._memory = memory
-        self._mode = (scope.flags(), *[(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
-        self._snapshot: Snapshot | None = Snapshot(scope, tensors, memory.effects_in(self._mode))
+        self._mode = (captures.flags(), *[(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
+        self._snapshot: Snapshot | None = Snapshot(captures, tensors, memory.effects_in(self._mode))
         self.streams = Streams(self._snapshot.environment.devices)
-        self._inputs: Inputs | None = Inputs(tensors, scope)
+        self._inputs: Inputs | None = Inputs(tensors, captures)
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[_Seen] = []
         self._trained: list[bool] = []  # whether each of these requires a gradient

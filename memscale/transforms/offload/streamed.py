@@ -24,9 +24,9 @@ from memscale.algebra import Placing
 from memscale.core import CorrectnessError, TransformError, changed_error, internals, pytrees, version
 from memscale.regions import (
     Attributes,
+    Captures,
     Note,
     Origin,
-    Scope,
     Streams,
     functorch_state,
     is_stand_in,
@@ -97,39 +97,39 @@ class Streamed(Placing):
     def _least_bytes(self, runtime: Runtime) -> int:
         return runtime.config.min_bytes if self.how.min_bytes is None else self.how.min_bytes
 
-    def find(self, scope: Scope, device: torch.device) -> tuple[list[Home], list[torch.Tensor]]:
+    def find(self, captures: Captures, device: torch.device) -> tuple[list[Home], list[torch.Tensor]]:
         """The parameters with a home, and those that are on another device for another reason."""
-        own = {id(tensor): tensor for _, _, tensor in scope.tensors if type(tensor) is nn.Parameter}
+        own = {id(tensor): tensor for _, _, tensor in captures.tensors if type(tensor) is nn.Parameter}
         if functorch_state.active() or functorch_state.inside_region():
             own = {}  # a recompute there has made them arguments
         homes = [home for home in self.place(list(own.values()), device) if home.device == device]
         found = {id(home.parameter()) for home in homes}
         if untitled := {id(home.parameter()): home for home in homes if not home.title}:
-            for position, key, tensor in scope.tensors:
+            for position, key, tensor in captures.tensors:
                 if id(tensor) in untitled:
-                    untitled[id(tensor)].title = scope.describe(position, key)
-        members = {id(module._parameters) for module in scope.modules}
+                    untitled[id(tensor)].title = captures.describe(position, key)
+        members = {id(module._parameters) for module in captures.modules}
         strays = {
             id(tensor): tensor
-            for position, _, tensor in scope.tensors
-            if id(scope.places[position]) in members and id(tensor) not in found and tensor.device != device
+            for position, _, tensor in captures.tensors
+            if id(captures.places[position]) in members and id(tensor) not in found and tensor.device != device
         }
         return homes, list(strays.values())
 
 
 def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
-    scope = Scope(self.fn)
-    device = _device(scope, pytrees.tensors((args, kwargs)))
+    captures = Captures(self.fn)
+    device = _device(captures, pytrees.tensors((args, kwargs)))
     if device is None:
         return self.fn(*args, **kwargs)
     with ExitStack() as stack:
-        if not _take_turns(stack, scope, self.how):
-            scope = Scope(self.fn)
+        if not _take_turns(stack, captures, self.how):
+            captures = Captures(self.fn)
         with unrecorded():
-            homes, strays = self.find(scope, device)
+            homes, strays = self.find(captures, device)
         if not homes and self.resident is None:
             self.resident = ()
-            own = [tensor for _, _, tensor in scope.tensors if type(tensor) is nn.Parameter]
+            own = [tensor for _, _, tensor in captures.tensors if type(tensor) is nn.Parameter]
             if (why := self.why_none_leaves(own)) is not None:
                 runtime_for(self.runtime).tell(why)
         streams = Streams([device] if homes else [])
@@ -142,9 +142,9 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
         stack.callback(on_device.clear)  # before the parameters leave: their memory is free from there on
         stack.callback(streams.lend, on_device)  # the caller may let them meet after the region, or it failed
         stand_ins |= {id(stray): stray.to(device) for stray in strays}
-        stack.enter_context(_standing_in(scope, stand_ins))
+        stack.enter_context(_standing_in(captures, stand_ins))
         # Not told apart in a simulation: under a mode PyTorch adds attention's mask out of place, as on a card.
-        watch = bool(homes) and scope.flags() not in self.watched
+        watch = bool(homes) and captures.flags() not in self.watched
         why = "is lost; make the change in place under torch.no_grad()"
         with (
             refused(on_device, lambda index: str(origin_of(on_device[index]).home), self.how, why, watch=watch),
@@ -153,24 +153,24 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
         ):
             result = self.fn(*args, **kwargs)
         self.spreads = self.spreads or streams.are_several
-        self.watched.add(scope.flags())
+        self.watched.add(captures.flags())
         return result
 
 
-def _take_turns(stack: ExitStack, scope: Scope, how: object) -> bool:
-    """Let no other thread run a streamed region with parameters of `scope` until `stack` ends.
+def _take_turns(stack: ExitStack, captures: Captures, how: object) -> bool:
+    """Let no other thread run a streamed region with parameters of `captures` until `stack` ends.
 
     Every thread finds what stands for a parameter in the same place. One that came second would compute with a tensor
     that another stream brings, and put it back as the parameter when it is through.
 
     Returns:
-        whether `scope` is as it was: what stood for parameters in another thread is gone now.
+        whether `captures` is as it was: what stood for parameters in another thread is gone now.
 
     Raises:
         CorrectnessError: the other thread does not come to its end.
     """
     is_as_it_was, wanted = True, {}
-    for _, _, tensor in scope.tensors:
+    for _, _, tensor in captures.tensors:
         parameter: torch.Tensor | None = tensor
         if is_stand_in(tensor):
             origin = origin_of(tensor)
@@ -355,11 +355,11 @@ class _Stream(torch.autograd.Function):
 
 
 @contextmanager
-def _standing_in(scope: Scope, stand_ins: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Run the body with `stand_ins` wherever `scope` has the tensors of these ids."""
+def _standing_in(captures: Captures, stand_ins: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Run the body with `stand_ins` wherever `captures` has the tensors of these ids."""
     before: list[tuple[Any, Any]] = []
     try:
-        for place, content in zip(scope.places, scope.contents, strict=True):
+        for place, content in zip(captures.places, captures.contents, strict=True):
             items = list(content.items() if isinstance(content, dict) else enumerate(content))
             found = [(key, stand_ins[id(value)]) for key, value in items if id(value) in stand_ins]
             if found:
@@ -369,7 +369,7 @@ def _standing_in(scope: Scope, stand_ins: dict[int, torch.Tensor]) -> Iterator[N
     finally:
         for place, entries in before:
             _put(place, entries)
-        for place, content in zip(scope.places, scope.contents, strict=True):
+        for place, content in zip(captures.places, captures.contents, strict=True):
             if isinstance(place, Attributes):
                 _put_back_new(place, content)
 
@@ -404,9 +404,9 @@ def _put(place: Any, entries: Sequence[tuple[Any, Any]]) -> None:
     write(place, content)
 
 
-def _device(scope: Scope, arguments: Sequence[torch.Tensor]) -> torch.device | None:
+def _device(captures: Captures, arguments: Sequence[torch.Tensor]) -> torch.device | None:
     """Where the region computes: with its arguments, or else with its own tensors; `None` without values."""
-    tensors = [*arguments, *[tensor for _, _, tensor in scope.tensors]]
+    tensors = [*arguments, *[tensor for _, _, tensor in captures.tensors]]
     if any(isinstance(tensor, internals.FakeTensor) or tensor.is_meta for tensor in tensors):
         return None
     return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))

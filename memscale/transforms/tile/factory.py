@@ -25,7 +25,7 @@ from memscale.core import (
 )
 from memscale.policies import everything_saveable, nothing_saveable
 from memscale.regions import (
-    Scope,
+    Captures,
     floats_as_constants,
     functorch_state,
     hidden_changes,
@@ -198,7 +198,7 @@ class Tiled(Transformed):
     def look_around(self) -> None:
         """Find out what a compiler's trace of `fn` will not show."""
         if not is_of_modules(self.fn):
-            self.captured = Scope(self.fn).modules
+            self.captured = Captures(self.fn).modules
         self.normalizes = names([self.fn, *self.captured], "batch_norm")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ class Tiled(Transformed):
         if independence.is_wanted():
             parts = [self.fn, *self.captured]
             joined = Joined(self.how, cut.total, thrifty=False)
-            return independence.prove(self.body, parts, Scope(self.fn, follows=True), cut, joined, repr(self.how))
+            return independence.prove(self.body, parts, Captures(self.fn, follows=True), cut, joined, repr(self.how))
         refuse_time(self.how, self.fn, cut)
         # The chains of `_pieces` write in place, which neither torch.func nor a compiler's trace can follow.
         thrifty = not (compiling or functorch_state.active())
@@ -255,18 +255,18 @@ class Tiled(Transformed):
 
     def _guarded(self, whole: list[torch.Tensor], cut: Cut) -> Callable[..., Any]:
         """The body of one call: every piece sees the Python state that the first one saw, so a counter counts once."""
-        scope = Scope(self.fn, follows=True)
-        flags = scope.flags()
+        captures = Captures(self.fn, follows=True)
+        flags = captures.flags()
         first = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
-            put_back(scope)
+            put_back(captures)
             if first:
                 first = False
                 with hidden_changes.refused(
-                    [tensor for _, _, tensor in scope.tensors],
-                    lambda index: scope.describe(*scope.tensors[index][:2]),
+                    [tensor for _, _, tensor in captures.tensors],
+                    lambda index: captures.describe(*captures.tensors[index][:2]),
                     self.how,
                     "every piece would do again; use checkpoint() for this region, or make the change outside of it",
                     watch=False,  # for changes in place there is a watch of our own
@@ -279,9 +279,9 @@ class Tiled(Transformed):
                 return self.body(*args, **kwargs)
             leaves = pytrees.flatten((args, kwargs))[0]
             rows = {leaves[index]: dim for index, dim in cut.dims.items()}
-            with RowwiseWatch(scope, whole, rows, repr(self.how)):
+            with RowwiseWatch(captures, whole, rows, repr(self.how)):
                 result = self.body(*args, **kwargs)
-            refuse_stored_tensors(scope, repr(self.how))
+            refuse_stored_tensors(captures, repr(self.how))
             self._watched.add(flags)
             if any(flags) not in self.watched:
                 self.watched = (*self.watched, any(flags))
@@ -318,7 +318,7 @@ class Tiled(Transformed):
                 f"{self.how!r} around a projection whose weight is split over processes (its input is a DTensor): what "
                 "gathers its result would see none; leave this region out of the plan"
             )
-        flags = Scope(self.fn).flags()
+        flags = Captures(self.fn).flags()
         if flags not in self._projects:
             self._projects[flags] = is_projection(self.fn, hidden)
         return self._projects[flags]

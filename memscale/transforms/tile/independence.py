@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memscale.core import TransformError, pytrees
-from memscale.regions import Scope, is_unrecorded, put_back
+from memscale.regions import Captures, is_unrecorded, put_back
 from memscale.transforms.tile.cutting import Cut, Joined
 from memscale.transforms.tile.numbers import arguments_of, told
 from memscale.transforms.tile.row_rules import Call, Rows, draws, is_known, rule_of
@@ -69,8 +69,10 @@ class IndependenceWatch(RowwiseWatch):
         done: what ran, and with which numbers, as it would read with any other number of rows.
     """
 
-    def __init__(self, scope: Scope, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str) -> None:
-        super().__init__(scope, whole, rows, what)
+    def __init__(
+        self, captures: Captures, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str
+    ) -> None:
+        super().__init__(captures, whole, rows, what)
         self.done: list[str] = []
         self._count = next(tensor.shape[dim] for tensor, dim in rows.items())
         self._places: dict[object, Rows] = {}
@@ -156,13 +158,13 @@ class IndependenceWatch(RowwiseWatch):
         return self._places.get(_identity(tensor)) if isinstance(tensor, torch.Tensor) else None
 
 
-def prove(run: Callable[..., Any], parts: list[Any], scope: Scope, cut: Cut, joined: Joined, what: str) -> Any:
+def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cut, joined: Joined, what: str) -> Any:
     """What a region computes of all its rows, which are shown to be independent.
 
     Args:
         run: the region.
         parts: the functions and modules that it is made of.
-        scope: what it reaches.
+        captures: what it reaches.
         cut: its arguments, and which of them have rows along which dimension.
         joined: how its outputs would be put together.
         what: the transform that would cut it.
@@ -179,13 +181,13 @@ def prove(run: Callable[..., Any], parts: list[Any], scope: Scope, cut: Cut, joi
     whole = [leaf for at, leaf in enumerate(leaves) if at not in cut.dims and isinstance(leaf, torch.Tensor)]
     done: list[list[str]] = []
     for count in (total - 1, total):
-        put_back(scope)
+        put_back(captures)
         # Copies, since operators ask whether a tensor is in one piece.
         given = list(leaves)
         for at, dim in cut.dims.items():
             given[at] = leaves[at].narrow(dim, 0, count).clone(memory_format=torch.contiguous_format)
         args, kwargs = pytrees.unflatten(cut.spec, given)
-        with IndependenceWatch(scope, whole, {given[at]: dim for at, dim in cut.dims.items()}, what) as watch:
+        with IndependenceWatch(captures, whole, {given[at]: dim for at, dim in cut.dims.items()}, what) as watch:
             result = run(*args, **kwargs)
         dims = joined.dims(result, pytrees.flatten(result)[0], count)
         watch.check(result, dims, {each.grad_fn for each in given if isinstance(each, torch.Tensor)})

@@ -18,9 +18,9 @@ from torch import nn
 
 from memscale.core import TransformError, internals, modules_in, pytrees
 from memscale.regions import (
+    ArgumentSpec,
+    Captures,
     OperatorWatch,
-    Remembered,
-    Scope,
     code_names,
     is_unrecorded,
     memory_of,
@@ -39,12 +39,14 @@ _BATCH_NORM = (
 class RowwiseWatch(OperatorWatch):
     """Raises `TransformError` at an operator that makes one row's result depend on another, or on how often it runs."""
 
-    def __init__(self, scope: Scope, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str) -> None:
+    def __init__(
+        self, captures: Captures, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str
+    ) -> None:
         """Watch a run on `rows`, pieces with the dimension that is cut, and on `whole`, which every run is given."""
         super().__init__()
         self._what = what
         self._pieces = rows
-        shared = [*((repr(str(key)), tensor) for _, key, tensor in scope.tensors)]
+        shared = [*((repr(str(key)), tensor) for _, key, tensor in captures.tensors)]
         shared += [(f"an argument of shape {list(tensor.shape)} that is passed whole", tensor) for tensor in whole]
         self._shared = {
             memory_of(tensor): name
@@ -123,9 +125,9 @@ def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...
         )
 
 
-def refuse_stored_tensors(scope: Scope, what: str) -> None:
-    """Raise `TransformError` if the region, which has run since `scope` was read, left a tensor behind."""
-    for place, content in zip(scope.places, scope.contents, strict=True):
+def refuse_stored_tensors(captures: Captures, what: str) -> None:
+    """Raise `TransformError` if the region, which has run since `captures` was read, left a tensor behind."""
+    for place, content in zip(captures.places, captures.contents, strict=True):
         now = read(place)
         for key, value in now.items() if isinstance(now, dict) else enumerate(now):
             before = content.get(key) if isinstance(content, dict) else dict(enumerate(content)).get(key)
@@ -152,7 +154,7 @@ def refuse_changed_arguments(args: Any, kwargs: Any, what: str) -> Iterator[None
     So it does if the body changes in place a tensor of theirs, or a view of one, that needs a gradient.
     """
     refuse_iterators(pytrees.flatten((args, kwargs))[0])
-    given = Remembered((args, kwargs), None, hold=True)
+    given = ArgumentSpec((args, kwargs), None, hold=True)
     before = given.contents()
     try:
         yield

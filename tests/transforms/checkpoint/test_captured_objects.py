@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.regions.scope import MOST_FOLLOWED, Scope
+from memscale.regions.captures import MOST_FOLLOWED, Captures
 from tests.support.checks import bits
 
 HOW = {
@@ -177,13 +177,13 @@ def test_the_nearest_objects_are_followed_where_there_are_many():
     x = torch.ones(1, requires_grad=True)
     ms.checkpoint()(region)(x).backward()
     assert (near.count, x.grad.item()) == (1, pytest.approx(np.cos(1)))
-    assert len(Scope(region, follows=True).followed) == MOST_FOLLOWED
+    assert len(Captures(region, follows=True).followed) == MOST_FOLLOWED
 
 
 def test_modules_behind_objects_are_left_to_whoever_owns_them():
     layer = nn.Linear(4, 4)
     layer.trainer = types.SimpleNamespace(model=nn.Sequential(layer, nn.Linear(4, 4)), steps=0)
-    assert Scope(layer, follows=True).modules == [layer]
+    assert Captures(layer, follows=True).modules == [layer]
 
 
 def test_a_tuple_of_tensors_that_the_region_changes_is_refused_where_it_is_used():

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import memscale as ms
 from memscale import checkpoint, offload, policies
-from memscale.regions import remembered
+from memscale.regions import argument_spec
 from memscale.transforms.checkpoint import recompute
 from tests.support.checks import bits
 from tests.support.models import numbers
@@ -333,14 +333,14 @@ def test_nothing_outlives_its_graph():
 
 def test_an_object_that_leads_too_far_is_refused():
     chain = None
-    for _ in range(remembered._MOST_OBJECTS + 1):  # longer than Python's recursion would reach
+    for _ in range(argument_spec._MOST_OBJECTS + 1):  # longer than Python's recursion would reach
         chain = Entry(chain)
     with pytest.raises(ms.TransformError, match="by way of a Entry, to more than 4096 objects"):
         checkpoint()(lambda x, chain: x.sin())(numbers(4), chain)
 
 
 def test_plain_arguments_take_the_short_way(monkeypatch):
-    monkeypatch.setattr(remembered, "Remembered", lambda *_: pytest.fail("walked"))
+    monkeypatch.setattr(argument_spec, "ArgumentSpec", lambda *_: pytest.fail("walked"))
     x = numbers(4)
     size, kind, where = x.shape, torch.float32, x.device
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu")

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memscale.algebra import OwnForward
 from memscale.core import TransformError, internals
-from memscale.regions import Environment, Remembered, Scope, holds, put_back
+from memscale.regions import ArgumentSpec, Captures, Environment, holds, put_back
 from memscale.transforms.checkpoint import Checkpointed
 from memscale.transforms.tile.numbers import arguments_of, told
 from memscale.transforms.tile.rowwise import names
@@ -37,19 +37,19 @@ _PRODUCTS = {
 _HOOKS = [key for key in nn.Module().__dict__ if key.endswith("_hooks") and "state_dict" not in key]
 
 
-def plain_linear(fn: Callable[..., Any], scope: Scope) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight and bias, if `fn` is the forward of one `nn.Linear` and nothing else; `scope` is its scope."""
+def plain_linear(fn: Callable[..., Any], captures: Captures) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight and bias, if `fn` is the forward of one `nn.Linear` and nothing else; `captures` is its captures."""
     while isinstance(fn, Checkpointed):
         fn = fn.fn
     # Not by `__wrapped__`, which a cast and a user's `functools.wraps` have too, and they compute something else. Nor
-    # by the modules of the scope, which are those of ``lambda x: relu(linear(x))`` as well.
+    # by the modules of the captures, which are those of ``lambda x: relu(linear(x))`` as well.
     module = fn.module if isinstance(fn, OwnForward) else fn
-    if len(scope.modules) != 1 or module is not scope.modules[0] or type(module).forward is not nn.Linear.forward:
+    if len(captures.modules) != 1 or module is not captures.modules[0] or type(module).forward is not nn.Linear.forward:
         return None
     patched = "forward" in module.__dict__ or any(module.__dict__[hooks] for hooks in _HOOKS)
     if fn.patched is not None if isinstance(fn, OwnForward) else patched:
         return None
-    held = {key: tensor for _, key, tensor in scope.tensors}
+    held = {key: tensor for _, key, tensor in captures.tensors}
     if held.keys() - {"weight", "bias"} or "weight" not in held:
         return None
     return held["weight"], held.get("bias")
@@ -57,22 +57,22 @@ def plain_linear(fn: Callable[..., Any], scope: Scope) -> tuple[torch.Tensor, to
 
 def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
     """Whether ``fn(hidden)`` is a projection of the last dimension; `fn` is not run on real tensors."""
-    scope = Scope(fn, follows=True)
-    if plain_linear(fn, scope) is not None:
+    captures = Captures(fn, follows=True)
+    if plain_linear(fn, captures) is not None:
         return True
-    if not scope.modules or any(module.__dict__[hooks] for module in scope.modules[1:] for hooks in _HOOKS):
+    if not captures.modules or any(module.__dict__[hooks] for module in captures.modules[1:] for hooks in _HOOKS):
         return False  # a hook may keep what it is given
-    if names([fn, *scope.modules], "register_hook"):
+    if names([fn, *captures.modules], "register_hook"):
         return False  # it would see the gradients of pieces
     try:
-        objects = Remembered(scope.contents, None, hold=True)
+        objects = ArgumentSpec(captures.contents, None, hold=True)
     except TransformError:  # too many to be brought back
         return False
-    tables = [module.__dict__[hooks] for module in scope.modules for hooks in _HOOKS]
+    tables = [module.__dict__[hooks] for module in captures.modules for hooks in _HOOKS]
     registered = [dict(table) for table in tables]
-    environment = Environment({hidden.device}, host_random=True, generators=scope.generators)
+    environment = Environment({hidden.device}, host_random=True, generators=captures.generators)
     seen = set()
-    known = [tensor for _, _, tensor in scope.tensors]
+    known = [tensor for _, _, tensor in captures.tensors]
     for rows in (6, 7):  # two, so that a size or a number which only happens to be that of the rows is told from theirs
         try:
             # Without the caller's modes: nobody is to see this run, nor count its operators.
@@ -88,12 +88,12 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
                 with (watch := _OnlyLinear(sample)), _NothingTouched():
                     out = environment.context.copy().run(fn, sample)
                 # Each use of the logits would draw other numbers, and what it stores may be made without gradients.
-                if environment.has_drawn() or not all(map(holds, scope.places, scope.contents)):
+                if environment.has_drawn() or not all(map(holds, captures.places, captures.contents)):
                     return False
         except (Exception, _NotLinear):  # whatever it does, it is not a plain projection
             return False
         finally:
-            put_back(scope)
+            put_back(captures)
             objects.put(objects.tensors)
             for table, then in zip(tables, registered, strict=True):
                 if len(table) != len(then):

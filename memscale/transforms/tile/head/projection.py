@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from memscale.core import changed_error, described, device_type, version
-from memscale.regions import Environment, Scope, accelerators, as_it_was
+from memscale.regions import Captures, Environment, accelerators, as_it_was
 from memscale.transforms.tile.head.linear import plain_linear
 
 
@@ -47,9 +47,9 @@ class Projection:
         self.tiling = tiling
         self._fn = fn
         # Held as read now: under functional_call the module has other weights again when the loss is computed.
-        self._scope = Scope(fn, follows=True)
-        self.captured = list({id(tensor): tensor for _, _, tensor in self._scope.tensors}.values())
-        self.linear = None if torch.is_autocast_enabled(device_type(hidden)) else plain_linear(fn, self._scope)
+        self._captures = Captures(fn, follows=True)
+        self.captured = list({id(tensor): tensor for _, _, tensor in self._captures.tensors}.values())
+        self.linear = None if torch.is_autocast_enabled(device_type(hidden)) else plain_linear(fn, self._captures)
         with torch.no_grad():
             sample = fn(hidden.reshape(-1, hidden.shape[-1])[:0])  # no rows: only type and width are wanted
         self.dtype, self.width = sample.dtype, sample.shape[-1]
@@ -72,14 +72,14 @@ class Projection:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of `hidden`, in the environment of the original call."""
-        with as_it_was(self._scope), self._environment.reinstate():
+        with as_it_was(self._captures), self._environment.reinstate():
             return self._fn(hidden)  # type: ignore[no-any-return]
 
     def of_views(self) -> Projection:
         """The same of views of the captured tensors, in whose graph nothing is behind the input too."""
         views = {id(tensor): tensor.view_as(tensor) for tensor in self.captured if tensor.requires_grad}
         found = copy.copy(self)
-        found._scope = self._scope.exchanged(views)
+        found._captures = self._captures.exchanged(views)
         found.captured = [views.get(id(tensor), tensor) for tensor in self.captured]
         return found
 

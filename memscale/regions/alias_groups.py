@@ -1,4 +1,4 @@
-"""Pieces of memory that a region may change, each with all the names by which the region knows it.
+"""AliasGroups of memory that a region may change, each with all the names by which the region knows it.
 
 A buffer may also be an argument, a view of it an attribute, and a child may hold a row of its parent's table. A rerun
 must find the old values under every name, and a change by one name must show under the others. So what overlaps in
@@ -17,7 +17,7 @@ from memscale.regions.hidden_changes import extent, overlap, storages
 Name = tuple[int, Any] | int  # (position of a place, key in it), or the index of an argument
 
 
-class Piece:
+class AliasGroup:
     """A tensor that overlaps with no other, and what it held.
 
     Attributes:
@@ -45,7 +45,7 @@ class Piece:
         """Whether there is a copy to make the names again from."""
         return self._copy is not None
 
-    def take(self) -> Piece:
+    def take(self) -> AliasGroup:
         """Copy what it holds now, if that has not been done and can be. Unrecorded."""
         if self._copy is None and self.problem is None:
             self._copy = self._taken()
@@ -95,7 +95,7 @@ class _Form(NamedTuple):
     requires_grad: bool
 
 
-class _Overlapping(Piece):
+class _Overlapping(AliasGroup):
     """Tensors that overlap, and what they held."""
 
     __slots__ = ("_forms", "_start")
@@ -159,7 +159,7 @@ def _problem(tensors: list[torch.Tensor], forms: list[_Form]) -> str | None:
     return None
 
 
-class Pieces:
+class AliasGroups:
     """The pieces among some tensors. Those of a storage are put together when one of them is asked for.
 
     Args:
@@ -170,24 +170,24 @@ class Pieces:
 
     def __init__(self, named: Iterable[tuple[Name, torch.Tensor, Any]]) -> None:
         self._by_storage: dict[int, dict[int, tuple[torch.Tensor, list[Name]]]] = {}
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[AliasGroup]] = {}
         for name, tensor, storage in named:
             members = self._by_storage.setdefault(id(storage), {})
             members.setdefault(id(tensor), (tensor, []))[1].append(name)
 
-    def of(self, storage: Any, tensor: torch.Tensor) -> Piece:
+    def of(self, storage: Any, tensor: torch.Tensor) -> AliasGroup:
         """The piece of `tensor`, which is one of them."""
         pieces = self._within(storage)
         if len(pieces) == 1:
             return pieces[0]
         return next(piece for piece in pieces if any(tensor is member for member in piece.tensors))
 
-    def within(self, written: torch.Tensor) -> list[Piece]:
+    def within(self, written: torch.Tensor) -> list[AliasGroup]:
         """The pieces that share memory with `written`."""
         found = storages([written])[0]
         return [piece for piece in self._within(found) if any(overlap(written, member) for member in piece.tensors)]
 
-    def copied(self) -> list[Piece]:
+    def copied(self) -> list[AliasGroup]:
         """The pieces that there is a copy of."""
         return [piece for pieces in self._pieces.values() for piece in pieces if piece.is_copied]
 
@@ -196,7 +196,7 @@ class Pieces:
         found = (piece.problem for pieces in self._pieces.values() for piece in pieces if name in piece.names)
         return next(found, None)
 
-    def _within(self, storage: Any) -> list[Piece]:
+    def _within(self, storage: Any) -> list[AliasGroup]:
         key = id(storage)
         if key not in self._pieces:
             members = list(self._by_storage.get(key, {}).values())
@@ -206,9 +206,9 @@ class Pieces:
         return self._pieces[key]
 
 
-def _piece(members: list[tuple[torch.Tensor, list[Name]]]) -> Piece:
+def _piece(members: list[tuple[torch.Tensor, list[Name]]]) -> AliasGroup:
     names = {name: index for index, (_, known) in enumerate(members) for name in known}
-    return (Piece if len(members) == 1 else _Overlapping)([tensor for tensor, _ in members], names)
+    return (AliasGroup if len(members) == 1 else _Overlapping)([tensor for tensor, _ in members], names)
 
 
 def _overlapping(members: list[tuple[torch.Tensor, list[Name]]]) -> list[list[tuple[torch.Tensor, list[Name]]]]:

@@ -22,25 +22,25 @@ from typing import Any, NamedTuple
 import torch
 
 from memscale.core import TransformError, pytrees
+from memscale.regions.captures import LARGEST_CONTAINER, Captures
 from memscale.regions.kinds import Sort, can_be_made, sort_of
-from memscale.regions.outlines import Outlined, outlined
 from memscale.regions.places import Fields, read, write
-from memscale.regions.scope import LARGEST_CONTAINER, Scope
+from memscale.regions.shared_spec import SharedSpec, shared_spec
 
 _MOST_OBJECTS = 4096
 
 
-def arguments(args: Any, kwargs: Any, scope: Scope) -> Outlined | Flat | Remembered:
+def arguments(args: Any, kwargs: Any, captures: Captures) -> SharedSpec | FlatSpec | ArgumentSpec:
     """The arguments of a call, in the cheapest form that can bring them back."""
-    if (found := outlined(args, kwargs, scope)) is not None:
+    if (found := shared_spec(args, kwargs, captures)) is not None:
         return found
     leaves, spec = pytrees.flatten((args, kwargs))
     refuse_iterators(leaves)
     for leaf in leaves:
         kind: Any = type(leaf)
         if not isinstance(leaf, torch.Tensor) and sort_of(kind) is not Sort.VALUE:
-            return Remembered((args, kwargs), scope)
-    return Flat(leaves, spec)
+            return ArgumentSpec((args, kwargs), captures)
+    return FlatSpec(leaves, spec)
 
 
 def refuse_iterators(leaves: list[Any]) -> None:
@@ -63,7 +63,7 @@ class _Array(NamedTuple):
 _TENSOR = object()  # marks a tensor's position among the leaves
 
 
-class Flat:
+class FlatSpec:
     """Tensors, numbers, strings and the like, in lists, tuples, dictionaries and dataclasses."""
 
     __slots__ = ("_spec", "_template", "tensors")
@@ -141,12 +141,12 @@ class _Node:
         return self.kind.__new__(self.kind)
 
 
-class Remembered:
+class ArgumentSpec:
     """What `root` leads to, as it is at this moment.
 
     Args:
         root: a tree of arguments.
-        scope: what the region depends on besides; modules and functions among the arguments are added to it, and
+        captures: what the region depends on besides; modules and functions among the arguments are added to it, and
             what it covers is left to it. `None` leaves all of them alone.
         hold: keep objects and containers alive until `let_go`, and put what they held into those very containers.
 
@@ -160,8 +160,8 @@ class Remembered:
 
     __slots__ = ("_nodes", "_owners", "_root", "order", "tensors")
 
-    def __init__(self, root: Any, scope: Scope | None, *, hold: bool = False) -> None:
-        walk = _Walk(scope, copies=not hold)
+    def __init__(self, root: Any, captures: Captures | None, *, hold: bool = False) -> None:
+        walk = _Walk(captures, copies=not hold)
         self._root = walk.from_root(root)
         self.tensors, self.order, self._owners, self._nodes = walk.tensors, walk.order, walk.owners, walk.nodes
         if not hold:
@@ -212,8 +212,8 @@ class Remembered:
 class _Walk:
     """Finds what a tree of arguments leads to, and makes the marks that stand for it."""
 
-    def __init__(self, scope: Scope | None, *, copies: bool) -> None:
-        self._scope = scope
+    def __init__(self, captures: Captures | None, *, copies: bool) -> None:
+        self._captures = captures
         self._copies = copies  # whether arrays are, which then are others for a rerun
         self._found: dict[int, Any] = {}
         self._pending: list[tuple[_Node, Any, str | None]] = []
@@ -249,15 +249,17 @@ class _Walk:
             if id(value) not in self._found:
                 self._found[id(value)] = _Array(copy.copy(value))
             return self._found[id(value)]
-        if sort in (Sort.VALUE, Sort.ARRAY, Sort.ITERATOR) or (self._scope is not None and self._scope.covers(value)):
+        if sort in (Sort.VALUE, Sort.ARRAY, Sort.ITERATOR) or (
+            self._captures is not None and self._captures.covers(value)
+        ):
             return value
         if sort is Sort.TUPLE:
             items = [self._mark(item, owner) for item in value]
             unchanged = all(mark is item for mark, item in zip(items, value, strict=True))
             return value if unchanged else _Items(kind, items)
         if sort is Sort.SCOPE:
-            if self._scope is not None:
-                self._scope.include(value)
+            if self._captures is not None:
+                self._captures.include(value)
             return value
         if owner is not None and sort is Sort.CONTAINER and len(value) > LARGEST_CONTAINER:
             return value

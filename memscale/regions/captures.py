@@ -89,19 +89,19 @@ def _leads_on(kind: Any) -> bool:
     return kind is torch.Generator or is_host_generator(kind) or is_followed(kind)
 
 
-def put_back(scope: Scope) -> None:
-    """Make every place of `scope` hold what it held when the scope was read."""
-    for place, content in zip(scope.places, scope.contents, strict=True):
+def put_back(captures: Captures) -> None:
+    """Make every place of `captures` hold what it held when they were read."""
+    for place, content in zip(captures.places, captures.contents, strict=True):
         if not holds(place, content):
             write(place, content)
 
 
 @contextmanager
-def as_it_was(scope: Scope) -> Iterator[None]:
-    """Run the body with every place of `scope` holding what it held when the scope was read."""
+def as_it_was(captures: Captures) -> Iterator[None]:
+    """Run the body with every place of `captures` holding what it held when they were read."""
     before: list[tuple[Place, Content]] = []
     try:
-        for place, content in zip(scope.places, scope.contents, strict=True):
+        for place, content in zip(captures.places, captures.contents, strict=True):
             if not holds(place, content):
                 before.append((place, read(place)))
                 write(place, content)
@@ -114,11 +114,11 @@ def as_it_was(scope: Scope) -> Iterator[None]:
 LastingName = tuple[int, Any]
 
 
-class SharedScope(Exception):
-    """A scope that several calls may hold is not to be changed."""
+class SharedCaptures(Exception):
+    """Captures that several calls may hold are not to be changed."""
 
 
-class Scope:
+class Captures:
     """The modules and places that a function depends on, with what they hold at this moment.
 
     Args:
@@ -131,7 +131,7 @@ class Scope:
 
     Attributes:
         places: where dependencies are stored.
-        labels: by position, what tells a place from the others by the way to it: the same in later scopes.
+        labels: by position, what tells a place from the others by the way to it: the same in later captures.
         contents: what each place holds now, by position.
         tensors: every tensor among the contents, as (position of its place, key in it, tensor).
         generators: the `torch.Generator` s of the user's own.
@@ -202,7 +202,7 @@ class Scope:
                     return f"attribute '{full}' of {type(root).__name__}"
         return f"captured tensor '{key}'" if isinstance(key, str) else "a captured tensor"
 
-    def exchanged(self, other: Mapping[int, torch.Tensor]) -> Scope:
+    def exchanged(self, other: Mapping[int, torch.Tensor]) -> Captures:
         """This, holding another tensor in place of each that `other` has, by the identity of the one before."""
         found = copy.copy(self)
         found._picture = found._small = None  # which has those of before
@@ -213,7 +213,7 @@ class Scope:
         return found
 
     def is_as_it_was(self, position: int) -> bool:
-        """Whether the place at `position` holds what it held when the scope was read."""
+        """Whether the place at `position` holds what it held when they were read."""
         return holds(self.places[position], self.contents[position])
 
     def covers(self, thing: Any) -> bool:
@@ -228,10 +228,10 @@ class Scope:
         """Add what `thing`, a module or function among the arguments, depends on.
 
         Raises:
-            SharedScope: several calls may hold this.
+            SharedCaptures: several calls may hold this.
         """
         if self._picture is not None:
-            raise SharedScope
+            raise SharedCaptures
         self._visit(thing, NOWHERE)
         self._follow()
 
@@ -240,7 +240,7 @@ class Scope:
         """Every module reached, once each."""
         return self._modules if self._root is None else [self._root(), *self._modules]  # type: ignore[list-item]
 
-    def seal(self) -> Scope:
+    def seal(self) -> Captures:
         """This, ready to be asked whether it `is_current`. To be called as soon as it is made."""
         self._picture = _Picture(self)
         self._flags = self.flags()
@@ -262,7 +262,7 @@ class Scope:
 
     @property
     def is_current(self) -> bool:
-        """Whether everything that was reached holds what it held, so that another scope would be the same."""
+        """Whether everything that was reached holds what it held, so that captures read anew would be the same."""
         return self._picture is not None and self._picture.is_current()
 
     @property
@@ -280,7 +280,7 @@ class Scope:
         ) and not any_stand_in([tensor for _, _, tensor in self.tensors])
 
     def lasting_name(self, position: int, key: Any) -> LastingName:
-        """What the tensor with that key in that place is called in any scope of the function.
+        """What the tensor with that key in that place is called in any captures of the function.
 
         What happens to one of a list or dictionary happens to all: there may be others in the next call.
         """
@@ -518,15 +518,15 @@ class Scope:
 
 
 class _Picture:
-    """What decides whether a scope is current, in the form that is compared in the least time."""
+    """What decides whether captures are current, in the form that is compared in the least time."""
 
     __slots__ = ("_dicts", "_empty", "_keys", "_others", "_values")
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, captures: Captures) -> None:
         self._dicts: list[dict[Any, Any]] = []
         self._empty: list[Any] = []
         self._others: list[tuple[Place, Content]] = []
-        for place, content in (*zip(scope.places, scope.contents, strict=True), *scope.hooks):
+        for place, content in (*zip(captures.places, captures.contents, strict=True), *captures.hooks):
             own = dictionary_of(place)
             if type(own) is dict and own and all(type(key) is str for key in own):
                 self._dicts.append(own)

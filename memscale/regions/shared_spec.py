@@ -4,8 +4,9 @@ To look through a cache of 48 layers in each of 48 blocks takes longer than to l
 one layer has changed. So what an object was found to lead to is kept with it, as an *outline*, and the next call only
 compares: the attributes of each thing, by identity. What is the same keeps its marks, which all calls share.
 
-An outline refers weakly to objects and tensors, so that it keeps nothing alive (see `remembered`), and belongs to one
-thread. What it does not understand is left to `Remembered`, which does: slots, tuples of tensors in objects, functions.
+An outline refers weakly to objects and tensors, so that it keeps nothing alive (see `argument_spec`), and belongs to
+one thread. What it does not understand is left to `ArgumentSpec`, which does: slots, tuples of tensors in objects,
+functions.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memscale.regions.captures import LARGEST_CONTAINER, Captures
 from memscale.regions.kinds import Sort, is_constant, is_plain, sort_of
-from memscale.regions.scope import LARGEST_CONTAINER, Scope
 
 _MOST_OBJECTS = 4096
 
@@ -86,7 +87,7 @@ class _Outline:
         self._at: dict[int, int] = {id(root): 0}  # objects among the parts, by id
         self._slots: dict[int, tuple[_Slot, weakref.ref[torch.Tensor]]] = {}
 
-    def look(self, scope: Scope) -> dict[_Slot, torch.Tensor] | None:
+    def look(self, captures: Captures) -> dict[_Slot, torch.Tensor] | None:
         """Bring it up to date; gives the tensors, or `None` if it cannot say what is there now."""
         contents: list[Any] = []
         things: list[int] = []
@@ -112,7 +113,7 @@ class _Outline:
                 ids[index] = now
             index += 1
         # One container in two places, or one that the region captures: what becomes of it concerns both.
-        if len(set(things)) < len(things) or not scope.covers_none(things):
+        if len(set(things)) < len(things) or not captures.covers_none(things):
             return None
         found = dict(
             zip(
@@ -176,7 +177,7 @@ class _Outline:
 
     def _new(self, part: _Part, thing: Any) -> _Part:
         if len(self.parts) >= _MOST_OBJECTS:
-            raise _NotPlain  # `Remembered` says so
+            raise _NotPlain  # `ArgumentSpec` says so
         if thing is not None:
             self._at[id(thing)] = len(self.parts)
         self.parts.append(part)
@@ -199,7 +200,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def _look(thing: Any, scope: Scope) -> tuple[_Outline, dict[_Slot, torch.Tensor]] | None:
+def _look(thing: Any, captures: Captures) -> tuple[_Outline, dict[_Slot, torch.Tensor]] | None:
     outlines, key = _local.outlines, id(thing)
     known = outlines.pop(key, None)  # an interrupted look leaves none
     outline, found = _Outline(thing), None
@@ -207,15 +208,15 @@ def _look(thing: Any, scope: Scope) -> tuple[_Outline, dict[_Slot, torch.Tensor]
         if known[1] is None:
             outlines[key] = known
             return None
-        if (found := known[1].look(scope)) is not None:
+        if (found := known[1].look(captures)) is not None:
             outline = known[1]
     if found is None:
-        found = outline.look(scope)
+        found = outline.look(captures)
     outlines[key] = weakref.ref(thing, lambda _: outlines.pop(key, None)), None if found is None else outline
     return None if found is None else (outline, found)
 
 
-def outlined(args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope) -> Outlined | None:
+def shared_spec(args: tuple[Any, ...], kwargs: dict[str, Any], captures: Captures) -> SharedSpec | None:
     """The arguments of a call, if they are tensors, values, tuples of these, and objects that have an outline."""
     values = [*args, *kwargs.values()]
     objects: dict[int, Any] = {}
@@ -228,14 +229,14 @@ def outlined(args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope) -> Out
             kind is tuple and all(isinstance(item, torch.Tensor) or _is_value(item) for item in value)
         ):
             continue
-        # A dataclass is made again from its fields: see `Flat`.
-        if not is_plain(kind) or hasattr(kind, "__dataclass_fields__") or not scope.covers_none([id(value)]):
+        # A dataclass is made again from its fields: see `FlatSpec`.
+        if not is_plain(kind) or hasattr(kind, "__dataclass_fields__") or not captures.covers_none([id(value)]):
             return None
         objects[id(value)] = value
     outlines: list[_Outline] = []
     of_objects: dict[_Slot, torch.Tensor] = {}
     for thing in objects.values():
-        if (known := _look(thing, scope)) is None:
+        if (known := _look(thing, captures)) is None:
             return None
         outlines.append(known[0])
         of_objects.update(known[1])
@@ -267,10 +268,10 @@ def outlined(args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope) -> Out
     ]
     slots.update(of_objects)
     held = [each for outline in outlines for each in outline.held]
-    return Outlined(marks, len(args), list(kwargs), slots, parts, held)
+    return SharedSpec(marks, len(args), list(kwargs), slots, parts, held)
 
 
-class Outlined:
+class SharedSpec:
     """What a call was given, remembered by marks that it shares with other calls."""
 
     __slots__ = ("_count", "_held", "_keys", "_marks", "_parts", "_slots", "tensors")

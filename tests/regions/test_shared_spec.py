@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 
-from memscale.regions import outlines
-from memscale.regions.outlines import Outlined, outlined
-from memscale.regions.remembered import arguments
-from memscale.regions.scope import Scope
+from memscale.regions import shared_spec as specs
+from memscale.regions.argument_spec import arguments
+from memscale.regions.captures import Captures
+from memscale.regions.shared_spec import SharedSpec, shared_spec
 
 
 class Thing:
@@ -106,8 +106,8 @@ def test_every_call_is_remembered_as_it_was(last):
     for change in (None, *CHANGES, last):
         if change is not None:
             change(cache)
-        call = arguments((x, cache), {"size": 3, "pair": (x, None)}, Scope(torch.sin))
-        assert isinstance(call, Outlined) == (change not in NOT_PLAIN)
+        call = arguments((x, cache), {"size": 3, "pair": (x, None)}, Captures(torch.sin))
+        assert isinstance(call, SharedSpec) == (change not in NOT_PLAIN)
         calls.append((call, call.take_tensors()))
         wanted.append(seen((x, cache), {}))
     now = seen(cache, {})
@@ -121,20 +121,20 @@ def test_every_call_is_remembered_as_it_was(last):
 
 
 def test_only_what_has_changed_is_looked_through(monkeypatch):
-    cache, scope, marked = made(), Scope(torch.sin), []
-    mark = outlines._Outline._marked
+    cache, captures, marked = made(), Captures(torch.sin), []
+    mark = specs._Outline._marked
 
     def noted(self, index, content):
         marked.append(content)
         return mark(self, index, content)
 
-    monkeypatch.setattr(outlines._Outline, "_marked", noted)
-    outlined((cache,), {}, scope)
+    monkeypatch.setattr(specs._Outline, "_marked", noted)
+    shared_spec((cache,), {}, captures)
     assert len(marked) == 7
-    outlined((cache,), {}, scope)
+    shared_spec((cache,), {}, captures)
     assert len(marked) == 7
     cache.layers[0].count = 9
-    outlined((cache,), {}, scope)
+    shared_spec((cache,), {}, captures)
     assert len(marked) == 8
     assert marked[-1] is cache.layers[0].__dict__
 
@@ -143,7 +143,7 @@ def test_nothing_is_kept_alive():
     gc.disable()
     try:
         cache = made()
-        call = outlined((torch.ones(1), cache), {}, Scope(torch.sin))
+        call = shared_spec((torch.ones(1), cache), {}, Captures(torch.sin))
         tensor = weakref.ref(cache.by_name["first"])
         call.take_tensors()
         cache.by_name.clear()
@@ -160,19 +160,19 @@ def test_nothing_is_kept_alive():
 def test_what_two_arguments_share_is_one_thing():
     a, b = made(), made()
     a.only, b.only = 1, 2
-    assert isinstance(arguments((a, b), {}, Scope(torch.sin)), Outlined)
+    assert isinstance(arguments((a, b), {}, Captures(torch.sin)), SharedSpec)
     b.layers.append(a.layers[0])
-    call = arguments((a, b), {}, Scope(torch.sin))
-    assert not isinstance(call, Outlined)
+    call = arguments((a, b), {}, Captures(torch.sin))
+    assert not isinstance(call, SharedSpec)
     with call.again(call.take_tensors()) as (args, _):
         assert args[1].layers[-1] is args[0].layers[0]
 
 
-def test_what_the_region_captures_too_is_left_to_its_scope():
+def test_what_the_region_captures_too_is_left_to_its_captures():
     cache = made()
     layers = cache.layers
 
     def region(given):
         return layers, given
 
-    assert outlined((cache,), {}, Scope(region)) is None
+    assert shared_spec((cache,), {}, Captures(region)) is None
