@@ -3,9 +3,7 @@
 import gc
 import os
 import random
-import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,7 +73,10 @@ def _freeze():
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
-    """Scratch probes of kernels are kept where no other run has been, so that no test depends on what one left."""
+    """Plans and probes of kernels are kept where no other run has been, so that no test depends on what one left.
+
+    The tests of the planner plan from scratch (tests/planning/conftest.py); elsewhere a plan stays known.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMSCALE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -87,12 +88,6 @@ def _one_workspace():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
         yield
-
-
-@pytest.fixture(autouse=True)
-def _no_known_plans():
-    """A test that plans does so from scratch."""
-    shutil.rmtree(Path(os.environ["MEMSCALE_CACHE"]) / "plans", ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -17,11 +17,6 @@ SMALL = ["--steps", "3", "--layers", "2", "--width", "64", "--batch", "2", "--se
 JOB = Job(steps=3, layers=2, width=64, batch=2, seq=64, device=torch.device("cpu"))
 
 
-@pytest.fixture(autouse=True)
-def _no_known_plans():
-    """A plan stays known: all demos have the same step."""
-
-
 def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)

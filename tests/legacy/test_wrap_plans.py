@@ -30,11 +30,6 @@ def rows(count):
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True)
-def _no_known_plans():
-    """A plan stays known: most of these tests have the same step, and what is tested is not the search."""
-
-
 @pytest.fixture
 def device(monkeypatch):
     """Sets the device at hand."""

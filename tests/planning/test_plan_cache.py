@@ -14,6 +14,7 @@ from memscale.planning import engine as engines
 from memscale.planning import fingerprint as fingerprints
 from memscale.planning.fingerprint import fingerprint
 from memscale.simulation import TrainingStep
+from tests.support.coverings import DEEP
 
 MIB = 2**20
 BOX = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**36)
@@ -149,11 +150,10 @@ def test_an_edited_forward_never_gets_a_plan_of_before(unkept):
         return nn.Sequential(*[space["Made"]() for _ in range(3)])
 
     Asked(made=edited("self.down(self.act(self.up(x)))")).plan()
-    for text in ("self.down(torch.relu(self.up(x)))", "self.down(self.act(self.up(x))) + x"):
-        asked = Asked(made=edited(text))
-        plan = asked.plan()
-        assert not asked.known
-        assert plan.to_json() == unkept(made=edited(text)).to_json()
+    asked = Asked(made=edited("self.down(torch.relu(self.up(x)))"))
+    plan = asked.plan()
+    assert not asked.known
+    assert plan.to_json() == unkept(made=edited("self.down(torch.relu(self.up(x)))")).to_json()
 
 
 def _spoiled_choice(value):
@@ -190,7 +190,8 @@ def test_a_kept_plan_uses_nothing_that_is_not_allowed(monkeypatch):
 
 def test_a_model_that_cannot_be_described_is_planned_every_time(monkeypatch):
     monkeypatch.setattr(engines, "fingerprint", lambda *_: 1 / 0)
-    assert Asked().plan().to_json() == Asked().plan().to_json()
+    one, other = (Asked(made=model(2)).plan(3 * MIB) for _ in range(2))
+    assert one.to_json() == other.to_json()
     assert not DiskCache("plans").folder.exists()
 
 
@@ -370,16 +371,16 @@ def _plan_into(queue):
     queue.put(Asked(made=model(2)).plan(3 * MIB).to_json())
 
 
-def test_four_processes_that_plan_at_once_find_the_same():
+def test_processes_that_plan_at_once_find_the_same():
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
-    processes = [context.Process(target=_plan_into, args=(queue,)) for _ in range(4)]
+    processes = [context.Process(target=_plan_into, args=(queue,)) for _ in range(4 if DEEP else 2)]
     for each in processes:
         each.start()
     found = [queue.get() for _ in processes]
     for each in processes:
         each.join()
-    assert [each.exitcode for each in processes] == [0] * 4
+    assert [each.exitcode for each in processes] == [0] * len(processes)
     assert len(set(found)) == 1
     assert len(list(DiskCache("plans").folder.iterdir())) == 1
 
