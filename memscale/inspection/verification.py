@@ -215,7 +215,7 @@ def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss |
     return compare(results_of_step(model, batch, loss), results_of_step(transformed, batch, loss))
 
 
-def check_same_numbers(model: nn.Module, apply: Callable[[], None], undo: Callable[[], None], batch: Any) -> None:
+def check_same_numbers(model: nn.Module, apply: Callable[[], object], undo: Callable[[], object], batch: Any) -> None:
     """Run a step of ``model`` on ``batch`` before and after ``apply()``; both must give the same bits.
 
     Outputs, gradients, buffers and the random state count; the model and the random state stay as they were.

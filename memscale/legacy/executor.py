@@ -34,8 +34,8 @@ ATTRIBUTE = "_memscale_executor"
 
 # What `_begin` makes anew in a copy.
 _OF_PROCESS = {
-    *("_lock", "_planning", "_optimizer", "_own", "_optimizing"),
-    *("_verdict", "_headline", "_comparison", "_metrics", "_server"),
+    *("_lock", "_planning", "_own", "_optimizing"),
+    *("_verdict", "_headline", "_comparison", "_server"),
 }
 
 
@@ -84,7 +84,6 @@ class Executor:
         self._caching: list[Any] = []
         self._patches: list[ForwardPatch] = []
         self._wrapped: list[ForwardPatch] = []  # of the plan before, which run inside somebody else's forward
-        self._over: list[tuple[str, Callable[..., Any]]] = []  # by paths, the forwards of others that stay
         self._seen: dict[str, Seen] = {}  # the regions, by their paths
         self._root = None if verdict.for_all else SeenRoot(self.before_direct_call)
         self._hook: Any = None  # which is called before what others have put over the model's forward
@@ -99,14 +98,12 @@ class Executor:
         """What belongs to this model in this process, and not to its copies."""
         self._lock = threading.RLock()
         self._planning: int | None = None  # the thread that plans
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         # That have parameters of the model: to look takes 1 ms a step in a model of 1,000.
         self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._optimizing = Optimizing(self.config)
+        self._optimizing = Optimizing(self.config, optimizer)
         self._verdict: Verdict | None = None
         self._headline: str | None = None  # the last that was said
         self._comparison: Comparison | None = None
-        self._metrics: Metrics | None = None
         self._server: Server | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -246,8 +243,7 @@ class Executor:
     def serve(self) -> None:
         """Serve live figures, where the config asks for that."""
         if self.config.observability_port is not None and self._server is None:
-            self._metrics = Metrics(self)
-            self._server = serve(self._metrics, self.config.observability_port)
+            self._server = serve(Metrics(self), self.config.observability_port)
             if self._server is not None:
                 weakref.finalize(self, self._server.close)
                 self.say(f"live figures at {self._server.url}")
@@ -280,23 +276,20 @@ class Executor:
 
     def install_optimizer(self) -> None:
         """Put the plan's rules for an optimizer on the one that trains the model, if it is known."""
-        self._optimizing.follow(self.plan, self.runtime)
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is not None:
-            self._optimizing.take(self.model, optimizer)
+        self._optimizing.follow(self.model, self.plan, self.runtime)
 
-    def uninstall(self) -> None:
-        """Take the plan's regions off, and leave what `attach` did."""
+    def uninstall(self) -> list[tuple[str, Callable[..., Any]]]:
+        """Take the plan's regions off, and leave what `attach` did; returns the forwards of others that stay."""
         model = self.model
         paths = {module: path for path, module in model.named_modules()}
         left = [(patch, paths.get(patch.module, ""), on_top) for patch, on_top in uninstall(self._patches)]
-        self._over = [(path, on_top) for _, path, on_top in left]
         # A forward that calls what it was put over stays around the regions of the next plan, too. The root's is looked
         # up before the hooks of a call, one of which is to plan.
         self._wrapped = [patch for patch, path, _ in left if self._has_run(path)]
         self._wrapped += [patch for patch in self._patches if patch.module is model]
         self._patches = []
         let_checkpointing(model)
+        return [(path, on_top) for _, path, on_top in left]
 
     def detach(self) -> None:
         """Undo everything; does nothing the second time.
@@ -314,8 +307,7 @@ class Executor:
                 self._detach(self.model)
 
     def _detach(self, model: nn.Module) -> None:
-        self.uninstall()
-        for path, on_top in self._over:
+        for path, on_top in self.uninstall():
             # What a step has shown to call the region is a wrapper, and takes nothing away.
             LOG.log(
                 logging.INFO if self._has_run(path) else logging.WARNING,
@@ -331,7 +323,7 @@ class Executor:
             self._hook.remove()
         if self._server is not None:
             self._server.close()
-        self._metrics = self._server = None
+        self._server = None
         caches_on(model, self._caching)
         del model.__dict__[ATTRIBUTE]
         moved = "" if self.runtime is None else f"; {moved_text(self.runtime)}"
@@ -387,10 +379,9 @@ class Executor:
                 return
             self._own.add(optimizer)
         self._plans.between_steps = True
-        if self._optimizer is None:  # the one that trains is known by its step
-            self._optimizing.take(model, optimizer)
-        if self._metrics is not None:
-            self._metrics.after_step()
+        self._optimizing.stepped(model, optimizer)
+        if self._server is not None:
+            self._server.metrics.after_step()
         if not self._looked:
             self._looked = True
             if (text := self.idle_text()) is not None:
@@ -419,14 +410,13 @@ class Executor:
     def _planned(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> tuple[Verdict, Shapes]:
         """The verdict on a call, and the shapes that it is for."""
         batch = as_batch(model.forward, args, kwargs)
-        optimizer = None if self._optimizer is None else self._optimizing.without(self._optimizer())
         self._terms = dataclasses.replace(self._terms, hardware=hardware_of(model))
         self._planning = threading.get_ident()
         try:
             for wanted in [shapes] if batch is None else self._plans.to_try(shapes):
                 self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
                 given = None if batch is None else with_shapes(batch, wanted)
-                verdict = decide(model, given, optimizer, self._terms)
+                verdict = decide(model, given, self._optimizing.plain(), self._terms)
                 if verdict.profile is not None:
                     return verdict, wanted
                 self._plans.refused.append(wanted)

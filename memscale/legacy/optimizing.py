@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -14,23 +16,42 @@ from memscale.runtime import Runtime
 
 
 class Optimizing:
-    """The rules of a plan for optimizers, and those that are under them."""
+    """The rules of a plan for optimizers, and those that are under them.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: says whether and where to log.
+        optimizer: the one that trains; None where it is known by its step.
+    """
+
+    def __init__(self, config: Config, optimizer: torch.optim.Optimizer | None) -> None:
         self._config = config
+        self._known = None if optimizer is None else weakref.ref(optimizer)
         self._rules = Plan()
         self._runtime: Runtime | None = None
         self._under: list[InPlace] = []
         self._left: set[int] = set()  # by their ids, optimizers that the rules cannot change: said once
 
-    def follow(self, plan: Plan, runtime: Runtime | None) -> None:
+    def follow(self, model: nn.Module, plan: Plan, runtime: Runtime | None) -> None:
         """From here on the rules are those of `plan`; optimizers that are under others get their own step back."""
         rules = plan.of_optimizers()
         if rules != self._rules or runtime is not self._runtime:
             self.release()
         self._rules, self._runtime = rules, runtime
+        if self._known is not None and (optimizer := self._known()) is not None:
+            self._take(model, optimizer)
 
-    def take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer` has stepped parameters of `model`: it trains `model`, unless another one is known to."""
+        if self._known is None:
+            self._take(model, optimizer)
+
+    def plain(self) -> torch.optim.Optimizer | None:
+        """The optimizer to plan for: the known one or, where that is under rules, one like it without states."""
+        optimizer = None if self._known is None else self._known()
+        under = optimizer is not None and any(each.optimizer is optimizer for each in self._under)
+        return as_plain(optimizer) if under and optimizer is not None else optimizer
+
+    def _take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put `optimizer`, which trains `model`, under the rules; one that they cannot change is left alone, aloud."""
         if not self._rules or id(optimizer) in self._left or any(each.optimizer is optimizer for each in self._under):
             return
@@ -42,11 +63,6 @@ class Optimizing:
             LOG.warning("the optimizer stays as it is, with its states in full: %s", error)
         else:
             say(self._config, f"the optimizer is under the plan:\n{optimizer!r}".partition(" (\n")[0])
-
-    def without(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-        """`optimizer` without the rules that this has put it under, to plan for: one like it, without states."""
-        under = optimizer is not None and any(each.optimizer is optimizer for each in self._under)
-        return as_plain(optimizer) if under and optimizer is not None else optimizer
 
     def release(self) -> None:
         """Give the optimizers their own steps back, with the states that they have by now, and forget the rules."""

@@ -23,12 +23,14 @@ class Server:
 
     Attributes:
         url: where the figures are.
+        metrics: what they are made of.
     """
 
-    def __init__(self, server: Any, thread: Any, url: str) -> None:
+    def __init__(self, server: Any, thread: Any, url: str, metrics: Metrics) -> None:
         self._server = server
         self._thread = thread
         self.url = url
+        self.metrics = metrics
 
     def close(self) -> None:
         """Stop, and free the port; does nothing the second time."""
@@ -88,7 +90,7 @@ def serve(metrics: Metrics, port: int | str) -> Server | None:
         )
         return None
     host = f"[{address}]" if ":" in address else address
-    found = Server(server, thread, f"http://{host}:{server.server_port}/metrics")
+    found = Server(server, thread, f"http://{host}:{server.server_port}/metrics", metrics)
     _OPEN.add(found)
     if not _watching_forks and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_forsake_all)
