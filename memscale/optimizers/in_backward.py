@@ -98,7 +98,6 @@ def step_in_backward(*, accumulate: int = 1, max_norm: float | None = None) -> O
 
 class _InBackward(StepPart):
     in_backward: ClassVar[bool] = True
-    hands_on: ClassVar[bool] = True
 
     def __init__(self, how: StepInBackward, optimizer: PartedOptimizer, inner: StepPart) -> None:
         super().__init__(optimizer, inner)
@@ -120,6 +119,9 @@ class _InBackward(StepPart):
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._hooks:  # one that is frozen has none, until then
                 self._hooks[id(parameter)] = _Hook(self, parameter, *places[id(parameter)])
+
+    def ask(self, parameters: list[torch.Tensor]) -> bool:
+        return self.inner.ask(parameters)
 
     def before_step(self, closure: Any) -> None:
         optimizer = self.optimizer

@@ -35,7 +35,6 @@ class StepInFloat32(StepPart):
     """Steps parameters in bfloat16 as float32 ones, which are there for as long as that takes; others as ever."""
 
     places_states: ClassVar[bool] = True
-    keeps_types: ClassVar[bool] = True
     how: Any
     own_states: ClassVar[frozenset[str]] = frozenset()  # that the optimizer itself does not have
 
@@ -99,6 +98,16 @@ class StepInFloat32(StepPart):
             if name not in self.own_states
         }
 
+    def loaded(self, state_dict: dict[str, Any]) -> None:
+        """Give states the types that they were saved in: PyTorch has made all of them the parameters'."""
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        numbers = dict(zip(self.optimizer._places(), saved, strict=True))  # by the ids of the parameters
+        for parameter in (each for each in self._parameters if each.dtype == torch.bfloat16):
+            states = self.optimizer.state.get(parameter, {})
+            for key, value in (state_dict["state"].get(numbers[id(parameter)]) or {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype != states[key].dtype:
+                    states[key] = value.detach().to(states[key].device, copy=True)
+
     def report(self) -> list[str]:
         count = sum(parameter.dtype == torch.bfloat16 for parameter in self._parameters)
         others = len(self._parameters) - count
@@ -106,20 +115,15 @@ class StepInFloat32(StepPart):
 
     def _advance_pieces(self, pieces: list[_Piece], group: Group) -> None:
         state: Any = self.optimizer.state
-        twins = []
+        twins, before = [], []
         for piece in pieces:
             twin = self.widened(piece.parameter, piece.of)
             assert piece.parameter.grad is not None, "it steps"
             twin.grad = piece.of(piece.parameter.grad).float()
             full = {name: piece.of(state[piece.parameter][name]).float() for name in piece.full}
-            if full or piece.small:
-                state[twin] = {**copied(piece.small), **full}
             twins.append(twin)
-        group["params"] = twins
-        try:
-            self.inner.advance(group)
-        finally:
-            after = [state.pop(twin, {}) for twin in twins]
+            before.append({**copied(piece.small), **full})
+        after = self.advance_twins(group, twins, before)
         for piece, twin, states in zip(pieces, twins, after, strict=True):
             names = self._full_names(piece.parameter)
             for name, value in states.items():

@@ -114,7 +114,6 @@ class _Offloaded(StepPart):
     """Keeps states in memory of a tier, where they also step."""
 
     places_states: ClassVar[bool] = True
-    hands_on: ClassVar[bool] = True
 
     def __init__(self, optimizer: PartedOptimizer, inner: StepPart, below: Below, tier: str) -> None:
         super().__init__(optimizer, inner)
@@ -130,6 +129,9 @@ class _Offloaded(StepPart):
     def below(self) -> list[torch.Tensor]:
         there = [tensor for states in self._placed.values() for tensor in states.values()]
         return [tensor for tensor in there if tensor.nbytes >= _LEAST_BYTES]
+
+    def ask(self, parameters: list[torch.Tensor]) -> bool:
+        return self.inner.ask(parameters)
 
     def advance(self, group: Group) -> None:
         few = list(at_most(_GROUP_BYTES, group["params"]))

@@ -134,30 +134,28 @@ class StepOnHost(StepPart):
         self._arrive()  # before: what has come back for the last ones takes memory of the device until then
         self.ask(parameters)
         coming = [self._coming[id(parameter)] for parameter in parameters]
-        twins = []
+        twins, before = [], []
         for parameter, (weights, gradient) in zip(parameters, coming, strict=True):
             twin = weights.arrived()
             twin.grad = gradient.arrived()
-            if parameter in state:
-                state[twin] = state[parameter]
+            before.append(state.get(parameter, {}))
             optimizer._twins[id(twin)] = parameter
             twins.append(twin)
-        now = {**group, **there, "params": twins}
+        now = {**group, **there}
         try:
-            self.inner.advance(now)
+            after = self.advance_twins(now, twins, before)
         finally:
             optimizer._twins.clear()
-            states = [state.pop(twin, None) for twin in twins]
         # In a backward others may read the parameters, which a copy on a stream of its own would change meanwhile.
         at_once = torch._C._current_graph_task_id() == -1
-        for parameter, twin, states_of_it in zip(parameters, twins, states, strict=True):
+        for parameter, twin, states in zip(parameters, twins, after, strict=True):
             twin.grad = None
             weights = self._coming.pop(id(parameter)).weights
             weights.ask_back(parameter, at_once=at_once, group=id(twins[0]))
             self._going.append((parameter, weights))
-            if states_of_it is not None:
-                state[parameter] = states_of_it
-        group.update({key: value for key, value in now.items() if key not in (*there, "params")})
+            if states:
+                state[parameter] = states
+        group.update({key: value for key, value in now.items() if key not in there})
 
     def _arrive(self) -> None:
         """Give parameters that have stepped what they are now."""

@@ -32,10 +32,6 @@ class StepPart:
     writes_offloaded: ClassVar[bool] = False
     places_states: ClassVar[bool] = False  # somewhere of their own, by the parameter
     in_backward: ClassVar[bool] = False
-    # What it is asked to bring, to the part inside: for those that do nothing after its `advance`, which may come later
-    # and then with the gradients of now.
-    hands_on: ClassVar[bool] = False
-    keeps_types: ClassVar[bool] = False  # states in others than their parameter's, which PyTorch loads them in
 
     def __init__(self, optimizer: PartedOptimizer, inner: StepPart | None) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -68,9 +64,27 @@ class StepPart:
         """Step the parameters of `group`, whose options it may change as the step of the class does."""
         self.inner.advance(group)
 
+    def advance_twins(
+        self, group: Group, twins: list[torch.Tensor], before: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Step `twins`, with these states, in the place of the parameters of `group`; returns the states they have."""
+        state: Any = self.optimizer.state
+        state.update({twin: states for twin, states in zip(twins, before, strict=True) if states})
+        now = {**group, "params": twins}
+        try:
+            self.inner.advance(now)
+        finally:
+            after = [state.pop(twin, {}) for twin in twins]
+        group.update({**now, "params": group["params"]})
+        return after
+
     def ask(self, parameters: list[torch.Tensor]) -> bool:
-        """Begin to bring what `advance` will take for these; whether anything is on its way."""
-        return self.hands_on and self.inner.ask(parameters)
+        """Begin to bring what `advance` will take for these; whether anything is on its way.
+
+        Only parts that do nothing after the `advance` of the part inside may pass this on: that may come later, and
+        then with the gradients of now.
+        """
+        return False
 
     def settle(self) -> None:
         """Let all that is on its way to the parameters arrive, and forget what was asked for and not used."""
@@ -85,6 +99,9 @@ class StepPart:
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """The optimizer's parameters are these from here on."""
+
+    def loaded(self, state_dict: dict[str, Any]) -> None:
+        """States were loaded from this, in the types that PyTorch loads them in."""
 
     def below(self) -> list[torch.Tensor]:
         """The tensors that live on a tier below the device."""

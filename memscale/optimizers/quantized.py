@@ -13,7 +13,6 @@ from memscale.algebra import Numbers
 from memscale.core import ConfigError, by_name, format_bytes
 from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
-from memscale.optimizers.packed import Packed
 from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, check_whole, copied, in_turn
 from memscale.optimizers.separability import Moment
 from memscale.optimizers.transformed import OptimizerTransform
@@ -93,7 +92,6 @@ class _Quantized(StepPart):
         self.how = how
         self._parameters: list[torch.Tensor] = []
         self._at_once = _MOST_BYTES
-        self._packed = Packed()
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         check_whole(repr(self.how), parameters)
@@ -102,9 +100,6 @@ class _Quantized(StepPart):
         self._at_once = min(max(nbytes // _SHARE, min(_LEAST_BYTES, nbytes // _FEWEST)), _MOST_BYTES)
         for device in {parameter.device for parameter in parameters}:
             prepare(device)
-        # What another part moves elsewhere would leave a block behind that nothing frees.
-        stay = not any(part.places_states for part in self.optimizer.parts)
-        self._packed.attend(parameters, lambda each: self._width(each) * len(self._moments(each)) if stay else 0)
         for parameter in parameters:
             self._shrink(parameter)
 
@@ -189,27 +184,25 @@ class _Quantized(StepPart):
             part, blocks = slice(start, start + width), slice(start // block, (start + width) // block)
             twin = flat[part]
             twin.grad = flat_gradient[part]
-            if before:
-                state[twin] = {
-                    name: self._numbers(value.view(-1)[part], before[f"{name}{_LARGEST}"][blocks], moments[name])
-                    if name in found
-                    else copied(value)
-                    for name, value in before.items()
-                    if not name.endswith(_LARGEST)
-                }
-            now = {**options, "params": [twin]}
-            try:
-                self.inner.advance(now)
-            finally:
-                after = state.pop(twin, {})
+            numbers = {
+                name: self._numbers(value.view(-1)[part], before[f"{name}{_LARGEST}"][blocks], moments[name])
+                if name in found
+                else copied(value)
+                for name, value in before.items()
+                if not name.endswith(_LARGEST)
+            }
+            now = {**options, "params": [parameter]}
+            [after] = self.advance_twins(now, [twin], [numbers])
             for name, moment in moments.items():
                 if name not in found:
-                    codes, found[f"{name}{_LARGEST}"] = self._room(parameter, name)
-                    found[name] = codes.view(parameter.shape)
-                made = quantized(after.pop(name).detach().view(-1), block, signed=moment.signed)
-                _put(made, found[name].view(-1)[part], found[f"{name}{_LARGEST}"][blocks])
+                    count = -(-parameter.numel() // block)
+                    found[name] = parameter.new_empty(parameter.shape, dtype=torch.uint8)
+                    found[f"{name}{_LARGEST}"] = parameter.new_empty(count, dtype=torch.float32)
+                codes, largest = quantized(after.pop(name).detach().view(-1), block, signed=moment.signed)
+                found[name].view(-1)[part] = codes
+                found[f"{name}{_LARGEST}"][blocks] = largest
             small = {name: value for name, value in after.items() if name not in moments}
-            group.update({**now, "params": [parameter]})
+            group.update(now)
         state[parameter] = {**small, **found}
 
     # ------------------------------------------------------------------------------------------------ there and back
@@ -221,20 +214,6 @@ class _Quantized(StepPart):
             for moment in self.optimizer._evidence.moments
             if (moment.dims, moment.of) == (parameter.dim(), self.inner.states_like(parameter))
         }
-
-    def _width(self, parameter: torch.Tensor) -> int:
-        """The bytes of a moment: its codes, and from where a number may begin, the largest of each block."""
-        if parameter.numel() < _LEAST:
-            return 0
-        return -(-parameter.numel() // 4) * 4 + 4 * -(-parameter.numel() // self.how.block)
-
-    def _room(self, parameter: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for the codes of a moment, flat, and for the largest of each block."""
-        numel, blocks, width = parameter.numel(), -(-parameter.numel() // self.how.block), self._width(parameter)
-        if (room := self._packed.room(parameter)) is None:
-            return parameter.new_empty(numel, dtype=torch.uint8), parameter.new_empty(blocks, dtype=torch.float32)
-        start = sorted(self._moments(parameter)).index(name) * width
-        return room[start : start + numel], room[start + width - 4 * blocks : start + width].view(torch.float32)
 
     def _shrink(self, parameter: torch.Tensor) -> None:
         """Quantise the moments of `parameter` that are not yet."""
@@ -249,8 +228,7 @@ class _Quantized(StepPart):
                 if not made:
                     states = optimizer.state[parameter] = dict(states)
                 flat = value.detach().as_strided((value.numel(),), (1,))
-                codes, largest = self._room(parameter, name)
-                _put(quantized(flat, self.how.block, signed=moment.signed), codes, largest)
+                codes, largest = quantized(flat, self.how.block, signed=moment.signed)
                 states.update({name: codes.as_strided(value.shape, value.stride()), f"{name}{_LARGEST}": largest})
                 made |= {name, f"{name}{_LARGEST}"}
                 del value, flat  # before the next one's codes are there
@@ -286,8 +264,3 @@ def _is_dense(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.dtype in kinds and last + 1 == value.numel()
-
-
-def _put(made: tuple[torch.Tensor, torch.Tensor], codes: torch.Tensor, largest: torch.Tensor) -> None:
-    codes.copy_(made[0])
-    largest.copy_(made[1])

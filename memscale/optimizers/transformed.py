@@ -161,20 +161,9 @@ class TransformedOptimizer(PartedOptimizer):
         self._catch_up()
         super().load_state_dict(state_dict)
         self._shared.clear()
-        if any(part.keeps_types for part in self.parts):
-            self._load_types(state_dict)
+        for part in self.parts:
+            part.loaded(state_dict)
         self._attend()
-
-    def _load_types(self, state_dict: dict[str, Any]) -> None:
-        """Give states of bfloat16 parameters the types that they were saved in: PyTorch has made all of them that."""
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for number, parameter in zip(saved, parameters_of(self.param_groups), strict=True):
-            if parameter.dtype != torch.bfloat16:  # it steps as ever, so its states are loaded as ever
-                continue
-            for key, value in (state_dict["state"].get(number) or {}).items():
-                loaded = self.state[parameter][key]
-                if isinstance(value, torch.Tensor) and value.dtype != loaded.dtype:
-                    self.state[parameter][key] = value.detach().to(loaded.device, copy=True)
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
         """PyTorch loads any shapes, and the next step raises about tensors, or goes on with what it has broadcast."""
