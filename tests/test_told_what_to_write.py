@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.cli.subject import read_subject
+from tests.support import processes
 
 LABELS_TOO = (torch.ones(2, 4), torch.ones(2))
 
@@ -271,7 +270,7 @@ assert dist.group.WORLD._get_sequence_number_for_group() > numbers
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend of torch.distributed")
 def test_a_simulated_step_sends_no_gradient_to_other_processes_and_one_that_has_to_run_logs_nothing():
     code = REPORTS_TO_NOBODY + "ms.measure(lambda: torch.ones(9))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ran = processes.run(code)
     # Gloo said what it is connected to, until torch 2.12.
     assert [line for line in ran.stdout.splitlines() if not line.startswith("[Gloo]")] == ["static"], ran.stderr
     assert ran.returncode == 0, ran.stderr

@@ -1,14 +1,13 @@
 """Steps of optimizers are told to whoever listens, and garbage that goes meanwhile disturbs none."""
 
 import gc
-import subprocess
-import sys
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import memscale as ms
+from tests.support import processes
 
 FORCE = ms.Config(force_optimize=True, enable_logging=False)
 
@@ -58,5 +57,5 @@ def test_a_wrapped_model_may_be_collected_within_a_step():
 
 
 def test_all_wrapped_models_have_one_hook_and_none_stays_behind_the_last():
-    done = subprocess.run([sys.executable, "-c", HOOKS], capture_output=True, text=True)
+    done = processes.run(HOOKS)
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,10 @@
 """A fork of a process that offloads: told that it cannot, whatever its parent was doing, and never left waiting."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support import processes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
@@ -77,25 +76,11 @@ thread.join()
 
 
 def test_a_fork_is_refused_and_does_not_wait():
-    root = str(Path(__file__).parents[2])
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + FORKED],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    run = processes.run("import warnings\nwarnings.simplefilter('ignore', DeprecationWarning)\n" + BEGIN + FORKED)
     assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_a_process_ends_with_copies_under_way_and_says_nothing():
-    root = str(Path(__file__).parents[2])
     end = "FileIO.write = late\nout = f(x)\ncycle = [out, f, runtime]\ncycle.append(cycle)\nforked.set()\n"
-    run = subprocess.run(
-        [sys.executable, "-c", BEGIN + end],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    run = processes.run(BEGIN + end)
     assert (run.returncode, run.stderr) == (0, "")

@@ -2,11 +2,11 @@
 
 import collections
 import functools
-import subprocess
+import multiprocessing
 import sys
-import textwrap
 import threading
 import types
+import warnings
 import weakref
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import memscale as ms
+from tests.support.coverings import in_turn
 
 
 def table(n, device=None):
@@ -282,17 +283,18 @@ def model_of(kind, n=160):
 
 WAYS = {
     "profile": lambda model, x: ms.profile(model, x, loss=mean),
-    "plan": lambda model, x: ms.plan(model, x, loss=mean, budget="2GiB", optimizer=None, hardware="h100"),
+    "card": lambda model, x: ms.profile(model, x, loss=mean, hardware="h100"),
     "wrap": lambda model, x: ms.wrap(model, sample_input=x),
+    "plan": lambda model, x: ms.plan(model, x, loss=mean, budget="2GiB", optimizer=None, hardware="h100"),
 }
+CASES = in_turn(KINDS, WAYS)
 
 
 def mean(y, _):
     return y.nan_to_num().mean()
 
 
-@pytest.mark.parametrize("way", [pytest.param("profile", marks=pytest.mark.deep), "plan", "wrap"])  # the others profile
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("kind", "way"), CASES, ids=[f"{kind.__name__}-{way}" for kind, way in CASES])
 def test_a_model_gives_what_it_gives_in_a_process_that_did_not_simulate(kind, way, monkeypatch):
     monkeypatch.setenv("MEMSCALE_CACHE", "")
     model, x = model_of(kind)
@@ -404,51 +406,48 @@ def test_what_cannot_be_taken_out_is_refused_by_name():
         ms.profile(Keeps(), torch.ones(2, 8), loss=mean)
 
 
+def of_transformers():
+    """Models that cache what their positions give, by name, each with a batch."""
+    import transformers as tr
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    spatial = {"pixel_attention_mask": torch.ones(1, 16).long(), "spatial_shapes": torch.tensor([[4, 4]])}
+    siglip2 = tr.Siglip2VisionModel(tr.Siglip2VisionConfig(**small, num_patches=16, patch_size=4))
+    dinov3 = tr.DINOv3ViTModel(tr.DINOv3ViTConfig(**small, image_size=32, patch_size=4))
+    of_detr = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_queries": 5}
+    resnet = tr.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"])
+    whole = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
+    return {
+        "siglip2": (siglip2, {"pixel_values": torch.randn(1, 16, 48), **spatial}),
+        "dinov3": (dinov3, {"pixel_values": torch.randn(1, 3, 32, 32)}),
+        "detr": (
+            tr.DetrModel(tr.DetrConfig(**of_detr, **sizes, **whole, backbone_config=resnet)),
+            {"pixel_values": torch.randn(1, 3, 64, 64)},
+        ),
+    }
+
+
+def save_outputs(path, profiles):
+    warnings.simplefilter("ignore")
+    found = {}
+    for name, (model, batch) in of_transformers().items():
+        model.eval()
+        for hardware in (None, "h100") if profiles else ():
+            ms.profile(model, batch, loss=lambda y, _: y.last_hidden_state.mean(), hardware=hardware)
+        found[name] = model(**batch).last_hidden_state.detach()
+    torch.save(found, path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
 def test_models_of_transformers_that_cache_their_positions(tmp_path):
     pytest.importorskip("transformers", reason="needs the extra `hf`")
-    program = """
-        import os, sys, torch, warnings
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        import transformers as tr
-        import memscale as ms
-
-        def made():
-            torch.manual_seed(0)
-            small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
-            return {
-                "siglip2": (tr.Siglip2VisionModel(tr.Siglip2VisionConfig(**small, num_patches=16, patch_size=4)),
-                    {"pixel_values": torch.randn(1, 16, 48), "pixel_attention_mask": torch.ones(1, 16).long(),
-                     "spatial_shapes": torch.tensor([[4, 4]])}),
-                "dinov3": (tr.DINOv3ViTModel(tr.DINOv3ViTConfig(**small, image_size=32, patch_size=4)),
-                    {"pixel_values": torch.randn(1, 3, 32, 32)}),
-                "detr": (tr.DetrModel(tr.DetrConfig(
-                    use_timm_backbone=False, backbone=None, use_pretrained_backbone=False,
-                    backbone_config=tr.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
-                        out_features=["stage2"]),
-                    d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-                    decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_queries=5)),
-                    {"pixel_values": torch.randn(1, 3, 64, 64)}),
-            }
-
-        def outputs(profiled):
-            found = {}
-            for name, (model, batch) in made().items():
-                model.eval()
-                if profiled:
-                    for hardware in (None, "h100"):
-                        ms.profile(model, batch, loss=lambda y, _: y.last_hidden_state.mean(), hardware=hardware)
-                found[name] = model(**batch).last_hidden_state.detach()
-            return found
-
-        other = os.fork()  # neither has what the other caches
-        torch.save(outputs(other == 0), sys.argv[1 + (other == 0)])
-        if other:
-            sys.exit(os.waitpid(other, 0)[1])
-    """
     paths = [tmp_path / "plain.pt", tmp_path / "profiled.pt"]
-    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, paths)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
+    for profiles, path in enumerate(paths):  # neither process has what the other caches
+        process = multiprocessing.get_context("fork").Process(target=save_outputs, args=(path, profiles))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
     plain, profiled = map(torch.load, paths)
     assert {name: torch.equal(value, profiled[name]) for name, value in plain.items()} == dict.fromkeys(plain, True)

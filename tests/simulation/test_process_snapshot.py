@@ -1,11 +1,10 @@
 """What a process has is equal before and after simulations, also after one that ended in an error at any point."""
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from tests.support import processes
 
 PROGRAM = """
 import contextvars, gc, os, random, sys, threading, warnings
@@ -138,15 +137,7 @@ CONFIG = ms.Config(use_empirical_fallback=False)
 
 
 def run(program):
-    source = PROGRAM + textwrap.dedent(program)
-    found = subprocess.run(
-        [sys.executable, "-c", source],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "MEMSCALE_CACHE": "", "OMP_NUM_THREADS": "1"},
-    )
+    found = processes.run(PROGRAM + textwrap.dedent(program), MEMSCALE_CACHE="")
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-5000:]
 
 

@@ -1,4 +1,4 @@
-"""Which of many combinations a test runs: every pair of values at least once, or all of them in the deep suite."""
+"""Which of many combinations a test runs: every value or pair of values at least once, all in the deep suite."""
 
 import itertools
 import os
@@ -25,3 +25,11 @@ def pairwise(cases):
                 missing -= pairs[case]
     assert not missing
     return chosen
+
+
+def in_turn(*axes):
+    """As few combinations of the axes' values as have each value in one: they take turns. In the deep suite, all."""
+    axes = [list(values) for values in axes]
+    if DEEP:
+        return list(itertools.product(*axes))
+    return [tuple(values[at % len(values)] for values in axes) for at in range(max(map(len, axes)))]

@@ -5,8 +5,6 @@ import errno
 import gc
 import os
 import stat
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -22,6 +20,7 @@ from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
 from memscale.runtime.storage.copy_pool import CopyPool
 from memscale.runtime.storage.disk import DiskSlab, DiskTierError, DiskTierFull, FileIO
+from tests.support import processes
 
 # Where the tests' directory is in RAM they run all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:.* is in RAM")
@@ -217,7 +216,7 @@ def test_nothing_survives_a_kill(tmp_path):
         "slab.write(torch.ones(100_000, dtype=torch.uint8)).result()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == -9
+    assert processes.run(code).returncode == -9
     assert os.listdir(tmp_path) == []
 
 

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import memscale as ms
 from memscale.simulation.kernels.rnn_weights import MODES
 from memscale.simulation.kernels.rnns_by_cells import by_cells
+from tests.support.coverings import in_turn
 
 LENGTHS = tuple(range(40, 8, -2))
 
@@ -39,8 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("cudnn", [True, False], ids=["bfloat16", "no cudnn"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "cudnn"), in_turn(CASES, [True, False]))
 def test_a_step_without_cudnn_takes_what_it_takes_on_a_card(case, cudnn, monkeypatch):
     options, *expected = CASES[case]
     monkeypatch.setattr(torch.backends.cudnn, "enabled", cudnn)

@@ -111,7 +111,7 @@ SHARDED = {
 
 @pytest.mark.parametrize(
     ("world", "rank", "options"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.deep] * (name == "2")) for name, case in SHARDED.items()],
+    [pytest.param(*case, id=name, marks=[pytest.mark.deep] * (name in ("2", "8"))) for name, case in SHARDED.items()],
 )
 def test_sharded_peaks_are_those_of_the_allocator(group, world, rank, options):
     group(world, rank)

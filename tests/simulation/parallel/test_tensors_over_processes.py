@@ -126,6 +126,7 @@ def test_tied_weights_stay_one():
     assert ms.profile(model, TOKENS, **step).by_category["parameter"] < untied
 
 
+@pytest.mark.deep  # by default a plain one is, as the split one, and a sharded one as it is
 def test_a_split_model_is_planned_as_it_is(group):
     model = split()
     plan = ms.DecisionEngine(model, TOKENS, loss=loss, config=FEW, hardware="cpu").smallest()

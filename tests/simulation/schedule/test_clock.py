@@ -83,8 +83,8 @@ SMALL = {"layers": 6, "width": 1024, "inner": 4096, "vocabulary": 4096, "tokens"
 @pytest.mark.parametrize(
     "how",
     [
-        ms.offload(what="params"),
         ms.compose(ms.offload(), ms.checkpoint()),
+        pytest.param(ms.offload(what="params"), marks=pytest.mark.deep),
         pytest.param(ms.offload(), marks=pytest.mark.deep),
         pytest.param(ms.offload(tier="disk"), marks=pytest.mark.deep),
     ],
