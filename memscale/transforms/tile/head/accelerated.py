@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
 from memscale.core import compute_capability, device_type
 from memscale.transforms.tile.head import late
-from memscale.transforms.tile.head.class_blocks import Rows, put_product
-from memscale.transforms.tile.head.loss import Loss, accumulator, without_hooks
+from memscale.transforms.tile.head.class_blocks import ByBlocks, Rows, put_product
+from memscale.transforms.tile.head.loss import Loss
 
 
 def takes(loss: Loss, hidden: torch.Tensor) -> bool:
@@ -32,45 +31,14 @@ def takes(loss: Loss, hidden: torch.Tensor) -> bool:
     return hidden.dtype != torch.bfloat16 or (compute_capability(hidden) or (8, 0)) >= (8, 0)
 
 
-def cross_entropy(loss: Loss, reduction: str, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss; its gradients are computed in backward."""
-    value: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        loss, reduction, hidden, target, *loss.projection.captured
-    )
-    return value
+class ByClasses(ByBlocks):
+    """Forward and backward by blocks of classes."""
 
+    def values(self, rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
+        return _loss(rows, hidden)
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, loss: Loss, reduction: str, hidden: torch.Tensor, target: torch.Tensor, *captured: torch.Tensor
-    ) -> torch.Tensor:
-        # Of no rows: the type of the result, and the errors for settings that do not fit.
-        nothing = hidden.new_empty((0, loss.projection.width), dtype=loss.projection.dtype)
-        dtype = loss.of_logits(nothing, target[:0], "none").dtype
-        logsumexp = torch.empty(len(hidden), dtype=accumulator(dtype), device=hidden.device)
-        rows = Rows(loss, target, logsumexp, logsumexp.new_ones(()))
-        with without_hooks():
-            values = _loss(rows, hidden)
-        ctx.loss, ctx.reduction = loss, reduction
-        ctx.save_for_backward(hidden, target, logsumexp, *captured)
-        values = torch.where(rows.kept, values, 0)
-        if reduction == "none":
-            return values.to(dtype)
-        return (values.sum() / loss.denominator(target) if reduction == "mean" else values.sum()).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        hidden, target, logsumexp, *captured = ctx.saved_tensors  # checks that none was changed in place since
-        loss: Loss = ctx.loss
-        if torch.is_grad_enabled():
-            hidden_grad, *rest = loss.gradients_with_a_graph(hidden, target, ctx.reduction, grad)
-            return None, None, hidden_grad, None, *rest
-        scale = grad.to(logsumexp.dtype)
-        if ctx.reduction == "mean":
-            scale = scale / loss.denominator(target)
-        hidden_grad, found = _gradients(Rows(loss, target, logsumexp, scale), hidden)
-        return None, None, hidden_grad, None, *(found.get(id(tensor)) for tensor in captured)
+    def gradients(self, rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        return _gradients(rows, hidden)
 
 
 def _loss(rows: Rows, hidden: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,7 @@ import torch
 
 from memscale.core import device_type
 from memscale.transforms.tile.head import late
-from memscale.transforms.tile.head.loss import ALL, Loss, accumulator, last_backward, without_hooks
-from memscale.transforms.tile.pieces import is_out_of_place
+from memscale.transforms.tile.head.loss import ALL, Loss, LossAlgorithm, accumulator, scaled
 
 
 def pay(loss: Loss, hidden: torch.Tensor) -> bool:
@@ -50,67 +49,61 @@ def pays_late(loss: Loss, hidden: torch.Tensor) -> bool:
     return late.pays(loss.projection.linear[0], hidden)
 
 
-def cross_entropy(
-    loss: Loss, reduction: str, hidden: torch.Tensor, target: torch.Tensor, *, early: bool
-) -> torch.Tensor:
-    """The loss; `early`: the gradient of the hidden states is computed in forward, from the logits of the loss."""
-    value: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        loss, reduction, early, hidden, target, *loss.projection.captured
-    )
-    return value
+class ByBlocks(LossAlgorithm):
+    """Forward by pieces of rows, backward by blocks of classes.
 
+    Args:
+        loss, reduction: as in `LossAlgorithm`.
+        early: whether the gradient of the hidden states is computed in forward, from the logits of the loss.
+    """
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Loss,
-        reduction: str,
-        early: bool,
-        hidden: torch.Tensor,
-        target: torch.Tensor,
-        *captured: torch.Tensor,
-    ) -> torch.Tensor:
+    def __init__(self, loss: Loss, reduction: str, *, early: bool = False) -> None:
+        super().__init__(loss, reduction)
+        self.early = early
+        self.hidden_grad: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        loss = self.loss
         # Of no rows: the type of the result, and the errors for settings that do not fit.
         nothing = hidden.new_empty((0, loss.projection.width), dtype=loss.projection.dtype)
         dtype = loss.of_logits(nothing, target[:0], "none").dtype
         logsumexp = torch.empty(len(hidden), dtype=accumulator(dtype), device=hidden.device)
-        scale = logsumexp.new_ones(()) if reduction != "mean" else 1 / loss.denominator(target).to(logsumexp.dtype)
+        divides = self.early and self.reduction == "mean"
+        scale = 1 / loss.denominator(target).to(logsumexp.dtype) if divides else logsumexp.new_ones(())
         rows = Rows(loss, target, logsumexp, scale)
-        values = torch.empty_like(logsumexp)
-        hidden_grad = torch.empty_like(hidden) if early and hidden.requires_grad else None
-        with without_hooks():
-            for start, length in loss.ranges:
-                _forward_piece(rows, hidden, slice(start, start + length), values, hidden_grad)
-        ctx.loss, ctx.reduction, ctx.hidden_grad = loss, reduction, hidden_grad
-        ctx.save_for_backward(hidden, target, logsumexp, *captured)
-        values = torch.where(rows.kept, values, 0)
-        if reduction == "none":
-            return values.to(dtype)
-        return (values.sum() / loss.denominator(target) if reduction == "mean" else values.sum()).to(dtype)
+        values = torch.where(rows.kept, self.values(rows, hidden), 0)
+        if self.reduction != "none":
+            values = values.sum() / loss.denominator(target) if self.reduction == "mean" else values.sum()
+        return values.to(dtype), [logsumexp]
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        hidden, target, logsumexp, *_ = ctx.saved_tensors  # checks that none was changed in place since
-        loss: Loss = ctx.loss
-        if is_out_of_place(grad):
-            hidden_grad, *rest = loss.gradients_with_a_graph(hidden, target, ctx.reduction, grad)
-            return None, None, None, hidden_grad, None, *rest
+    def backward(
+        self, grad: torch.Tensor, hidden: torch.Tensor, target: torch.Tensor, saved: list[torch.Tensor], *, last: bool
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        logsumexp = saved[0]
         scale = grad.to(logsumexp.dtype)
-        if ctx.reduction == "mean":
-            scale = scale / loss.denominator(target)
-        rows = Rows(loss, target, logsumexp, scale)
-        hidden_grad = ctx.hidden_grad
-        if last := last_backward():
-            ctx.hidden_grad = ctx.loss = None  # this node outlives the rest of backward, with all that it still holds
-        if hidden_grad is None and hidden.requires_grad:
-            hidden_grad = torch.empty_like(hidden)
-            for start, length in loss.ranges:
+        if self.reduction == "mean":
+            scale = scale / self.loss.denominator(target)
+        rows = Rows(self.loss, target, logsumexp, scale)
+        if self.hidden_grad is None:
+            return self.gradients(rows, hidden)
+        return scaled(self.hidden_grad, grad, last=last), _gradients_of_linear(rows, hidden)
+
+    def values(self, rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
+        """The loss of every row; their logsumexp is filled in."""
+        values = torch.empty_like(rows.logsumexp)
+        if self.early and hidden.requires_grad:
+            self.hidden_grad = torch.empty_like(hidden)
+        for start, length in self.loss.ranges:
+            _forward_piece(rows, hidden, slice(start, start + length), values, self.hidden_grad)
+        return values
+
+    def gradients(self, rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """The gradient of the hidden states, and those of weight and bias by the identity of the tensor."""
+        hidden_grad = torch.empty_like(hidden) if hidden.requires_grad else None
+        if hidden_grad is not None:
+            for start, length in self.loss.ranges:
                 _backward_piece(rows, hidden, slice(start, start + length), hidden_grad)
-        elif hidden_grad is not None and not (device_type(grad) == "cpu" and grad.item() == 1):
-            hidden_grad = hidden_grad.mul_(grad) if last else hidden_grad * grad
-        found = _gradients_of_linear(rows, hidden)
-        return None, None, None, hidden_grad, None, *(found.get(id(tensor)) for tensor in loss.projection.captured)
+        return hidden_grad, _gradients_of_linear(rows, hidden)
 
 
 def _forward_piece(

@@ -1,4 +1,8 @@
-"""One cross entropy of deferred logits: its settings, and the ways to compute it that autograd can follow."""
+"""One cross entropy of deferred logits: its settings, and the two doors to its value.
+
+`Loss.by_rows` is ordinary tiled code, which autograd follows to any order. `in_one_node` is one node of the graph with
+a backward of its own, which some `LossAlgorithm` computes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from memscale.core import device_type
 from memscale.transforms.tile.head.projection import Projection
+from memscale.transforms.tile.pieces import is_out_of_place
 
 ALL = slice(None)
 _CASTS = (torch.Tensor.to, torch.Tensor.type)
@@ -125,12 +131,72 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class LossAlgorithm:
+    """How one loss and its gradients are computed, in one node of the graph. It holds what forward leaves to backward.
+
+    Args:
+        loss: its settings.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+    """
+
+    def __init__(self, loss: Loss, reduction: str) -> None:
+        self.loss, self.reduction = loss, reduction
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The loss, and tensors that the graph is to save."""
+        raise NotImplementedError
+
+    def backward(
+        self, grad: torch.Tensor, hidden: torch.Tensor, target: torch.Tensor, saved: list[torch.Tensor], *, last: bool
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """The gradients of the hidden states, and of captured tensors by their ids.
+
+        `last`: backward does not come again, so that what this holds may be given away.
+        """
+        raise NotImplementedError
+
+
+def in_one_node(algorithm: LossAlgorithm, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss that `algorithm` computes."""
+    captured = algorithm.loss.projection.captured
+    value: torch.Tensor = _Node.apply(algorithm, hidden, target, *captured)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, algorithm: LossAlgorithm, hidden: torch.Tensor, target: torch.Tensor, *captured: torch.Tensor
+    ) -> torch.Tensor:
+        with without_hooks():
+            value, saved = algorithm.forward(hidden, target)
+        ctx.algorithm = algorithm
+        ctx.save_for_backward(hidden, target, *saved, *captured)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        hidden, target, *saved = ctx.saved_tensors  # checks that none was changed in place since
+        algorithm: LossAlgorithm = ctx.algorithm
+        if is_out_of_place(grad):  # from the start, with a graph
+            hidden_grad, *rest = algorithm.loss.gradients_with_a_graph(hidden, target, algorithm.reduction, grad)
+            return None, hidden_grad, None, *rest
+        if last := not torch._C._autograd._get_current_graph_task_keep_graph():
+            # A gradient that nobody else holds is stored, or added to, without a copy; and this node outlives the rest
+            # of backward, with all that it still holds.
+            ctx.algorithm = None
+        hidden_grad, found = algorithm.backward(grad, hidden, target, saved, last=last)
+        return None, hidden_grad, None, *(found.get(id(tensor)) for tensor in algorithm.loss.projection.captured)
+
+
+def scaled(gradient: torch.Tensor, grad: torch.Tensor, *, last: bool) -> torch.Tensor:
+    """A gradient of the loss times `grad`; `last` allows to change it."""
+    if last and device_type(grad) == "cpu" and grad.item() == 1:
+        return gradient
+    return gradient.mul_(grad) if last else gradient * grad
+
+
 def without_hooks() -> Any:
     """A context without the hooks around the loss (a checkpoint, an offload): a piece's residuals do not outlive it."""
     # Cut off: a result that its own operator saves would hold that operator, and nothing would ever let go of both.
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
-
-
-def last_backward() -> bool:
-    """Whether the backward that runs now releases the graph, so that what nodes hold may be given away."""
-    return not torch._C._autograd._get_current_graph_task_keep_graph()

@@ -15,9 +15,8 @@ import torch
 
 from memscale.core import device_type
 from memscale.transforms.tile.head import accelerated, class_blocks
-from memscale.transforms.tile.head.loss import Loss, Step, accumulator, last_backward, without_hooks
+from memscale.transforms.tile.head.loss import Loss, LossAlgorithm, Step, accumulator, in_one_node, scaled
 from memscale.transforms.tile.head.projection import Projection
-from memscale.transforms.tile.pieces import is_out_of_place
 
 
 def cross_entropy(
@@ -59,62 +58,49 @@ def cross_entropy(
         value = loss.by_rows(hidden, flat_target, reduction)
     elif class_blocks.pay(loss, hidden):
         loss.late = class_blocks.pays_late(loss, hidden)
+        algorithm = class_blocks.ByBlocks(loss, reduction, early=in_forward)
         if accelerated.takes(loss, hidden):
-            value = accelerated.cross_entropy(loss, reduction, hidden, flat_target)
-        else:
-            value = class_blocks.cross_entropy(loss, reduction, hidden, flat_target, early=in_forward)
+            algorithm = accelerated.ByClasses(loss, reduction)
+        value = in_one_node(algorithm, hidden, flat_target)
     elif in_forward:
-        value = _Scalar.apply(  # type: ignore[no-untyped-call]
-            loss, reduction, hidden, flat_target, *projection.captured
-        )
+        value = in_one_node(InForward(loss, reduction), hidden, flat_target)
     else:
         value = loss.by_rows(hidden, flat_target, reduction)
     return value.reshape(rows if reduction == "none" else ())
 
 
-class _Scalar(torch.autograd.Function):
-    """A mean or summed cross entropy whose gradients are computed in forward, one piece at a time."""
+class InForward(LossAlgorithm):
+    """A mean or sum whose gradients are computed in forward, one piece of the rows at a time."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, loss: Loss, reduction: str, hidden: torch.Tensor, target: torch.Tensor, *captured: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        loss, captured = self.loss, self.loss.projection.captured
         # A count divided into 1 has the default type, which may be of 16 bits.
         wide = accumulator(loss.projection.dtype)
-        scale = 1 / loss.denominator(target).to(wide) if reduction == "mean" else None
+        scale = 1 / loss.denominator(target).to(wide) if self.reduction == "mean" else None
         run, shown = _linear_piece, loss
         if loss.projection.linear is None:
             # Of two captured tensors one may come from the other, as those that a network makes for `functional_call`.
             run, shown = _piece, loss if all(tensor.is_leaf for tensor in captured) else loss.of_views()
+        self._wanted = [id(tensor) for tensor in captured if tensor.requires_grad]
         gradients = _Gradients(hidden, [tensor for tensor in shown.projection.captured if tensor.requires_grad])
         total: torch.Tensor | None = None
-        with without_hooks():
-            for start, length in loss.ranges:
-                rows = slice(start, start + length)
-                value = run(shown, hidden[rows], target[rows], scale, gradients, rows)
-                total = value.to(accumulator(value.dtype)) + (0 if total is None else total)
-                dtype = value.dtype
+        for start, length in loss.ranges:
+            rows = slice(start, start + length)
+            value = run(shown, hidden[rows], target[rows], scale, gradients, rows)
+            total = value.to(accumulator(value.dtype)) + (0 if total is None else total)
+            dtype = value.dtype
         assert total is not None
         gradients.round_sums()
-        ctx.loss, ctx.reduction, ctx.gradients = loss, reduction, gradients
-        ctx.wants = [tensor.requires_grad for tensor in captured]
-        ctx.save_for_backward(hidden, target, *captured)
-        return (total if scale is None else total / loss.denominator(target)).to(dtype)
+        self._gradients = gradients
+        return (total if scale is None else total / loss.denominator(target)).to(dtype), []
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        hidden, target, *_ = ctx.saved_tensors  # this also checks that none was changed in place since
-        if is_out_of_place(grad):  # from the start, with a graph
-            hidden_grad, *rest = ctx.loss.gradients_with_a_graph(hidden, target, ctx.reduction, grad)
-            return None, None, hidden_grad, None, *rest
-        last = last_backward()
-        found = ctx.gradients.scaled(grad, last=last)
-        if last:
-            # A gradient that nobody else holds is stored, or added to, without a copy; and this node outlives the
-            # rest of backward, with all that it still holds.
-            ctx.gradients = ctx.loss = None
-        hidden_grad = found.pop(0) if hidden.requires_grad else None
-        return None, None, hidden_grad, None, *[found.pop(0) if wanted else None for wanted in ctx.wants]
+    def backward(
+        self, grad: torch.Tensor, hidden: torch.Tensor, target: torch.Tensor, saved: list[torch.Tensor], *, last: bool
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        hidden_grad, found = self._gradients.hidden, self._gradients.of_captured()
+        if hidden_grad is not None:
+            hidden_grad = scaled(hidden_grad, grad, last=last)
+        return hidden_grad, dict(zip(self._wanted, [scaled(each, grad, last=last) for each in found], strict=True))
 
 
 class _Gradients:
@@ -161,13 +147,9 @@ class _Gradients:
         for index, tensor in enumerate(self.captured):  # one by one: each sum goes before the next is converted
             self._sums[index] = self._sums[index].to(tensor.dtype)
 
-    def scaled(self, grad: torch.Tensor, *, last: bool) -> list[torch.Tensor]:
-        """The gradients times `grad`; `last` allows to change the stored ones."""
-        stored = [] if self.hidden is None else [self.hidden]
-        stored += [self._sums[index] for index in range(len(self.captured))]
-        if last and device_type(grad) == "cpu" and grad.item() == 1:
-            return stored
-        return [gradient.mul_(grad) if last else gradient * grad for gradient in stored]
+    def of_captured(self) -> list[torch.Tensor]:
+        """The gradients of the captured tensors."""
+        return [self._sums[index] for index in range(len(self.captured))]
 
 
 _SUM_ROWS = 4096
