@@ -66,10 +66,11 @@ _TENSOR = object()  # marks a tensor's position among the leaves
 class FlatSpec:
     """Tensors, numbers, strings and the like, in lists, tuples, dictionaries and dataclasses."""
 
-    __slots__ = ("_spec", "_template", "tensors")
+    __slots__ = ("_spec", "_template", "direct", "tensors")
 
     def __init__(self, leaves: list[Any], spec: Any) -> None:
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.direct = len(self.tensors)
         self._template = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._spec = spec
 
@@ -158,12 +159,13 @@ class ArgumentSpec:
         TransformError: `root` leads to too many objects to look at in every call.
     """
 
-    __slots__ = ("_nodes", "_owners", "_root", "order", "tensors")
+    __slots__ = ("_nodes", "_owners", "_root", "direct", "order", "tensors")
 
     def __init__(self, root: Any, captures: Captures | None, *, hold: bool = False) -> None:
         walk = _Walk(captures, copies=not hold)
         self._root = walk.from_root(root)
         self.tensors, self.order, self._owners, self._nodes = walk.tensors, walk.order, walk.owners, walk.nodes
+        self.direct = len(self.tensors)
         if not hold:
             self.let_go()
 

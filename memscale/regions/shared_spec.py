@@ -70,6 +70,20 @@ class _Held(NamedTuple):
     marks: list[Any]
     slots: list[_Slot]
     tensors: list[weakref.ref[torch.Tensor]]  # behind the slots
+    ids: list[int]  # of keys and values, or of the items of a list
+    tensor_ids: list[int]
+
+    def is_still_in(self, thing: Any, found: dict[Any, Any]) -> bool:
+        """Whether `thing` is an object that holds this, tensors and values only, with those that `found` has."""
+        attributes = thing.__dict__
+        return (
+            [*map(id, attributes), *map(id, attributes.values())] == self.ids
+            and [id(found[slot]) for slot in self.slots] == self.tensor_ids
+            and _Part not in map(type, self.marks)
+        )
+
+
+_NOTHING = _Held([], [], [], [], [], [])
 
 
 class _NotPlain(Exception):
@@ -82,7 +96,7 @@ class _Outline:
     def __init__(self, root: Any) -> None:
         name = type(root).__name__
         self.parts = [_Part(type(root), weakref.ref(root), 0, None, name)]
-        self.held: list[_Held] = [_Held([], [], [], [])]
+        self.held: list[_Held] = [_NOTHING]
         self._ids: list[list[int] | None] = [None]
         self._at: dict[int, int] = {id(root): 0}  # objects among the parts, by id
         self._slots: dict[int, tuple[_Slot, weakref.ref[torch.Tensor]]] = {}
@@ -107,7 +121,7 @@ class _Outline:
             now = [*map(id, content)] if part.kind is list else [*map(id, content), *map(id, content.values())]
             if now != ids[index]:
                 try:
-                    self.held[index] = self._marked(index, content)
+                    self.held[index] = self._marked(index, content, now)
                 except _NotPlain:
                     return None
                 ids[index] = now
@@ -129,7 +143,7 @@ class _Outline:
             self._slots = {id(tensor): self._slots[id(tensor)] for tensor in found.values()}
         return found  # type: ignore[return-value]
 
-    def _marked(self, index: int, content: Any) -> _Held:
+    def _marked(self, index: int, content: Any, ids: list[int]) -> _Held:
         before = {id(mark) for mark in self.held[index].marks if type(mark) is _Part}
         if len(content) > LARGEST_CONTAINER:
             raise _NotPlain
@@ -137,7 +151,7 @@ class _Outline:
         keys = None if is_list else list(content)
         if keys is not None and not all(type(key) in (str, int) for key in keys):
             raise _NotPlain
-        held = _Held(keys, [], [], [])
+        held = _Held(keys, [], [], [], ids, [])
         for key, value in enumerate(content) if is_list else content.items():
             held.marks.append(self._mark(value, index, key, held))
         if not before <= {id(mark) for mark in held.marks if type(mark) is _Part}:
@@ -152,6 +166,7 @@ class _Outline:
                 slot, tensor = self._slots[id(value)] = _Slot(part.owner), weakref.ref(value)
             held.slots.append(slot)
             held.tensors.append(tensor)
+            held.tensor_ids.append(id(value))
             return slot
         kind: Any = type(value)
         if is_constant(kind) or (kind is tuple and all(is_constant(type(item)) for item in value)):
@@ -181,7 +196,7 @@ class _Outline:
         if thing is not None:
             self._at[id(thing)] = len(self.parts)
         self.parts.append(part)
-        self.held.append(_Held([], [], [], []))
+        self.held.append(_NOTHING)
         self._ids.append(None)
         return part
 
@@ -266,15 +281,21 @@ def shared_spec(args: tuple[Any, ...], kwargs: dict[str, Any], captures: Capture
         else roots.get(id(value), value)
         for value in values
     ]
+    direct = len(slots)
     slots.update(of_objects)
     held = [each for outline in outlines for each in outline.held]
-    return SharedSpec(marks, len(args), list(kwargs), slots, parts, held)
+    return SharedSpec(marks, len(args), list(kwargs), slots, direct, parts, held)
 
 
 class SharedSpec:
-    """What a call was given, remembered by marks that it shares with other calls."""
+    """What a call was given, remembered by marks that it shares with other calls.
 
-    __slots__ = ("_count", "_held", "_keys", "_marks", "_parts", "_slots", "tensors")
+    Attributes:
+        tensors: all that were reached.
+        direct: how many of these, the first ones, are arguments; the others are held by objects.
+    """
+
+    __slots__ = ("_count", "_held", "_keys", "_marks", "_parts", "_slots", "direct", "tensors")
 
     def __init__(
         self,
@@ -282,12 +303,13 @@ class SharedSpec:
         count: int,
         keys: list[str],
         slots: dict[_Slot, torch.Tensor],
+        direct: int,
         parts: list[_Part],
         held: list[_Held],
     ) -> None:
         self._marks, self._count, self._keys = marks, count, keys
         self._slots, self.tensors = list(slots), list(slots.values())
-        self._parts, self._held = parts, held
+        self.direct, self._parts, self._held = direct, parts, held
 
     def take_tensors(self) -> list[torch.Tensor]:
         """The tensors, which are let go of here."""
@@ -308,6 +330,9 @@ class SharedSpec:
         before: list[tuple[Any, dict[str, Any]]] = []
         try:
             for held, thing, old in zip(self._held, things, olds, strict=True):
+                if old is not None and held.is_still_in(thing, found):
+                    before.append((thing, thing.__dict__.copy()))
+                    continue
                 contents = [found[mark] if type(mark) in _MARKS else mark for mark in held.marks]
                 if held.keys is None:
                     thing.extend(contents)

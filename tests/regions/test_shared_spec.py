@@ -124,9 +124,9 @@ def test_only_what_has_changed_is_looked_through(monkeypatch):
     cache, captures, marked = made(), Captures(torch.sin), []
     mark = specs._Outline._marked
 
-    def noted(self, index, content):
+    def noted(self, index, content, ids):
         marked.append(content)
-        return mark(self, index, content)
+        return mark(self, index, content, ids)
 
     monkeypatch.setattr(specs._Outline, "_marked", noted)
     shared_spec((cache,), {}, captures)

@@ -195,7 +195,8 @@ class _Frame:
             captures.seal()
         tensors = self._call.take_tensors()  # `Inputs` decides what holds them
         self._memory = memory
-        self._mode = (captures.flags(), *[(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
+        kinds = [(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors[: self._call.direct]]
+        self._mode: Any = (captures.flags(), len(tensors), *kinds)
         self._snapshot: Snapshot | None = Snapshot(captures, tensors, memory.effects_in(self._mode))
         self.streams = Streams(self._snapshot.environment.devices)
         self._inputs: Inputs | None = Inputs(tensors, captures)
@@ -306,7 +307,7 @@ class _Frame:
             with (
                 Replay(self._snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
                 self._call.again(values := _in_order(found, shared)) as (args, kwargs),
-                ending_at(found.values()),
+                ending_at(self._ends(found)),
                 torch.enable_grad(),
             ):
                 _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
@@ -323,6 +324,12 @@ class _Frame:
             self.streams = streams
         rerun.check()
         return rerun.found
+
+    def _ends(self, found: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Behind which no backward of the region's own is to go: a cache has many, so only one watched run asks all."""
+        assert self._snapshot is not None
+        every, direct = self._snapshot.is_watched, self._call.direct
+        return [tensor for index, tensor in found.items() if every or index < direct]
 
     def _replaying(self, values: list[torch.Tensor]) -> AbstractContextManager[Replayer | None]:
         if not self._concluded:

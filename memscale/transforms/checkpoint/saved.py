@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import changed_error, described, version
+from memscale.core import changed_error, described, version, versions
 from memscale.regions import hooks_around, memory_of, pack_all, recomputes
 
 
@@ -51,6 +51,12 @@ class SavedTensors:
         """From now on the tensors must stay at `versions`; hooks check what they hold themselves."""
         if self._unpack is None:
             self._versions = versions
+
+    def unchanged(self) -> list[torch.Tensor] | None:
+        """All of them, if they are held directly and none was changed since they were sealed."""
+        if self._unpack is not None or (self._versions and versions(self._held) != self._versions):
+            return None
+        return self._held
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
