@@ -110,15 +110,15 @@ class Ghost:
 def dropout_states(card: str) -> int:
     """What cuDNN's generators take, by the rule that was measured on one card."""
     from memscale import Hardware
-    from memscale.simulation.kernels.cuda_rnns import dropout_states_bytes
+    from memscale.simulation.rules.recurrences import dropout_states_bytes
 
     return dropout_states_bytes(Hardware.named(card).multiprocessors or 0)
 
 
 def as_stand_ins() -> None:
     """Let predictions in this process take what the stand-ins take where only cuDNN knows: then the order shows."""
-    from memscale.simulation.kernels import cuda_rnns
-    from memscale.simulation.kernels.cudnn_workspaces import Convolution
+    from memscale.simulation.rules import recurrences
+    from memscale.simulation.rules.cudnn_workspaces import Convolution
 
     def workspace(self: Convolution, capability: tuple[int, int], multiprocessors: int = 0) -> int:
         if self.groups == self.image.size(1) > 1:
@@ -126,7 +126,7 @@ def as_stand_ins() -> None:
         return sum(each.numel() * each.itemsize for each in (self.image, self.kernel, self.result))
 
     Convolution.result_bytes = Convolution.image_bytes = Convolution.weight_bytes = workspace  # type: ignore[method-assign]
-    cuda_rnns.workspace_bytes = lambda call, *, backward=False: RNN_WORKSPACE
+    recurrences.workspace_bytes = lambda call, *, backward=False: RNN_WORKSPACE
 
 
 def at_once(card: str) -> Any:

@@ -89,6 +89,7 @@ memscale.simulation.allocator:
 memscale.simulation.dispatch:
 memscale.simulation.kernels:
 memscale.simulation.parallel:
+memscale.simulation.rules:
 memscale.simulation.sandbox:
 memscale.simulation.schedule:
 memscale.simulation.measured: AllocatorTrace measure training_roles

@@ -43,7 +43,6 @@ MAY_ASK = {
     "simulation/dispatch/call_effects.py": "of the kernels, which are those of the device that is simulated",
     "simulation/kernels/kernels.py": "a probe runs kernels on the device at hand",
     "simulation/kernels/shapes.py": "a key of what is remembered, from where a stand-in is",
-    "simulation/dispatch/operators.py": "of the kernels, which are those of the device that is simulated",
     "simulation/measured/allocator_trace.py": "measures the device at hand",
     "simulation/measured/empirical.py": "measures the device at hand",
     "simulation/sandbox/inductor.py": "whether a fake of the compiler's is of the CPU that it is traced on",

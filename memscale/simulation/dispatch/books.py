@@ -14,11 +14,10 @@ from memscale.simulation.dispatch.graphs import Graphs
 from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.operators import Operator
-from memscale.simulation.kernels.cuda_programs import in_order
-from memscale.simulation.kernels.cuda_rnns import DROPOUT_STATES
-from memscale.simulation.kernels.programs import PLAIN, Result
 from memscale.simulation.kernels.shapes import results_of
 from memscale.simulation.ledger import Course, OpCall, StorageRecord
+from memscale.simulation.rules.recurrences import DROPOUT_STATES
+from memscale.simulation.rules.rule import PLAIN, Result, in_order
 from memscale.simulation.sandbox.garbage import EVERY, StepCollections
 from memscale.simulation.schedule.clock import Clock
 

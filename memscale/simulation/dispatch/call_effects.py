@@ -24,26 +24,16 @@ from memscale.simulation.dispatch.operators import Operator
 from memscale.simulation.dispatch.values import NeedsValues, stands_in
 from memscale.simulation.kernels.cpu_scratch import ScratchProbe
 from memscale.simulation.kernels.cuda_scratch import BLAS_VARIABLES
-from memscale.simulation.kernels.few_bits import without_outliers
 from memscale.simulation.kernels.kernels import Kernels
-from memscale.simulation.kernels.programs import PLAIN, RESULTS, Program, is_deterministic, taken
-from memscale.simulation.kernels.shapes import (
-    FakeKernels,
-    NewTensor,
-    ResultLayout,
-    exchanged,
-    result_layout,
-    results_of,
-)
+from memscale.simulation.kernels.shapes import FakeKernels, exchanged, results_of
+from memscale.simulation.rules.layouts import NewTensor, ResultLayout, result_layout
+from memscale.simulation.rules.registry import rule_of
+from memscale.simulation.rules.rule import PLAIN, RESULTS, Program, is_deterministic, taken
 
 aten = torch.ops.aten
 
 LARGEST_RUN_BYTES = 1 << 30
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}  # the fake ones take operands of two dtypes, the real ones refuse
-# Only the kernel knows the size of its workspace, which it keeps for backward; the fake one returns an empty tensor.
-_KERNEL_DECIDES = {aten.mkldnn_rnn_layer.default}
-# By values it knows how many columns it returns.
-_COUNTS_OUTLIERS = "bitsandbytes::int8_vectorwise_quant"
 _MOST_LAYOUTS, _MOST_EFFECTS = 1 << 15, 1 << 14
 # Of the process: a layout follows from the call and from PyTorch's switches, and fake kernels are slow.
 _layouts: dict[Any, ResultLayout] = {}
@@ -181,10 +171,8 @@ class CallEffects:
         if not op._schema.returns:
             # All in place: an optimizer's loop over lists, a custom operator's update.
             return ResultLayout(None, ())
-        if op in _KERNEL_DECIDES or (op._opname in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1):
+        if rule_of(op).runs or (op._opname in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1):
             return self._on_zeros(op, args, kwargs, tensors, path)
-        if op.name() == _COUNTS_OUTLIERS:
-            return result_layout(without_outliers(*args), tensors)
         known = None if key is None else _layouts.get((op, key, self._switches))
         if known is not None:
             return known

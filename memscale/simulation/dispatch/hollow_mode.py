@@ -31,13 +31,11 @@ from memscale.simulation.dispatch.operators import Call, Operator, composition
 from memscale.simulation.dispatch.sparse import ran
 from memscale.simulation.dispatch.values import NeedsValues, Values, guess_of, integers_of, stands_in, with_numbers
 from memscale.simulation.kernels.caches import own_caches
-from memscale.simulation.kernels.cuda_fused import COMPUTED
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
     Kind,
     exchanged,
     is_sparse,
-    result_layout,
     results_of,
     signature,
     strided_parts,
@@ -54,6 +52,8 @@ from memscale.simulation.parallel.collectives import (
     is_wrap,
     scratch_bytes,
 )
+from memscale.simulation.rules.layouts import result_layout
+from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.sandbox.choices import Choices
 from memscale.simulation.sandbox.draws import Draws, StepRandomness, settle
 from memscale.simulation.schedule.clock import Clock
@@ -335,7 +335,7 @@ class HollowMode(TorchDispatchMode):
         """What the operator computes, from the step's own generator if it draws."""
         if operator.drawing is not None:
             return operator.drawing(self.randomness.torch, *args, **kwargs)
-        compute: Callable[..., Any] = COMPUTED.get(operator.op, operator.op)
+        compute: Callable[..., Any] = rule_of(operator.op).computed or operator.op
         return compute(*args, **kwargs)
 
     def _settle(self, drawn: Any, call: Call) -> None:

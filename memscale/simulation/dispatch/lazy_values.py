@@ -17,8 +17,8 @@ import torch
 from torch._ops import OpOverload
 
 from memscale.simulation.dispatch.hollow import HollowStorages
-from memscale.simulation.kernels.cuda_fused import COMPUTED
 from memscale.simulation.kernels.shapes import exchanged
+from memscale.simulation.rules.registry import rule_of
 
 # What a computation may take for one tensor, and what may stay for the next question about it.
 _LARGEST_BYTES = 1 << 30
@@ -180,7 +180,7 @@ def _run(op: OpOverload, args: Any, kwargs: Any, shape: tuple[int, ...]) -> torc
     """``op(*args, **kwargs)``, computed once for all rows that are one row repeated (a batch of positions)."""
     if torch.Tag.pointwise not in op.tags and op not in _IDEMPOTENT:
         _check(torch.int64, shape)
-        compute: Callable[..., torch.Tensor] = COMPUTED.get(op, op)
+        compute: Callable[..., torch.Tensor] = rule_of(op).computed or op
         return compute(*args, **kwargs)
     given = [arg for arg in args if isinstance(arg, torch.Tensor)]
     dims = max((arg.dim() for arg in given), default=0)

@@ -10,11 +10,10 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
-from memscale.simulation.dispatch.in_place_sums import OF_FORMULAS
-from memscale.simulation.kernels.few_bits import MADE_OF_OTHERS
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import Kind, kind_of, written_arguments
 from memscale.simulation.ledger import StorageRecord
+from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.sandbox.draws import drawing_from
 
 aten = torch.ops.aten
@@ -29,37 +28,6 @@ _BY_LENGTHS = frozenset({aten._pack_padded_sequence.default})
 _CONSTANTS = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
 # Their integer results decide what a model does next: which expert, which beam, which token.
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min"}
-# Each a composition of others below autograd, on a card as on a CPU, which take memory of their own.
-_COMPOSED = {
-    aten._euclidean_dist.default,
-    aten._trilinear.default,
-    aten._unsafe_masked_index.default,
-    aten.affine_grid_generator.default,
-    aten.binary_cross_entropy_with_logits.default,
-    aten.dist.default,
-    aten.isinf.default,
-    aten.ldexp.Tensor,
-    aten.linalg_pinv.atol_rtol_tensor,
-    aten.mvlgamma.default,
-}
-# Out of place under a mode, in place without one: in the formulas of a selection's backward (`scatter`), too.
-# Source: FunctionsManual.cpp, where it asks for `areAnyTensorSubclassLike`.
-_IN_PLACE_WITHOUT_MODE = {
-    aten.add.Tensor,
-    aten.index_add.default,
-    aten.index_put.default,
-    aten.scatter.src,
-    aten.scatter.value,
-    aten.scatter_add.default,
-    aten.put.default,
-}
-# By how many of their first arguments what they return and take is decided; the rest says where in it, as each step of
-# a recurrence reads another row.
-_DECIDING = {
-    aten.diagonal_backward.default: 2,
-    aten.select_backward.default: 3,
-    aten.slice_backward.default: 3,
-}
 # Half of what a step calls are these.
 _VIEWS: dict[OpOverload, Callable[..., torch.Tensor]] = {
     aten.detach.default: torch.Tensor.detach,
@@ -124,9 +92,8 @@ class Operator:
     @classmethod
     def of(cls, op: OpOverload, kernels: Kernels) -> Operator:
         """What is known of `op` on the device of `kernels`."""
-        schema, name = op._schema, op._opname
+        schema, name, rule = op._schema, op._opname, rule_of(op)
         kind = kind_of(op)
-        is_composed = (kernels.is_cuda and op in _COMPOSED) or op.name() in MADE_OF_OTHERS
         reads_nothing = not any("Tensor" in str(value.type) for value in schema.returns) and op not in _READS
         if reads_nothing and kind is Kind.MAKE and not schema.is_mutable:
             kind = Kind.RUN  # sizes, devices, assertions: about tensors, not about their values
@@ -134,7 +101,7 @@ class Operator:
             op=op,
             name=op.name(),
             kind=kind,
-            deciding=_DECIDING.get(op),
+            deciding=rule.deciding,
             loose=kind is Kind.IN_PLACE or torch.Tag.pointwise in op.tags,
             reads=op in _READS,
             goes_by_lengths=op in _BY_LENGTHS,
@@ -143,8 +110,8 @@ class Operator:
             draws=torch.Tag.nondeterministic_seeded in op.tags,
             leaves=name.removeprefix("new_").startswith("empty"),
             sends=op.namespace in _FUNCTIONAL and any(each.name == "group_name" for each in schema.arguments),
-            composed=composition(op) if is_composed else None,
-            sums=op in _IN_PLACE_WITHOUT_MODE or op in OF_FORMULAS,
+            composed=composition(op) if kernels.device_type in rule.composed_on else None,
+            sums=rule.in_place,
             written=written_arguments(op),
             order=kernels.order(op),
             on_host=kernels.on_host(op),

@@ -9,7 +9,8 @@ from torch._ops import OpOverload
 
 from memscale.simulation.dispatch.hollow import HollowStorages
 from memscale.simulation.kernels.cpu_scratch import ScratchProbe, watched
-from memscale.simulation.kernels.shapes import exchanged, is_sparse, result_layout, results_of, strided_parts
+from memscale.simulation.kernels.shapes import exchanged, is_sparse, results_of, strided_parts
+from memscale.simulation.rules.layouts import result_layout
 
 
 def ran(

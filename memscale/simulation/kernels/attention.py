@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from memscale.core import ConfigError, internals
-from memscale.simulation.kernels.programs import AUTOCAST
+from memscale.simulation.rules.rule import AUTOCAST
 from memscale.simulation.sandbox.process_state import patched
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]

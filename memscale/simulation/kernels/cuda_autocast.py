@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memscale.simulation.kernels.cuda_fused import FUSED
-from memscale.simulation.kernels.programs import AUTOCAST
+from memscale.simulation.rules.rule import AUTOCAST
 from memscale.simulation.sandbox.process_state import patched
 
 _KEY = AUTOCAST.name

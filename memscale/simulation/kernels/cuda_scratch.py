@@ -1,7 +1,7 @@
 """Device memory that CUDA kernels take beyond their inputs and outputs, which no fake kernel shows.
 
-Known here: the workspaces of cuBLAS and cuBLASLt, what the kernels of cuda_programs.py take while they run, the mask of
-dropout, and, as measured (cudnn_workspaces.py), what cuDNN takes for convolutions. Not known, because no source gives a
+Known here: the workspaces of cuBLAS and cuBLASLt and the mask of dropout; in simulation/rules what kernels take while
+they run, as cuDNN does, by measurement, for convolutions. Not known, because no source gives a
 formula: the workspace of its batch norms (the chosen plan says it at run time), the small temporary storage of
 cub's scans, and the split-KV buffers of a flash forward pass that is too small to fill the device.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from memscale.core import internals
-from memscale.simulation.kernels.programs import Capability
+from memscale.simulation.rules.rule import Capability
 from memscale.simulation.sandbox.process_state import patched
 
 _KIB, _MIB = 1 << 10, 1 << 20

@@ -21,36 +21,34 @@ from memscale.hardware import Hardware, Seconds, Work, beside, on_card, seconds
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cpu_times import CpuTimes
-from memscale.simulation.kernels.cuda_convolutions import CONVOLUTIONS, by_products, without_cudnn
 from memscale.simulation.kernels.cuda_fused import cuda_fused
-from memscale.simulation.kernels.cuda_programs import cuda_program, on_host, order_of
-from memscale.simulation.kernels.cuda_rnns import (
-    DROPOUT,
-    DROPOUT_STATES,
-    RESULTS_OF_RNNS,
-    cuda_rnns,
-    dropout_states_bytes,
-    launches,
-    recurrence_notes,
-)
+from memscale.simulation.kernels.cuda_rnns import cuda_rnns, recurrence_notes
 from memscale.simulation.kernels.cuda_scratch import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
     cuda_dropout,
     uses_cublaslt,
 )
-from memscale.simulation.kernels.few_bits import notes_of_few_bits
 from memscale.simulation.kernels.products import products_unwatched
-from memscale.simulation.kernels.programs import RESULTS, Program, most_held, taken
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
+from memscale.simulation.rules.convolutions import by_products, without_cudnn
+from memscale.simulation.rules.few_bits import notes_of_few_bits
+from memscale.simulation.rules.recurrences import (
+    DROPOUT,
+    DROPOUT_STATES,
+    RNN,
+    RNN_BACKWARD,
+    dropout_states_bytes,
+    launches,
+)
+from memscale.simulation.rules.registry import rule_of
+from memscale.simulation.rules.rule import RESULTS, CardTraits, Program, most_held, taken
 from memscale.simulation.sandbox.process_state import patched
 
 _LINEAR = F.linear
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NO_WORK = Work(0, 0, "")
 _DEFAULT_CAPABILITY = (8, 0)
-_DEFAULT_MULTIPROCESSORS = 132
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot"}
 
 
 class Kernels:
@@ -66,7 +64,7 @@ class Kernels:
         self.device_type = hardware.device_type
         self.is_cuda = hardware.device_type == "cuda"
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
-        self.multiprocessors = hardware.multiprocessors or _DEFAULT_MULTIPROCESSORS
+        self._card = CardTraits(self.capability, *filter(None, [hardware.multiprocessors]))
         self.known: dict[Any, dict[int, Any]] = {}
         self.programs: dict[Any, Any] = {}
         self._unfused: set[torch.dtype] = set()
@@ -81,21 +79,21 @@ class Kernels:
 
     def order(self, op: OpOverload) -> tuple[int, ...]:
         """In which order its kernel takes the results of `op`; ``()`` is that in which it returns them."""
-        return order_of(str(op)) if self.is_cuda else ()
+        return rule_of(op).order if self.is_cuda else ()
 
     def on_host(self, op: OpOverload) -> tuple[int, ...]:
         """Which results of `op` lie on the CPU beside the device."""
-        return on_host(str(op)) if self.is_cuda else ()
+        return rule_of(op).on_host if self.is_cuda else ()
 
     def program(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> Program:
         """What `op`, which does `flops` of arithmetic, takes inside one call, and when it takes its results."""
         # One storage of all weights, which cuDNN is given for real, is not there.
-        if self._cuda is not None and op not in RESULTS_OF_RNNS:
+        if self._cuda is not None and op not in (RNN, RNN_BACKWARD, DROPOUT):
             # Some operators are the CPU's own, and some do not take zeros or do not fit: the formulas know as much.
             with contextlib.suppress(RuntimeError):
                 return RESULTS, *taken(self._cuda.nbytes(op, args, kwargs))
         if self.is_cuda:
-            return cuda_program(str(op), args, result, self.capability, self.multiprocessors)
+            return rule_of(op).program(args, result, self._card)
         return *taken(self._cpu.nbytes(op, args, kwargs, flops)), RESULTS
 
     def program_by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> Program:
@@ -120,8 +118,8 @@ class Kernels:
                 if nbytes:
                     launch = seconds(Work(0, 1, ""), self.hardware)
                     taken += seconds(Work(0, nbytes, work.dtype), self.hardware) - launch
-            if self.is_cuda and str(op) in CONVOLUTIONS:
-                copied = most_held(cuda_program(str(op), args, None, self.capability, self.multiprocessors))
+            if self.is_cuda and _given_to_convolve(op, args) is not None:
+                copied = most_held(rule_of(op).program(args, None, self._card))
                 taken += seconds(Work(0, 2 * copied, work.dtype), self.hardware)
         except ConfigError:
             return None
@@ -136,8 +134,8 @@ class Kernels:
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
         """The workspaces, by library, that the first operator of this kind leaves allocated for good."""
         if self.is_cuda and op is DROPOUT:
-            return {DROPOUT_STATES: dropout_states_bytes(self.multiprocessors)}
-        if not self.is_cuda or not (op._opname in _PRODUCTS or self._multiplies(op, args)):
+            return {DROPOUT_STATES: dropout_states_bytes(self._card.multiprocessors)}
+        if not self.is_cuda or not (rule_of(op).uses_cublas or self._multiplies(op, args)):
             return {}
         # A handle of cuBLASLt is one of cuBLAS (getCurrentCUDABlasLtHandle), and comes with its workspace.
         found = {"cuBLAS": cublas_workspace_bytes(self.capability)}

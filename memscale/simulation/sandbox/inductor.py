@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.hardware import Hardware
-from memscale.simulation.kernels.programs import CHANNELS_LAST, has_channels_last
+from memscale.simulation.rules.rule import CHANNELS_LAST, has_channels_last
 from memscale.simulation.sandbox.process_state import patched
 
 _CARD = torch.device("cuda", 0)

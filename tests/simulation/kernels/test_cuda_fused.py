@@ -7,8 +7,8 @@ from torch import nn
 
 import memscale as ms
 from memscale.simulation.kernels.cuda_fused import cuda_fused
-from memscale.simulation.kernels.cuda_programs import cuda_program
-from memscale.simulation.kernels.programs import RESULTS
+from memscale.simulation.rules.rule import RESULTS
+from tests.support.kernels import cuda_program
 
 
 class Cells(nn.Module):

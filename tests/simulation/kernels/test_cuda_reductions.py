@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.simulation.kernels.cuda_programs import cuda_program
-from tests.support.kernels import scratch_bytes
+from tests.support.kernels import cuda_program, scratch_bytes
 
 # What the caching allocator of torch 2.13's CUDA build took beside the results (with expandable segments, which round
 # no block up). It ran on stand-ins for NVIDIA's libraries, since no card was there: the code that chooses how to split

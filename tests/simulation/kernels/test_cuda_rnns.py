@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 import memscale as ms
 from memscale.simulation.allocator.block_pool import round_up
-from memscale.simulation.kernels import cuda_rnns
-from memscale.simulation.kernels.cuda_programs import cuda_program
-from memscale.simulation.kernels.cuda_rnns import RESULTS_OF_RNNS, RNN, RNN_BACKWARD, Recurrence, reserve_bytes
-from memscale.simulation.kernels.programs import Result
 from memscale.simulation.kernels.rnn_weights import flattened_bytes
+from memscale.simulation.rules import recurrences
+from memscale.simulation.rules.recurrences import RNN, RNN_BACKWARD, Recurrence, reserve_bytes
+from memscale.simulation.rules.registry import rule_of
+from memscale.simulation.rules.rule import Result
+from tests.support.kernels import cuda_program
 
 H100 = (9, 0)
 RESULTS = json.loads((Path(__file__).parents[3] / "benchmarks/results/cudnn-rnns.json").read_text())
@@ -77,7 +78,7 @@ def flat(results):
 
 def forward(args):
     """What is held after a call, and at most in it."""
-    output, hy, cy, reserve, weights = RESULTS_OF_RNNS[RNN](*args)
+    output, hy, cy, reserve, weights = rule_of(RNN).results(*args)
     states = blocks(args[4]) * (1 if args[5] is None else 2)  # the module makes them
     weights = [weights] if args[3] is None else []
     kept = blocks(output, reserve, *weights)
@@ -87,9 +88,9 @@ def forward(args):
 
 def backward(args):
     """The most bytes of a backward pass, of a gradient that lies as the output does, beside what is held."""
-    output, *_, reserve, weights = RESULTS_OF_RNNS[RNN](*args)
+    output, *_, reserve, weights = rule_of(RNN).results(*args)
     given = *args[:3], weights, *args[4:6], output, output, None, None, *args[6:], reserve, (True,) * 4
-    return blocks(output) + most_with(RESULTS_OF_RNNS[RNN_BACKWARD](*given), RNN_BACKWARD, given)
+    return blocks(output) + most_with(rule_of(RNN_BACKWARD).results(*given), RNN_BACKWARD, given)
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(str(value) for value in list(row.values())[:8]))
@@ -229,7 +230,7 @@ def test_autocast_of_a_packed_sequence_takes_what_it_takes_on_a_card(monkeypatch
 
     The stand-ins of tests/ghost, which said so, give cuDNN 8 MiB to work in.
     """
-    monkeypatch.setattr(cuda_rnns, "workspace_bytes", lambda call, *, backward=False: 8 << 20)
+    monkeypatch.setattr(recurrences, "workspace_bytes", lambda call, *, backward=False: 8 << 20)
 
     class Tagger(nn.Module):
         def __init__(self):

@@ -7,14 +7,14 @@ import torch
 
 import memscale as ms
 from memscale.core import internals
-from memscale.simulation.kernels.cuda_programs import PROGRAMS, cuda_program
 from memscale.simulation.kernels.cuda_scratch import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
 )
-from memscale.simulation.kernels.programs import RESULTS, Result, briefly, most_held, taken
 from memscale.simulation.kernels.shapes import FakeKernels
-from tests.support.kernels import scratch_bytes
+from memscale.simulation.rules.registry import RULES
+from memscale.simulation.rules.rule import RESULTS, Result, briefly, most_held, plain, taken
+from tests.support.kernels import cuda_program, rule_named, scratch_bytes
 
 MIB = 1 << 20
 T4, A100, A10, L4, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
@@ -72,7 +72,7 @@ def meta(*shape, dtype=F32):
 
 
 def scratch(op, *args, capability=A100, **options):
-    assert op in PROGRAMS
+    assert rule_named(op).program is not plain
     return scratch_bytes(op, args, None, capability, **options)
 
 
@@ -80,11 +80,13 @@ def test_ops_without_a_formula_take_nothing():
     assert scratch_bytes("aten.mm.default", (meta(8, 8), meta(8, 8)), None, A100) == 0
 
 
-def test_every_op_with_a_formula_exists():
+def test_every_operator_with_a_rule_exists():
     pytest.importorskip("bitsandbytes.functional", reason="the operators in few bits are of bitsandbytes")
-    for name in PROGRAMS:
-        library, packet, overload = name.split(".")
-        assert str(getattr(getattr(getattr(torch.ops, library), packet), overload)) == name
+    for name in RULES:
+        found = torch.ops
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert str(found) == name
 
 
 def embedding(tokens, vocabulary, width, *, dtype=F32, by_frequency=False, index=torch.int64):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.simulation.kernels.cudnn_workspaces import Convolution
+from memscale.simulation.rules.cudnn_workspaces import Convolution
 
 MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/results/convolutions-h100.json").read_text())["rows"]
 

@@ -9,7 +9,8 @@ import memscale as ms
 from memscale.simulation.kernels import cpu_scratch
 from memscale.simulation.kernels.cpu_scratch import CpuScratch, probe_scratch
 from memscale.simulation.kernels.kernels import Kernels
-from memscale.simulation.kernels.shapes import FakeKernels, result_layout
+from memscale.simulation.kernels.shapes import FakeKernels
+from memscale.simulation.rules.layouts import result_layout
 from tests.support.steps import Training, assert_exact
 
 aten = torch.ops.aten

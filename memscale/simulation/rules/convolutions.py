@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from memscale.simulation.kernels.cuda_reductions import reduced
-from memscale.simulation.kernels.cudnn_workspaces import Convolution
-from memscale.simulation.kernels.programs import (
+from memscale.simulation.rules.cudnn_workspaces import Convolution
+from memscale.simulation.rules.reductions import SUM, reduced
+from memscale.simulation.rules.rule import (
     CHANNELS_LAST,
     RESULTS,
     Capability,
+    CardTraits,
+    OpRule,
     Program,
     Result,
     briefly,
@@ -48,9 +50,9 @@ def _as_forward_had(grad: torch.Tensor, image: torch.Tensor, kernel: torch.Tenso
     return [copy * with_weight, 0 if grad.is_contiguous(memory_format=kept) else grad.nbytes]
 
 
-def _convolution(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+def _convolution(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """Source: ``_convolution`` in aten/src/ATen/native/Convolution.cpp, and Conv_v8.cpp."""
-    if without_cudnn(args, capability):
+    if without_cudnn(args, card.capability):
         # A transposed one adds the bias as a product with ones.
         ones = math.prod(_result_shape(args)[2:]) * args[0].itemsize if args[6] and args[2] is not None else 0
         copies = taken(copied(args[0]), copied(args[1]))
@@ -59,7 +61,7 @@ def _convolution(args: Sequence[Any], capability: Capability, multiprocessors: i
         return *copies, RESULTS, *taken(_columns(args), ones)
     image, kernel = _in_one_format(*args[:2])
     result = args[0].new_empty(_result_shape(args), device="meta")
-    return *taken(image), RESULTS, *taken(kernel, _convolved(args, result).result_bytes(capability))
+    return *taken(image), RESULTS, *taken(kernel, _convolved(args, result).result_bytes(card.capability))
 
 
 def _in_groups(args: Sequence[Any], ones: int) -> Program:
@@ -133,7 +135,7 @@ def _columns(args: Sequence[Any], *, always: bool = False) -> int:
     return int(weight.size(1) * math.prod(kernel) * math.prod(places) * image.itemsize)
 
 
-def _convolution_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+def _convolution_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """The gradient of the image, that of the weight, each with its workspace, and that of the bias, which is a sum.
 
     Source: ``convolution_backward`` in aten/src/ATen/native/Convolution.cpp, ``cudnn_convolution_backward`` in
@@ -145,20 +147,20 @@ def _convolution_backward(args: Sequence[Any], capability: Capability, multiproc
     if wanted[2]:
         dims = [dim for dim in range(grad.dim()) if dim != 1]
         bias = torch.empty(grad.size(1), dtype=grad.dtype, device="meta")
-        of_bias = Result(2), *briefly(*reduced("aten.sum.dim_IntList", (grad, dims), bias, capability, multiprocessors))
+        of_bias = Result(2), *briefly(*reduced(SUM, (grad, dims), bias, card))
     # Contiguous ones, of a gradient after a cat, say, which lies beside others.
     copies: tuple[int, ...] = taken(*map(copied, args[:3]))
-    if without_cudnn(given, capability) and by_products(given):
+    if without_cudnn(given, card.capability) and by_products(given):
         # The gradient of the image has the patches also where they are the image.
         columns = _columns(given, always=wanted[0])
         if args[9] > 1:
             return *copies, *_groups_backward(args, columns), *map(Result, range(3))
         return *copies, *_products_backward(columns, of_bias, is_transposed=args[7], with_image=wanted[0])
     of_image = of_weight = 0
-    if not without_cudnn(given, capability):
+    if not without_cudnn(given, card.capability):
         copies, convolved = taken(*_as_forward_had(*args[:3], with_weight=wanted[1])), _convolved(given, grad)
-        of_image = convolved.result_bytes(capability) if args[7] else convolved.image_bytes(capability)
-        of_weight = convolved.weight_bytes(capability, multiprocessors)
+        of_image = convolved.result_bytes(card.capability) if args[7] else convolved.image_bytes(card.capability)
+        of_weight = convolved.weight_bytes(card.capability, card.multiprocessors)
     parts: list[Program] = [(Result(0), *briefly(of_image * wanted[0])), (Result(1), *briefly(of_weight * wanted[1]))]
     if _channel_by_channel(given):
         parts.reverse()
@@ -188,7 +190,7 @@ def _groups_backward(args: Sequence[Any], columns: int) -> Program:
     return each * int(groups)
 
 
-CONVOLUTIONS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
-    "aten.convolution.default": _convolution,
-    "aten.convolution_backward.default": _convolution_backward,
+RULES = {
+    "aten.convolution": OpRule(program=_convolution),
+    "aten.convolution_backward": OpRule(program=_convolution_backward),
 }

@@ -5,20 +5,16 @@ Read off bitsandbytes 0.50.2: ``backends/cuda/ops.py`` and ``backends/default/op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from memscale.simulation.kernels.programs import RESULTS, Capability, Program
-
-#: Made of others, which are asked about one by one. A kernel that multiplies by 4 bits is taken on a card for less than
-#: some 512 rows, which no training step is about; else the weight is unpacked for a product of PyTorch's.
-MADE_OF_OTHERS = frozenset(f"bitsandbytes::{name}" for name in ("gemm_4bit", "int8_mixed_scaled_mm", "int8_scaled_mm"))
+from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program
 
 
-def _rows_in_8_bits(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+def _rows_in_8_bits(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """Magnitudes, which of them are outliers, and whether one is."""
     rows, threshold = args[0], args[1] if len(args) > 1 else 0.0
     if not threshold:
@@ -26,21 +22,14 @@ def _rows_in_8_bits(args: Sequence[Any], capability: Capability, multiprocessors
     return RESULTS, rows.nbytes, rows.numel(), -rows.nbytes, 1, -1
 
 
-def _sums_as_floats(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+def _sums_as_floats(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """Its kernel writes float16, from which another dtype is cast."""
     sums, dtype = args[0], args[3] if len(args) > 3 else None
     return (RESULTS,) if dtype in (None, torch.float16) else (2 * sums.numel(), RESULTS)
 
 
-OF_FEW_BITS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
-    "bitsandbytes.int8_vectorwise_quant.default": _rows_in_8_bits,
-    "bitsandbytes.int8_mm_dequant.default": _sums_as_floats,
-}
-ORDER_OF_FEW_BITS = {"bitsandbytes.int8_vectorwise_quant.default": (1, 0)}
-
-
-def without_outliers(rows: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """What ``int8_vectorwise_quant`` returns of rows without outliers, on meta: how many there are, values decide."""
+def _without_outliers(rows: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """What ``int8_vectorwise_quant`` returns of rows without outliers: how many there are, values decide."""
     found = torch.empty(rows.shape, dtype=torch.int8, device="meta")
     scales = torch.empty(rows.numel() // rows.shape[-1], dtype=torch.float32, device="meta")
     return found, scales, torch.empty(0, dtype=torch.int64, device="meta") if threshold else None
@@ -56,3 +45,16 @@ def notes_of_few_bits(modules: Iterable[nn.Module]) -> list[str]:
         f"of layers in 8 bits no input is assumed to have a number beyond their threshold ({max(thresholds):g}): "
         "columns with such outliers are multiplied in 16 bits besides, which takes a little more"
     ]
+
+
+# Made of others, which are asked about one by one. A kernel that multiplies by 4 bits is taken on a card for less than
+# some 512 rows, which no training step is about; else the weight is unpacked for a product of PyTorch's.
+_COMPOSED = OpRule(composed_on=("cpu", "cuda"))
+
+RULES = {
+    **{f"bitsandbytes.{name}": _COMPOSED for name in ("gemm_4bit", "int8_mixed_scaled_mm", "int8_scaled_mm")},
+    "bitsandbytes.int8_vectorwise_quant": OpRule(
+        program=_rows_in_8_bits, order=(1, 0), results=_without_outliers, results_on=("cpu", "cuda")
+    ),
+    "bitsandbytes.int8_mm_dequant": OpRule(program=_sums_as_floats),
+}

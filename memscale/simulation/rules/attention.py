@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from memscale.simulation.allocator.block_pool import round_up
-from memscale.simulation.kernels.programs import PLAIN, RESULTS, Capability, Program, copied, is_deterministic, taken
+from memscale.simulation.rules.rule import (
+    PLAIN,
+    RESULTS,
+    Capability,
+    CardTraits,
+    OpRule,
+    Program,
+    copied,
+    is_deterministic,
+    taken,
+)
 
 
-def _flash_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+def _flash_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """A float32 accumulator for the query's gradient, and per-head gradients of shared keys and values.
 
     Source: ``mha_bwd`` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, and
@@ -19,7 +29,7 @@ def _flash_backward(args: Sequence[Any], capability: Capability, multiprocessors
     grad, query, key, _, out = args[:5]
     batch, heads, queries, head = query.shape
     rows = round_up(queries, 128)
-    splits = math.ceil(multiprocessors / (batch * heads)) if is_deterministic() else 1
+    splits = math.ceil(card.multiprocessors / (batch * heads)) if is_deterministic() else 1
     width = round_up(head, 32) if head <= 192 else 256
     shared = 0 if key.size(1) == heads else batch * key.size(2) * heads * head * query.itemsize
     copies = taken(copied(grad.transpose(1, 2)), copied(out.transpose(1, 2)))
@@ -27,7 +37,7 @@ def _flash_backward(args: Sequence[Any], capability: Capability, multiprocessors
     return *copies, RESULTS, *taken(batch * heads * rows * 4, accumulator, shared, shared)
 
 
-def _efficient_forward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+def _efficient_forward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """A float32 output for heads that do not fit in registers.
 
     Source: ``kNeedsOutputAccumulatorBuffer`` in mem_eff_attention/kernel_forward.h; kernels/cutlassF.h has
@@ -61,7 +71,7 @@ def _efficient_tile(half: bool, width: int, capability: Capability) -> tuple[int
     return (128 if width > 64 and large else 64), 64, half
 
 
-def _efficient_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+def _efficient_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """Row sums, float32 tiles of the query's gradient, and of the key's and value's where they outgrow registers.
 
     Source: ``_efficient_attention_backward`` in attention_backward.cu, ``workspace_size`` in
@@ -70,7 +80,7 @@ def _efficient_backward(args: Sequence[Any], capability: Capability, multiproces
     grad, query, key, value = args[:4]
     batch, heads, queries, head = query.shape
     keys, value_head, half = key.size(2), value.size(-1), query.itemsize == 2
-    rows, columns, spills = _efficient_tile(half, max(head, value_head), capability)
+    rows, columns, spills = _efficient_tile(half, max(head, value_head), card.capability)
 
     row_sums = batch * heads * queries * 4
     product = batch * heads * queries * value_head * 4
@@ -78,23 +88,23 @@ def _efficient_backward(args: Sequence[Any], capability: Capability, multiproces
     if not half:
         # The kernel wants the row sums of gradient times output ready.
         first = product, row_sums, row_sums, -row_sums, -product
-    elif (7, 0) <= capability < (7, 5) and spills:
+    elif (7, 0) <= card.capability < (7, 5) and spills:
         first = product, product, product, row_sums, row_sums, -row_sums, -product, -product, -product
 
     floats = 0
-    if half or capability >= (7, 0):
+    if half or card.capability >= (7, 0):
         # A lock, a counter and padding come before the numbers of a tile.
         floats = math.ceil(queries / rows) * math.ceil(head / columns) * (4 + rows * columns)
     if spills:
         splits = max(1, min(math.ceil(keys / columns), 200 // (batch * heads)))
-        if capability < (7, 0) or is_deterministic():
+        if card.capability < (7, 0) or is_deterministic():
             splits = 1
         floats += splits * columns * (round_up(head, rows) + round_up(value_head, rows))
     tiles = batch * heads * round_up(floats, 4) * 4
     return *taken(copied(grad.transpose(1, 2))), RESULTS, *first, *taken(tiles), -row_sums
 
 
-def _cudnn_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+def _cudnn_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """A float32 accumulator for the query's gradient, and the row sums.
 
     Source: ``CompositeSDPABackwardNode`` in scaled_dot_product_flash_attention.h of cudnn-frontend 1.x, its workspace.
@@ -105,10 +115,11 @@ def _cudnn_backward(args: Sequence[Any], capability: Capability, multiprocessors
     return RESULTS, batch * heads * queries * (head + 1) * 4
 
 
-#: By ``str(OpOverload)``.
-ATTENTION: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
-    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
-    "aten._scaled_dot_product_efficient_attention.default": _efficient_forward,
-    "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
-    "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
+RULES = {
+    "aten._scaled_dot_product_flash_attention_backward": OpRule(program=_flash_backward),
+    # Seeds lie on the host, but for a capture.
+    "aten._scaled_dot_product_efficient_attention": OpRule(program=_efficient_forward, on_host=(2, 3)),
+    "aten._scaled_dot_product_efficient_attention_backward": OpRule(program=_efficient_backward),
+    "aten._scaled_dot_product_cudnn_attention": OpRule(order=(2, 3, 0, 1)),
+    "aten._scaled_dot_product_cudnn_attention_backward": OpRule(program=_cudnn_backward),
 }

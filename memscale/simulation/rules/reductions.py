@@ -13,13 +13,14 @@ ReduceLogicKernel.cu beside it. Not known: what count_nonzero and logsumexp take
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from memscale.simulation.kernels.programs import Capability
+from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, taken
 
 _WARP, _MOST_VALUES, _FEWEST_VALUES = 32, 256, 16
 _INT32_MAX = 2**31 - 1
@@ -40,7 +41,7 @@ def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
 
 
 @dataclass(frozen=True)
-class _Kernel:
+class Reduction:
     """How the kernel of an operator is compiled.
 
     Args:
@@ -49,6 +50,7 @@ class _Kernel:
         vector: numbers that a thread reads at once.
         converts: whether an input of another dtype than the result's is copied to that first.
         in_output: whether a partial result can wait in the output between launches; None is all but halves.
+        flattens: whether it copies what is not contiguous, where it reduces all of it.
     """
 
     partial_bytes: Callable[[torch.dtype], int]
@@ -56,6 +58,7 @@ class _Kernel:
     vector: int = 4
     converts: bool = False
     in_output: bool | None = None
+    flattens: bool = False
 
 
 def _accumulated(dtype: torch.dtype) -> int:
@@ -78,63 +81,29 @@ def _moments(dtype: torch.dtype) -> int:
     return 4 * _magnitude(dtype)  # mean, sum of squares, and the count as an int32 and as a number; aligned
 
 
-_SUM = _Kernel(_accumulated, converts=True)
-_PRODUCT = replace(_SUM, in_output=True)  # seen on torch 2.13; no header says why it differs from a sum
-_LOGIC = _Kernel(lambda dtype: 1)
-_EXTREME = _Kernel(_itself)
-_INDEX = _Kernel(_with_index, in_output=False)
-_MOMENT = _Kernel(_moments, vector=2, in_output=False)
-_NORM = _Kernel(_magnitude, dims=2)
-
-#: The reductions whose scratch is known, by ``str(OpOverload)``.
-REDUCTIONS: Mapping[str, _Kernel] = {
-    **{f"aten.{name}.default": replace(_SUM, dims=None) for name in ("sum", "mean")},
-    "aten.prod.default": replace(_PRODUCT, dims=None),
-    "aten.prod.dim_int": _PRODUCT,
-    **dict.fromkeys(("aten.sum.dim_IntList", "aten.mean.dim", "aten.nansum.default"), _SUM),
-    **dict.fromkeys(("aten.amax.default", "aten.amin.default"), _EXTREME),
-    **{f"aten.{name}.default": replace(_EXTREME, dims=None) for name in ("max", "min")},
-    **dict.fromkeys(("aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default"), _INDEX),
-    **dict.fromkeys((f"aten.{name}.{dims}" for name in ("any", "all") for dims in ("dim", "dims")), _LOGIC),
-    **{f"aten.{name}.default": replace(_LOGIC, dims=None) for name in ("any", "all")},
-    **{f"aten.{name}.correction": _MOMENT for name in ("var", "std", "var_mean", "std_mean")},
-    "aten.linalg_vector_norm.default": _NORM,
-    "aten.norm.ScalarOpt_dim": _NORM,
-    "aten.norm.Scalar": replace(_NORM, dims=None),
-}
-
-# These take a contiguous copy of what is not, where they reduce all of it.
-_FLATTENED = {f"aten.{name}.default" for name in ("max", "min", "argmax", "argmin")}
+SUM = Reduction(_accumulated, converts=True)
+ALL_SUM = replace(SUM, dims=None)
 
 
-def reduced(
-    op: str, args: Sequence[Any], outputs: Any, capability: Capability, multiprocessors: int
-) -> tuple[int, ...]:
-    """The blocks that the kernel of the reduction `op` holds beside its input and outputs, in the order it takes them.
+def reduced(kernel: Reduction, args: Sequence[Any], results: Any, card: CardTraits) -> tuple[int, ...]:
+    """The blocks that a reduction holds beside its input and results, in the order it takes them.
 
     >>> grad = torch.empty(8192, 768, device="meta")
-    >>> reduced("aten.sum.dim_IntList", (grad, [0], True), grad.sum([0], True), (9, 0), 132)
+    >>> reduced(SUM, (grad, [0], True), grad.sum([0], True), CardTraits((9, 0)))
     (50331648, 24)
-    >>> reduced("aten.sum.dim_IntList", (grad, [1]), grad.sum(1), (9, 0), 132)
+    >>> reduced(SUM, (grad, [1]), grad.sum(1), CardTraits((9, 0)))
     ()
-
-    Args:
-        op: one of :data:`REDUCTIONS`.
-        args: its positional arguments; fake or meta tensors will do.
-        outputs: what it returned.
-        capability: of the device.
-        multiprocessors: of the device.
     """
-    threads = threads_per_multiprocessor(capability)
-    kernel, source = REDUCTIONS[op], args[0]
-    result = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+    threads = threads_per_multiprocessor(card.capability)
+    source = args[0]
+    result = results if isinstance(results, torch.Tensor) else results[0]
     asked = args[kernel.dims] if kernel.dims is not None and len(args) > kernel.dims else None
     copied = 0
     fused = source.dtype in _HALVES and result.dtype == torch.float32
     if kernel.converts and source.dtype != result.dtype and not fused:
         source = torch.empty_strided(source.shape, source.stride(), dtype=result.dtype, device="meta").clone()
         copied = source.nbytes
-    if op in _FLATTENED and asked is None and not source.is_contiguous():
+    if kernel.flattens and asked is None and not source.is_contiguous():
         source = torch.empty(source.shape, dtype=source.dtype, device="meta")
         copied = source.nbytes
     if not source.numel():
@@ -150,7 +119,7 @@ def reduced(
             in_output = not (source.dtype in _HALVES and result.dtype == source.dtype)
         if not in_output and result.itemsize < partial:
             waiting = partial * max(1, *(size * stride for size, stride in zip(loop.shape, loop.writes, strict=True)))
-    blocks = _largest(loop, kernel, source.dtype, result.itemsize, multiprocessors, threads)
+    blocks = _largest(loop, kernel, source.dtype, result.itemsize, card.multiprocessors, threads)
     return tuple(nbytes for nbytes in (copied, waiting, *blocks) if nbytes)
 
 
@@ -247,7 +216,7 @@ class _Loop:
 
 
 def _largest(
-    loop: _Loop, kernel: _Kernel, dtype: torch.dtype, write_bytes: int, multiprocessors: int, threads: int
+    loop: _Loop, kernel: Reduction, dtype: torch.dtype, write_bytes: int, multiprocessors: int, threads: int
 ) -> tuple[int, ...]:
     """The partial results and semaphores of one launch; a loop beyond 32-bit offsets is launched in parts."""
     if not loop.fits_32_bits(dtype.itemsize, write_bytes):
@@ -256,7 +225,7 @@ def _largest(
     return _launch(loop, kernel, dtype, multiprocessors, threads)
 
 
-def _launch(loop: _Loop, kernel: _Kernel, dtype: torch.dtype, multiprocessors: int, threads: int) -> tuple[int, ...]:
+def _launch(loop: _Loop, kernel: Reduction, dtype: torch.dtype, multiprocessors: int, threads: int) -> tuple[int, ...]:
     outputs, dims = loop.outputs, loop.reduced_dims
     inputs = math.prod(loop.shape) // outputs
     # A block's width runs along the dim that is the fastest in memory: over inputs of one output, or over outputs.
@@ -298,3 +267,51 @@ def _launch(loop: _Loop, kernel: _Kernel, dtype: torch.dtype, multiprocessors: i
 def _power_of_two(number: int) -> int:
     """The largest one that is not above `number`."""
     return 1 << max(0, number.bit_length() - 1)
+
+
+def _program(kernel: Reduction, args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    return RESULTS, *reduced(kernel, args, results, card)
+
+
+def _moments_program(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """Of complex numbers: those of the real parts and of the imaginary ones, each with its scratch; then their sum.
+
+    Source: ``std_var_out`` and ``std_var_mean_out`` in aten/src/ATen/native/ReduceOps.cpp.
+    """
+    source = args[0]
+    if not source.is_complex():
+        return _program(MOMENT, args, results, card)
+    made = [results] if isinstance(results, torch.Tensor) else results
+    strides = [2 * stride for stride in source.stride()]
+    part = torch.empty_strided(source.shape, strides, dtype=source.dtype.to_real(), device="meta")
+    scratch = reduced(MOMENT, (part, *args[1:]), results, card)
+    half = *[made[0].nbytes] * len(made), *scratch, *(-nbytes for nbytes in reversed(scratch))
+    return *taken(*half, *half), RESULTS
+
+
+def _rules(kernel: Reduction, *names: str) -> dict[str, OpRule]:
+    return {f"aten.{name}": OpRule(program=partial(_program, kernel)) for name in names}
+
+
+_PRODUCT = replace(SUM, in_output=True)  # seen on torch 2.13; no header says why it differs from a sum
+_LOGIC = Reduction(lambda dtype: 1)
+_EXTREME = Reduction(_itself)
+_INDEX = Reduction(_with_index, in_output=False)
+MOMENT = Reduction(_moments, vector=2, in_output=False)
+_NORM = Reduction(_magnitude, dims=2)
+
+RULES = {
+    **_rules(ALL_SUM, "sum.default", "mean.default"),
+    **_rules(SUM, "sum.dim_IntList", "mean.dim", "nansum.default"),
+    **_rules(replace(_PRODUCT, dims=None), "prod.default"),
+    **_rules(_PRODUCT, "prod.dim_int"),
+    **_rules(_EXTREME, "amax.default", "amin.default"),
+    **_rules(replace(_EXTREME, dims=None, flattens=True), "max.default", "min.default"),
+    **_rules(_INDEX, "max.dim", "min.dim"),
+    **_rules(replace(_INDEX, flattens=True), "argmax.default", "argmin.default"),
+    **_rules(_LOGIC, "any.dim", "any.dims", "all.dim", "all.dims"),
+    **_rules(replace(_LOGIC, dims=None), "any.default", "all.default"),
+    **_rules(_NORM, "linalg_vector_norm.default", "norm.ScalarOpt_dim"),
+    **_rules(replace(_NORM, dims=None), "norm.Scalar"),
+    **{f"aten.{name}.correction": OpRule(program=_moments_program) for name in ("var", "std", "var_mean", "std_mean")},
+}

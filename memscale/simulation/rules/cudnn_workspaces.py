@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memscale.simulation.kernels.programs import Capability
+from memscale.simulation.rules.rule import Capability
 
 # The weight's gradient is cut into tiles of so many channels each way, at each place of the kernel. Where they leave
 # multiprocessors idle, several share the positions of one, and each keeps its own sum in float32; two waves of

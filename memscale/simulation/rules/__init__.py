@@ -1,0 +1,1 @@
+"""What is known of PyTorch's operators: one rule each, by families."""

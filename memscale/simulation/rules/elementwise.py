@@ -1,0 +1,36 @@
+"""Element-wise operators, dropout, histograms, and those of optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, taken
+
+
+def _norms(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """What every chunk of a tensor sums to, with room for as many of each tensor as the largest has.
+
+    Source: ``foreach_tensor_norm_cuda`` in aten/src/ATen/native/cuda/ForeachReduceOp.cu (kChunkSize = 65536).
+    """
+    tensors = args[0]
+    chunks = max(math.ceil(tensor.numel() / 65536) for tensor in tensors)
+    return *taken(len(tensors) * chunks * max(4, tensors[0].itemsize)), RESULTS
+
+
+def _histogram(input: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
+    """``torch.histc``, by which experts' tokens are counted: CUDA has one of integers, and a CPU has not."""
+    counted: torch.Tensor = torch.ops.aten.histc.default(input.float(), *options, **named)
+    return counted.to(input.dtype)
+
+
+RULES = {
+    "aten.native_dropout": OpRule(order=(1, 0)),
+    "aten._foreach_norm.Scalar": OpRule(program=_norms),
+    "aten.histc": OpRule(results=_histogram, computed=_histogram),
+    **{f"aten.{name}.Tensor": OpRule(in_place=True) for name in ("add", "mul", "sub")},
+    **{f"aten.{name}": OpRule(composed_on=("cuda",)) for name in ("dist.default", "isinf", "ldexp.Tensor", "mvlgamma")},
+}

@@ -1,0 +1,40 @@
+"""Operators on images: patches, upsampling, rolls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from memscale.simulation.rules.layouts import ResultLayout, ordered_as
+from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, copied, copy_after, taken
+
+
+def _patches(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """Source: ``im2col_cuda``, whose result is made as large as the image, and then grows."""
+    image = args[0].numel() * args[0].itemsize
+    return *taken(image, copied(args[0])), RESULTS
+
+
+def _roll(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """One dimension after the other. Source: ``roll_cuda`` in aten/src/ATen/native/cuda/TensorTransformations.cu."""
+    return *taken(copied(args[0]), args[0].nbytes if len(args[2]) > 1 else 0), RESULTS
+
+
+def _as_large_as_columns(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
+    """Made as large as its argument, and then shrunk (``col2im_cuda``, ``col2im_cpu``)."""
+    columns = args[0].numel() * args[0].itemsize
+    return replace(layout, storage_bytes=(max(columns, *layout.storage_bytes, 0),))
+
+
+RULES = {
+    "aten.im2col": OpRule(program=_patches),
+    "aten.col2im": OpRule(program=copy_after, layout=_as_large_as_columns),
+    "aten.roll": OpRule(program=_roll),
+    "aten.upsample_nearest2d_backward": OpRule(program=copy_after),
+    "aten.upsample_bilinear2d_backward": OpRule(program=copy_after),
+    "aten.channel_shuffle": OpRule(layout=ordered_as(0)),
+    "aten.max_unpool2d": OpRule(layout=ordered_as(0)),
+    "aten.replication_pad2d_backward": OpRule(layout=ordered_as(1)),
+    "aten.affine_grid_generator": OpRule(composed_on=("cuda",)),
+}

@@ -1,0 +1,140 @@
+"""The layout of what an operator returns, and the ways in which real kernels differ from PyTorch's fake ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+
+from memscale.simulation.dispatch.hollow import HollowStorages
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor that an operator makes, over the new storage at index `storage`."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A result that is the operator's tensor argument at `index`, or shares its storage if `run` says so."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class ResultLayout:
+    """What an operator returns: a tree of `NewTensor`, `Argument`, lists, tuples and plain values."""
+
+    outputs: Any
+    storage_bytes: tuple[int, ...]
+    #: True if a result shares an argument's storage although the schema does not say so: run it, it is a view.
+    is_view: bool = False
+
+    def build(self, hollow: HollowStorages, arguments: Sequence[torch.Tensor]) -> Any:
+        """The results, as hollow tensors."""
+        return _build(self.outputs, hollow, [hollow.storage(nbytes) for nbytes in self.storage_bytes], arguments)
+
+
+# A function of the module and not a closure: one that calls itself is a cycle, which would keep the tensors that it
+# holds alive until the next garbage collection.
+def _build(
+    output: Any, hollow: HollowStorages, storages: list[torch.UntypedStorage], arguments: Sequence[torch.Tensor]
+) -> Any:
+    match output:
+        case NewTensor():
+            storage = storages[output.storage]
+            return hollow.tensor(storage, output.dtype, output.shape, output.stride, output.offset)
+        case Argument():
+            return arguments[output.index]
+        case list() | tuple():
+            return type(output)([_build(part, hollow, storages, arguments) for part in output])
+    return output
+
+
+def result_layout(result: Any, arguments: Sequence[torch.Tensor]) -> ResultLayout:
+    """The layout of `result`, which an operator returned for `arguments`."""
+    storages: dict[int, tuple[int, int]] = {}
+    outputs = _describe(result, arguments, storages)
+    given = {tensor.untyped_storage()._cdata for tensor in arguments}
+    return ResultLayout(
+        outputs, tuple(nbytes for _, nbytes in storages.values()), is_view=not given.isdisjoint(storages)
+    )
+
+
+def _describe(output: Any, arguments: Sequence[torch.Tensor], storages: dict[int, tuple[int, int]]) -> Any:
+    if isinstance(output, (list, tuple)):
+        return type(output)([_describe(part, arguments, storages) for part in output])
+    if not isinstance(output, torch.Tensor):
+        return output
+    for index, argument in enumerate(arguments):
+        if output is argument:
+            return Argument(index)
+    if output.layout != torch.strided:
+        raise NotImplementedError(f"results of layout {output.layout} cannot be simulated, as of sparse gradients")
+    storage = output.untyped_storage()
+    at, _ = storages.setdefault(storage._cdata, (len(storages), storage.nbytes()))
+    return NewTensor(at, output.dtype, tuple(output.shape), output.stride(), int(output.storage_offset()))
+
+
+def whole_storage(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
+    """A scalar over a storage with an element for each number of the arguments, as real kernels of losses return it.
+
+    They shrink the result after they have reduced it (aten/src/ATen/native/BinaryOps.cpp).
+    """
+    elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    return replace(layout, storage_bytes=(elements * layout.outputs.dtype.itemsize,))
+
+
+def ordered_as(argument: int | None = None) -> Callable[[ResultLayout, Sequence[Any], bool], ResultLayout]:
+    """Results whole and in order, or in channels_last where `argument` is; fake kernels keep an argument's strides.
+
+    Found by running PyTorch's own samples of each operator, permuted. A gradient in the other order costs a copy in
+    each kernel that it goes through.
+    """
+
+    def correct(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
+        decides = torch.contiguous_format if argument is None else suggest_memory_format(args[argument])
+        return in_order(layout, decides)
+
+    return correct
+
+
+def in_order(layout: ResultLayout, memory_format: torch.memory_format) -> ResultLayout:
+    """`layout` with whole results in `memory_format`."""
+
+    def ordered(output: Any) -> Any:
+        if isinstance(output, (list, tuple)):
+            return type(output)(map(ordered, output))
+        if not isinstance(output, NewTensor):
+            return output
+        whole = memory_format if len(output.shape) in (4, 5) else torch.contiguous_format
+        return replace(output, stride=torch.empty(output.shape, device="meta", memory_format=whole).stride())
+
+    return replace(layout, outputs=ordered(layout.outputs))
+
+
+def of_dtype(layout: ResultLayout, dtype: torch.dtype) -> ResultLayout:
+    """`layout`, one tensor's, with another dtype."""
+    (nbytes,) = layout.storage_bytes
+    scaled = nbytes // layout.outputs.dtype.itemsize * dtype.itemsize
+    return replace(layout, outputs=replace(layout.outputs, dtype=dtype), storage_bytes=(scaled,))
+
+
+def with_statistics(layout: ResultLayout, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> ResultLayout:
+    """`layout` of a norm, whose results after the first are statistics, with these in `dtype` and `shape`."""
+    result, *statistics = layout.outputs
+    wide = [replace(tensor, dtype=dtype) for tensor in statistics]
+    if shape is not None:
+        wide = [replace(tensor, shape=torch.Size(shape), stride=(1,)) for tensor in wide]
+    nbytes = [tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in wide]
+    return ResultLayout((result, *wide), (layout.storage_bytes[result.storage], *nbytes))

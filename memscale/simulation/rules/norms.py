@@ -1,0 +1,206 @@
+"""Layer, RMS, group and batch norms. Sources, in aten/src/ATen/native/cuda of PyTorch 2.13: layer_norm_kernel.cu,
+group_norm_kernel.cu, Normalization.cu and Normalization.cuh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memscale.simulation.rules.layouts import ResultLayout, ordered_as, with_statistics
+from memscale.simulation.rules.reductions import MOMENT, reduced
+from memscale.simulation.rules.rule import (
+    PLAIN,
+    RESULTS,
+    CardTraits,
+    OpRule,
+    Program,
+    Result,
+    briefly,
+    copied,
+    has_channels_last,
+    taken,
+)
+
+
+def _partial_gradients(
+    rows: int, columns: int, parameters: Sequence[torch.Tensor], card: CardTraits
+) -> tuple[int, ...]:
+    """Partial gradients of a norm's parameters, where the rows are many and short.
+
+    Source: ``LaunchGammaBetaBackwardCUDAKernel`` in aten/src/ATen/native/cuda/layer_norm_kernel.cu.
+    """
+    if rows <= 64 * 1024 or columns // 32 >= card.multiprocessors // 2:
+        return ()
+    blocks = min(32 * 1024 // math.ceil(columns / 32), math.ceil(rows / 32))
+    return tuple(blocks * columns * parameter.itemsize for parameter in parameters)
+
+
+def _copy_first(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """A norm of rows."""
+    return *taken(copied(args[0])), RESULTS
+
+
+def _layer_norm_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    grad, x, normalized_shape, _, _, weight, bias, output_mask = args[:8]
+    columns = math.prod(normalized_shape)
+    rows = x.numel() // columns if columns else 0
+    parameters = [each for each, wanted in zip((weight, bias), output_mask[1:], strict=True) if wanted]
+    partials = _partial_gradients(rows, columns, [each for each in parameters if each is not None], card)
+    return *taken(copied(x)), RESULTS, *taken(copied(grad)), *partials
+
+
+def _rms_norm_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    grad, x, shape, _, weight, wanted = args[:6]
+    columns = math.prod(shape)
+    parameters = [weight] if weight is not None and wanted[1] else []
+    partials = _partial_gradients(x.numel() // columns if columns else 0, columns, parameters, card)
+    return *taken(copied(x)), RESULTS, *taken(copied(grad)), *partials
+
+
+def _group_norm(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """Scale and shift of every channel, in float32; of halves the statistics, too.
+
+    Source: ``GroupNormKernelImplInternal`` in aten/src/ATen/native/cuda/group_norm_kernel.cu.
+    """
+    x, weight, bias, samples, channels, area, groups = args[:7]
+    item = max(4, x.itemsize)
+    statistics = samples * groups * item if x.itemsize < 4 else 0
+    each = samples * channels * item if area > 1 and (weight is not None or bias is not None) else 0
+    return *taken(_copied_image(x)), RESULTS, *taken(statistics, statistics, each, each)
+
+
+def _group_norm_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """Sums over every channel and every group, in float32.
+
+    Source: ``GroupNormBackwardKernelImplInternal`` in aten/src/ATen/native/cuda/group_norm_kernel.cu.
+    """
+    grad, x, _, _, _, samples, channels, _, groups = args[:9]
+    item = max(4, x.itemsize)
+    channel, group = samples * channels * item, samples * groups * item
+    return *taken(_copied_image(x), _copied_image(grad)), RESULTS, channel, channel, group, group, channel
+
+
+def _copied_image(tensor: torch.Tensor) -> int:
+    """What ``contiguous(memory_format)`` allocates, in the format that suits the tensor best."""
+    return 0 if has_channels_last(tensor) else copied(tensor)
+
+
+def _batch_norm(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """The statistics of a batch that lies otherwise than by images or with its channels last: a reduction, in float32.
+
+    Source: ``batch_norm_choose_impl`` and ``batch_norm_mean_var`` in aten/src/ATen/native/cuda/Normalization.cu.
+    """
+    x, training = args[0], args[5]
+    if training and _by_rows(x) and not (args[1] is not None and normalises_by_cudnn(x, args[1])):
+        return RESULTS, *briefly(*_parts_of_rows(x, 4))
+    if not training or x.is_contiguous() or has_channels_last(x):
+        return PLAIN
+    wide = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32), device="meta")
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    moments = [wide.new_empty(x.size(1))] * 2
+    scratch = reduced(MOMENT, (wide, dims), moments, card)
+    return RESULTS, *taken(0 if wide.dtype == x.dtype else wide.nbytes), *scratch
+
+
+def _batch_norm_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """Two sums over the rows, and their parts, before the gradient of the batch.
+
+    Source: ``batch_norm_backward_cuda`` and ``batch_norm_backward_reduce_cuda_channels_last_template``.
+    """
+    grad, x, weight, training, wanted = args[0], args[1], args[2], args[7], args[9]
+    if not (training and weight is not None and all(wanted) and _by_rows(grad) and _by_rows(x)):
+        return PLAIN
+    if normalises_by_cudnn(x, weight):
+        return PLAIN
+    each = x.size(1) * max(4, x.itemsize)
+    return each, each, Result(1), Result(2), *briefly(*_parts_of_rows(x, 2)), Result(0)
+
+
+def _by_rows(x: torch.Tensor) -> bool:
+    """Whether a batch has its channels last: a matrix has."""
+    return has_channels_last(x) or (x.is_contiguous() and x.stride(1) == 1)
+
+
+def _parts_of_rows(x: torch.Tensor, numbers: int) -> tuple[int, int]:
+    """What blocks that share a column put down for each other, so many numbers each, and the semaphores between them.
+
+    Source: ``flexible_launch_configs`` in aten/src/ATen/native/cuda/Normalization.cuh.
+    """
+    columns = x.size(1)
+    rows = x.numel() // columns
+    wide = min(_power_below(columns), 32)
+    high = min(_power_below(-(-rows // 16)), 512 // wide)
+    wide = min(_power_below(columns), 512 // high)
+    blocks = min(-(-rows // (16 * high)), 128)
+    if blocks < 8:
+        return 0, 0
+    return numbers * columns * blocks * max(4, x.itemsize), -(-columns // wide) * 4
+
+
+def _power_below(number: int) -> int:
+    return 1 << (max(1, number).bit_length() - 1)
+
+
+def normalises_by_cudnn(image: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether cuDNN normalises a batch: ``_batch_norm_impl_index`` in Normalization.cpp."""
+    if not torch.backends.cudnn.enabled or image.dim() < 3 or torch.bfloat16 in (image.dtype, weight.dtype):
+        return False
+    return image.dtype != torch.float16 or weight.dtype == torch.float32
+
+
+def _normed(x: torch.Tensor, normalized_shape: Sequence[int], weight: Any, eps: Any) -> tuple[torch.Tensor, ...]:
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    rows = [*x.shape[: x.dim() - len(normalized_shape)], *[1] * len(normalized_shape)]
+    return x.new_empty(x.shape), x.new_empty(rows, dtype=wide)
+
+
+def _norm_gradients(
+    grad: torch.Tensor, x: torch.Tensor, shape: Any, rstd: Any, weight: Any, wanted: Sequence[bool]
+) -> tuple[Any, ...]:
+    of_weight = weight.new_empty(weight.shape) if weight is not None and wanted[1] else None
+    return x.new_empty(x.shape) if wanted[0] else None, of_weight
+
+
+def _row_statistics(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
+    """Statistics of a layer norm: in the dtype that CUDA accumulates in, else in that of the weight."""
+    if on_cuda and args[0].dtype in _HALVES:
+        return with_statistics(layout, torch.float32)
+    # Under autocast the weight's dtype is not that of the input.
+    return layout if args[2] is None else with_statistics(layout, args[2].dtype)
+
+
+def _batch_statistics(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
+    """Results of a batch norm.
+
+    On a card the batch keeps its layout, since cuDNN gets none that lies otherwise, and `batch_norm_cuda` makes room
+    for statistics in evaluation, too.
+    """
+    if not on_cuda:
+        return ordered_as(0)(layout, args, on_cuda)
+    if args[0].dtype in _HALVES:
+        layout = with_statistics(layout, torch.float32)
+    if args[1] is not None and normalises_by_cudnn(*args[:2]):
+        return layout
+    return with_statistics(layout, layout.outputs[1].dtype, (args[0].shape[1],))
+
+
+def _batch_gradient(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
+    return layout if on_cuda else ordered_as(1)(layout, args, on_cuda)
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+RULES = {
+    "aten.native_layer_norm": OpRule(program=_copy_first, layout=_row_statistics),
+    "aten.native_layer_norm_backward": OpRule(program=_layer_norm_backward, layout=ordered_as()),
+    "aten._fused_rms_norm": OpRule(program=_copy_first, results=_normed),
+    "aten._fused_rms_norm_backward": OpRule(program=_rms_norm_backward, results=_norm_gradients),
+    "aten.native_group_norm": OpRule(program=_group_norm, layout=ordered_as(0)),
+    "aten.native_group_norm_backward": OpRule(program=_group_norm_backward),
+    "aten.native_batch_norm": OpRule(program=_batch_norm, layout=_batch_statistics),
+    "aten._native_batch_norm_legit": OpRule(layout=_batch_statistics),
+    "aten.native_batch_norm_backward": OpRule(program=_batch_norm_backward, layout=_batch_gradient),
+}

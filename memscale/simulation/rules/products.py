@@ -1,0 +1,38 @@
+"""Products of matrices, and what is composed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, taken
+
+
+def _product(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """A copy of each matrix without a dense dimension.
+
+    Source: ``prepare_matrix_for_cublas`` and ``prepare_batch_matrix_for_cublas`` in aten/src/ATen/native/cuda/Blas.cpp.
+    """
+    copies = []
+    for matrix in args[-2:]:
+        rows, columns = matrix.shape[-2:]
+        down, across = matrix.stride()[-2:]
+        dense = (down == 1 and across >= max(1, rows)) or (across == 1 and down >= max(1, columns))
+        copies.append(0 if dense or not matrix.numel() else matrix.numel() * matrix.itemsize)
+    return RESULTS, *taken(*copies)
+
+
+_DENSE = OpRule(program=_product, uses_cublas=True)
+_LIBRARY = OpRule(uses_cublas=True)
+
+RULES = {
+    **{f"aten.{name}.default": _DENSE for name in ("mm", "bmm", "addmm", "baddbmm")},
+    **{f"aten.{name}": _LIBRARY for name in ("mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot")},
+    # Its kernel takes more dtypes than its fake one; the real one, on zeros, would take minutes for a mixture.
+    "aten._grouped_mm": OpRule(faked_in=torch.bfloat16),
+    "aten._trilinear": OpRule(composed_on=("cuda",)),
+    "aten._euclidean_dist": OpRule(composed_on=("cuda",)),
+    "aten.linalg_pinv.atol_rtol_tensor": OpRule(composed_on=("cuda",)),
+}

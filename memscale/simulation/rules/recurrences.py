@@ -1,0 +1,314 @@
+"""What cuDNN takes and keeps for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, and PyTorch for their cells on a card.
+
+What happens around cuDNN's kernels is that of aten/src/ATen/native/cudnn/RNN.cpp of PyTorch 2.11, that of cells
+cuda/RNN.cu of 2.13. What cuDNN alone knows was measured, on one H100 with cuDNN 9.19: its reserve space, to the byte,
+and its workspace. Not fitted: what LSTMs with projections take while they run, which is taken to be that of the same
+LSTM without (peaks of 24 are within 5 %), and evaluation, which is taken to have the workspace of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from memscale.simulation.kernels.rnn_weights import GATES, MODES
+from memscale.simulation.rules.reductions import SUM, reduced
+from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, Result, briefly, copied, taken
+
+RNN = torch.ops.aten._cudnn_rnn.default
+RNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
+DROPOUT = torch.ops.aten._cudnn_init_dropout_state.default
+
+LSTM = MODES["lstm"]
+_KEPT = (1, 1, 5, 6)  # numbers for each unit and position, for backward
+_MIB = 1 << 20
+_GRU_KEEPS, _GRU_GATES = 5, 3  # numbers for each unit
+_RESULTS_AT = 10  # where the arguments of the backward pass go on as those of the forward from its seventh
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A call of ``_cudnn_rnn``, or of its backward pass."""
+
+    input: torch.Tensor
+    weights: Sequence[torch.Tensor]
+    stride: int  # weights for each layer and direction
+    weight_buf: torch.Tensor | None
+    hx: torch.Tensor
+    cx: torch.Tensor | None
+    mode: int
+    hidden: int
+    projection: int  # the numbers that a state has, if fewer than `hidden`; 0 without
+    layers: int
+    batch_first: bool
+    dropout: float
+    trains: bool
+    bidirectional: bool
+    batch_sizes: Sequence[int]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], *, backward: bool = False) -> Recurrence:
+        """That of the positional arguments of the operator."""
+        at = _RESULTS_AT if backward else 6
+        mode, *widths, layers, batch_first, dropout, trains, bidirectional, batch_sizes, _ = args[at : at + 10]
+        data, weights, stride, buffer, hx, cx = args[:6]
+        options = mode, *widths, layers, batch_first, dropout, trains, bidirectional, batch_sizes
+        return cls(data, weights, stride, buffer, hx, cx, *options)
+
+    @property
+    def directions(self) -> int:
+        return 1 + self.bidirectional
+
+    @property
+    def steps(self) -> int:
+        return len(self.batch_sizes) or self.input.size(1 if self.batch_first else 0)
+
+    @property
+    def positions(self) -> int:
+        """Of all sequences."""
+        return self.input.numel() // max(1, self.input.size(-1))
+
+    @property
+    def batch(self) -> int:
+        return self.hx.size(1)
+
+    @property
+    def matrices(self) -> int:
+        """Numbers in the weight matrices."""
+        return sum(weight.numel() for weight in self.weights if weight.dim() == 2)
+
+    @property
+    def flat_weights(self) -> int:
+        """Numbers in the one buffer of all weights, which has room for two biases wherever there are none, too."""
+        biases = 2 * GATES[self.mode] * self.hidden
+        return self.matrices + self.layers * self.directions * biases
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        width = (self.projection or self.hidden) * self.directions
+        return (self.positions, width) if self.batch_sizes else (self.steps, self.batch, width)
+
+    @property
+    def transposed(self) -> torch.Tensor:
+        """The input, steps first."""
+        return self.input.transpose(0, 1) if self.batch_first and not self.batch_sizes else self.input
+
+    def in_user_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(0, 1) if self.batch_first and not self.batch_sizes else tensor
+
+
+def reserve_bytes(call: Recurrence) -> int:
+    """What cuDNN keeps for the backward pass: every gate of every unit, and what goes from layer to layer.
+
+    Measured: to the byte for 72 networks of all modes, of one to three layers, both ways, in three dtypes, and for 24
+    LSTMs with projections, which keep the state before its projection and after it.
+    """
+    if not call.trains:
+        return 0
+    units = (_KEPT[call.mode] * call.layers + call.layers - 1) * call.hidden
+    if call.projection:
+        units += call.layers * (call.hidden + call.projection)
+    return 256 + units * call.positions * call.directions * call.input.itemsize
+
+
+def workspace_bytes(call: Recurrence, *, backward: bool = False) -> int:
+    """What cuDNN takes while it runs: 8 MiB for each layer and direction, the weights, and arrays over all positions.
+
+    Fitted to the peaks of 24 networks in three dtypes, forward and backward (benchmarks/results/cudnn-rnns.json): 72 of
+    the 144 to the byte, the rest 33 kB above to 1 MB below, where the allocator leaves blocks of up to 1 MB more whole;
+    at worst 2.3 %, of two layers of an RNN that one kernel does at once. Two layers of unequal widths were measured in
+    both directions only, and the persistent kernel once.
+    """
+    places, state = call.positions, call.batch * call.hidden
+    width, hidden, layers = call.input.size(-1), call.hidden, call.layers
+    is_lstm = call.mode == LSTM
+    if call.bidirectional:
+        numbers = places * hidden * (15 if is_lstm else 13) + state * (20 if is_lstm else 14 * layers)
+    elif is_lstm:
+        numbers = places * (5 * hidden + (width if layers == 1 else hidden)) + state * 10 * layers
+    elif layers == 1:
+        numbers = places * (4 * hidden + 2 * width) + state * 5
+    else:
+        numbers = places * 5 * hidden + state * 34
+    if _persists(call):
+        numbers += places * hidden * 16
+    elif _is_small(call, backward=backward):
+        numbers += places * hidden * (7 + 2 * GATES[call.mode])
+    directions = layers * call.directions
+    return 512 + 8 * _MIB * directions + (call.matrices + numbers) * call.input.itemsize
+
+
+def _is_small(call: Recurrence, *, backward: bool) -> bool:
+    """``use_rnn_persist_small_h``. bfloat16 was measured to take what the standard algorithm takes."""
+    if call.batch_sizes or call.input.dtype not in (torch.float16, torch.float32):
+        return False
+    largest = 384 if GATES[call.mode] == 1 else 192
+    return call.hidden <= (largest * 2 // 3 if backward else largest)
+
+
+def _persists(call: Recurrence) -> bool:
+    """``use_persist_common_heuristics`` and ``use_persist_device_heuristics``, of large cards since Ampere."""
+    if call.batch_sizes or call.projection or call.input.dtype is not torch.float16 or _is_small(call, backward=False):
+        return False
+    fits = call.layers == 1 == call.directions and call.hidden <= 1024
+    is_mode = call.mode == LSTM or (GATES[call.mode] == 1 and (call.batch < 96 or call.hidden < 896))
+    whole = call.hidden % 128 == call.input.size(-1) % 128 == call.batch % 8 == 0
+    return fits and is_mode and whole and call.batch <= 128
+
+
+#: What they are called among the workspaces.
+DROPOUT_STATES = "cuDNN dropout"
+
+
+def dropout_states_bytes(multiprocessors: int) -> int:
+    """The states of cuDNN's random generators, which stay from the first dropout on.
+
+    Measured: an H100 takes 6.5 to 7.1 MB, by what the first steps of three networks leave.
+    """
+    return multiprocessors * 1024 * 48
+
+
+# What the operators return.
+
+
+def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
+    call = Recurrence.of(args)
+    output = call.input.new_empty(call.output_shape)
+    hy = call.hx.new_empty(call.hx.shape)
+    cy = call.hx.new_empty(0) if call.cx is None else call.cx.new_empty(call.cx.shape)
+    reserve = call.input.new_empty(reserve_bytes(call), dtype=torch.uint8)
+    weights = call.input.new_empty(call.flat_weights) if call.weight_buf is None else call.weight_buf
+    return call.in_user_order(output), hy, cy, reserve, weights
+
+
+def _backward(*args: Any) -> tuple[Any, ...]:
+    call = Recurrence.of(args, backward=True)
+    if all(grad is None for grad in args[7:10]):
+        return None, None, None, [None] * len(call.weights)
+    rows = call.transposed
+    dx = call.in_user_order(rows.new_empty(rows.shape))
+    dhx, dcx = call.hx.new_empty(call.hx.shape), None if call.cx is None else call.cx.new_empty(call.cx.shape)
+    if not args[-1][3]:
+        return dx, dhx, dcx, []
+    if not _has_biases(call):
+        return dx, dhx, dcx, [weight.new_empty(weight.shape) for weight in call.weights]
+    # Matrices of all layers come first. Which part is whose does not matter: they are parts of one.
+    flat = call.input.new_empty(call.flat_weights)
+    parts = flat[: sum(weight.numel() for weight in call.weights)].split([weight.numel() for weight in call.weights])
+    return dx, dhx, dcx, [part.view(weight.shape) for part, weight in zip(parts, call.weights, strict=True)]
+
+
+def _dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)  # what it returns is kept beside tensors, as a workspace
+
+
+def _has_biases(call: Recurrence) -> bool:
+    return call.stride >= 4
+
+
+# What they take.
+
+
+def _forward_program(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    call = Recurrence.of(args)
+    # Output and states, the weights where they are copied together, and the reserve space last.
+    results = Result(0), Result(1), Result(2), Result(4)
+    return *taken(copied(call.transposed)), *results, workspace_bytes(call), RESULTS
+
+
+def _backward_program(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """First the gradients of input and states, then those of the weights, which need the input in order again.
+
+    Source: ``_cudnn_rnn_backward`` in aten/src/ATen/native/cudnn/RNN.cpp.
+    """
+    call = Recurrence.of(args, backward=True)
+    grads = args[7:10]
+    if all(grad is None for grad in grads):
+        return (RESULTS,)
+    states = [state.nbytes for state in (call.hx, call.cx) if state is not None]
+    zeros = [args[6].nbytes] if grads[0] is None else []
+    zeros += [nbytes for grad, nbytes in zip(grads[1:], states, strict=False) if grad is None]
+    rows = copied(call.transposed)
+    gradient = 0 if grads[0] is None else copied(call.in_user_order(grads[0]))
+    workspace = workspace_bytes(call, backward=True)
+    if not args[-1][3]:
+        return *taken(*zeros, rows, gradient), RESULTS, workspace
+    results = Result(0), Result(1), Result(2)
+    flat = 0 if _has_biases(call) else call.flat_weights * call.input.itemsize
+    given_back = (-nbytes for nbytes in taken(gradient, rows))
+    of_input: Program = *taken(rows, gradient), *results, *briefly(workspace), *given_back
+    return *taken(*zeros), *of_input, *taken(rows), RESULTS, *taken(flat), workspace
+
+
+def launches(op: OpOverload, args: Sequence[Any]) -> int:
+    """How many kernels `op` launches one after the other, each of which takes the least time of a kernel or more.
+
+    Measured: 4 times 5.5 µs for each step, layer and direction of the standard algorithm, 14 to 34 µs in nine of ten of
+    59 networks forward, and a quarter of that where one kernel does all steps.
+    """
+    if op not in (RNN, RNN_BACKWARD):
+        return 1
+    backward = op is RNN_BACKWARD
+    call = Recurrence.of(args, backward=backward)
+    each = 1 if _is_small(call, backward=backward) else 4
+    return each * call.steps * call.layers * call.directions
+
+
+# Cells of recurrences that cuDNN does not run.
+
+
+def _lstm_state(gates: torch.Tensor, hidden_gates: Any, cx: torch.Tensor, *biases: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(gates)
+
+
+def _lstm_gradients(
+    hy: Any, cy: Any, cx: torch.Tensor, new_cx: Any, gates: torch.Tensor, has_bias: bool
+) -> tuple[torch.Tensor | None, ...]:
+    if hy is None and cy is None:
+        return None, None, None
+    return torch.empty_like(gates), torch.empty_like(cx), gates.new_empty(gates.size(1)) if has_bias else None
+
+
+def _gru_state(gates: Any, hidden_gates: Any, hx: torch.Tensor, *biases: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(hx), hx.new_empty(hx.size(0), hx.size(1) * _GRU_KEEPS)
+
+
+def _gru_gradients(hy: torch.Tensor, kept: torch.Tensor, has_bias: bool) -> tuple[torch.Tensor | None, ...]:
+    rows, width = kept.size(0), kept.size(1) // _GRU_KEEPS * _GRU_GATES
+    biases = [kept.new_empty(width) if has_bias else None for _ in range(2)]
+    return kept.new_empty(rows, width), kept.new_empty(rows, width), torch.empty_like(hy), *biases
+
+
+def _gates_summed(gates: torch.Tensor, card: CardTraits) -> tuple[int, ...]:
+    bias = gates.new_empty(gates.size(1), device="meta")
+    return reduced(SUM, (gates, [0], False), bias, card)
+
+
+def _lstm_backward_program(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    summed = _gates_summed(args[4], card) if args[5] else ()
+    return Result(0), Result(1), RESULTS, *summed
+
+
+def _gru_backward_program(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    rows, width = args[1].size(0), args[1].size(1) // _GRU_KEEPS * _GRU_GATES
+    gates = torch.empty(rows, width, dtype=args[1].dtype, device="meta")
+    summed = _gates_summed(gates, card) if args[2] else ()
+    before: Program = (Result(0), Result(1), Result(2), *([Result(3), *briefly(*summed)] if summed else ()))
+    return *before, RESULTS, *summed
+
+
+RULES = {
+    "aten._cudnn_rnn": OpRule(program=_forward_program, results=_forward),
+    "aten._cudnn_rnn_backward": OpRule(program=_backward_program, results=_backward),
+    "aten._cudnn_init_dropout_state": OpRule(results=_dropout),
+    "aten._thnn_fused_lstm_cell": OpRule(order=(2, 0, 1), results=_lstm_state),
+    "aten._thnn_fused_lstm_cell_backward_impl": OpRule(program=_lstm_backward_program, results=_lstm_gradients),
+    "aten._thnn_fused_gru_cell": OpRule(order=(1, 0), results=_gru_state),
+    "aten._thnn_fused_gru_cell_backward": OpRule(program=_gru_backward_program, results=_gru_gradients),
+    # Its kernel alone knows the size of its workspace, which it keeps for backward; the fake one's is empty.
+    "aten.mkldnn_rnn_layer": OpRule(runs=True),
+}

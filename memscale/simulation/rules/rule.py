@@ -1,0 +1,153 @@
+"""What the simulation knows of an operator beyond its schema and its fake kernel: one `OpRule` each.
+
+A `Program` says what a CUDA kernel does with the allocator while it runs. Its order counts: PyTorch's allocator gives a
+request the best of its free blocks, so which blocks a step needs depends on what is free at each moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from memscale.simulation.allocator.block_pool import round_up
+from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
+from memscale.simulation.rules.layouts import ResultLayout
+
+Capability = tuple[int, int]
+#: In place of that of CUDA's autocast, for tensors that stand for a card's: of a device that no build of PyTorch has.
+AUTOCAST: torch._C.DispatchKey = getattr(torch._C.DispatchKey, "AutocastIPU")  # noqa: B009  # not in PyTorch's stubs
+
+
+class CardTraits(NamedTuple):
+    """What a kernel's memory and time depend on of the card.
+
+    Attributes:
+        capability: (major, minor).
+        multiprocessors: of an H100 where nothing else is known.
+    """
+
+    capability: Capability
+    multiprocessors: int = 132
+
+
+class Result(NamedTuple):
+    """One of what a kernel returns, by its place there, where it takes them one at a time."""
+
+    place: int
+
+
+#: Bytes that a kernel takes, minus the bytes of the block that it gives back (the last one of that size), and
+#: :data:`RESULTS` where it takes what it returns and does not have yet, or :class:`Result` for one of it. What is left
+#: at the end goes back, the last block first.
+Program = tuple[int | Result, ...]
+RESULTS = 0
+PLAIN: Program = (RESULTS,)
+
+
+def plain(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """A kernel that takes its results and nothing else."""
+    return PLAIN
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpRule:
+    """What is known of an operator. Each family's file names the source of what its rules say.
+
+    Attributes:
+        program: what its kernel on a card does with the allocator, by its arguments, its results and the card.
+        order: the results, by number, in the order in which that kernel takes them; ``()`` is that of the schema.
+        on_host: the results, by number, that lie on the CPU beside the card.
+        results: makes results that lie as the kernel's, where PyTorch has no fake kernel or one that differs.
+        results_on: the devices on which `results` is used.
+        layout: corrects what the fake kernel says: the layout, the arguments, whether the kernel is a card's.
+        faked_in: the only dtype that its fake kernel takes, where its kernel takes others.
+        runs: whether its CPU kernel is run on zeros for the layout, which it alone knows.
+        computed: computes values where a CPU has the operator for other dtypes only.
+        composed_on: the devices on which it is a composition of other operators below autograd.
+        deciding: how many of its first arguments decide what a call takes and returns; None is all of them.
+        in_place: whether PyTorch writes into an argument instead where no dispatch mode is active, as in the formulas
+            of autograd (FunctionsManual.cpp, ``areAnyTensorSubclassLike``).
+        uses_cublas: whether its kernel is one of cuBLAS, with a handle and its workspace.
+    """
+
+    program: Callable[[Sequence[Any], Any, CardTraits], Program] = plain
+    order: tuple[int, ...] = ()
+    on_host: tuple[int, ...] = ()
+    results: Callable[..., Any] | None = None
+    results_on: tuple[str, ...] = ("cuda",)
+    layout: Callable[[ResultLayout, Sequence[Any], bool], ResultLayout] | None = None
+    faked_in: torch.dtype | None = None
+    runs: bool = False
+    computed: Callable[..., Any] | None = None
+    composed_on: tuple[str, ...] = ()
+    deciding: int | None = None
+    in_place: bool = False
+    uses_cublas: bool = False
+
+
+def most_held(program: Program) -> int:
+    """The most bytes that a kernel holds at once beside what it returns, as the allocator counts them.
+
+    >>> most_held((RESULTS, 1024, 100, -100, 2000))
+    3072
+    """
+    held = most = 0
+    for nbytes in program:
+        if isinstance(nbytes, Result):
+            continue
+        held += round_up(nbytes, MIN_BLOCK_BYTES) if nbytes > 0 else -round_up(-nbytes, MIN_BLOCK_BYTES)
+        most = max(most, held)
+    return most
+
+
+def taken(*nbytes: int) -> tuple[int, ...]:
+    """What is there to take of these: nothing takes no bytes."""
+    return tuple(size for size in nbytes if size)
+
+
+def briefly(*nbytes: int) -> tuple[int, ...]:
+    """These taken, and given back.
+
+    >>> briefly(512, 0, 1024)
+    (512, 1024, -1024, -512)
+    """
+    found = taken(*nbytes)
+    return *found, *(-size for size in reversed(found))
+
+
+def in_order(order: tuple[int, ...], results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The results that a kernel takes from the device in this order; those that it does not name come last.
+
+    >>> x = torch.empty(8, device="meta")
+    >>> dropped, mask = torch.ops.aten.native_dropout.default(x, 0.5, True)
+    >>> [y.dtype for y in in_order((1, 0), [dropped, mask])]
+    [torch.bool, torch.float32]
+    """
+    first = [results[at] for at in order if at < len(results)]
+    return first + [result for result in results if all(result is not one for one in first)]
+
+
+def copied(tensor: torch.Tensor) -> int:
+    """What ``contiguous()`` allocates."""
+    return 0 if tensor.is_contiguous() else tensor.numel() * tensor.itemsize
+
+
+def copy_after(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """Source: ``host_softmax`` in aten/src/ATen/native/cuda/SoftMax.cu; UpSampleNearest2d.cu, col2im and their like."""
+    return RESULTS, *taken(copied(args[0]))
+
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def has_channels_last(tensor: torch.Tensor) -> bool:
+    """``suggest_memory_format``, of a tensor that is whole."""
+    kept = CHANNELS_LAST.get(tensor.dim())
+    return kept is not None and tensor.is_contiguous(memory_format=kept) and not tensor.is_contiguous()
+
+
+def is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

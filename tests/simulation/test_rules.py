@@ -1,0 +1,69 @@
+"""What is known of operators stands in `memscale/simulation/rules`: the other tables that have operators for keys."""
+
+import ast
+from pathlib import Path
+
+import torch
+
+import memscale
+
+ROOT = Path(memscale.__file__).parent
+
+# What is left. The list only shrinks.
+LEFT = {
+    "hardware/flops.py": {"_RECURRENCES"},
+    "hardware/kernel_rates.py": {
+        *("_ATTENTION", "_CONVOLUTIONS", "_EFFICIENT", "_ELEMENTWISE", "_PASSES"),
+        *("_PASSES_BY_WIDTH", "_PRODUCTS", "_SHARES", "_SHARES_32", "_SUMS"),
+    },
+    "hardware/nominal.py": {"_RATES"},
+    "hardware/traffic.py": {"_EMPTY", "_OVERWRITES", "_READS_VALUES"},
+    "hardware/work.py": {"PRODUCTS"},
+    "simulation/dispatch/call_effects.py": {"_PRODUCTS"},
+    "simulation/dispatch/hollow_mode.py": {"_RESIZES"},
+    "simulation/dispatch/in_place_sums.py": {"OF_FORMULAS"},
+    "simulation/dispatch/lazy_values.py": {"_IDEMPOTENT"},
+    "simulation/dispatch/operators.py": {"_BY_LENGTHS", "_CHOICES", "_CONSTANTS", "_READS", "_VIEWS"},
+    "simulation/kernels/cpu_scratch.py": {
+        *("_BATCHED", "_COMPOSED", "_CONVERTS", "_COPIES", "_MOVES", "_PRODUCTS", "_SUMS"),
+    },
+    "simulation/kernels/cuda_fused.py": {"FUSED"},
+    "simulation/kernels/shapes.py": {"_RESIZES"},
+}
+
+# Of devices and of networks, which some operators are called like.
+NO_OPERATORS = {"cpu", "cuda", "lstm"}
+
+
+def _is_operator(node):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value.isidentifier() and hasattr(torch.ops.aten, node.value) and node.value not in NO_OPERATORS
+    return ast.unparse(node).startswith(("aten.", "torch.ops.aten."))
+
+
+def _keys(node):
+    """The keys of a table, or the members of a set, as far as they are written out."""
+    match node:
+        case ast.Dict():
+            yield from (key for key in node.keys if key is not None)
+        case ast.Set() | ast.Tuple():
+            yield from node.elts
+        case ast.Call(args=[first, *_]):
+            yield from _keys(first)
+
+
+def tables():
+    """By file, the names of the tables of which all keys are operators of ATen, or their names."""
+    found = {}
+    for path in sorted([*(ROOT / "simulation").rglob("*.py"), *(ROOT / "hardware").rglob("*.py")]):
+        for node in ast.parse(path.read_text()).body if path.parent.name != "rules" else ():
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                keys = list(_keys(node.value))
+                if keys and all(map(_is_operator, keys)):
+                    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                    found.setdefault(str(path.relative_to(ROOT)), set()).add(ast.unparse(target))
+    return found
+
+
+def test_no_other_table_has_operators_for_keys():
+    assert tables() == LEFT
