@@ -31,6 +31,8 @@ from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
 
 ATTRIBUTE = "_memscale_executor"
+#: What `report` says of models that were wrapped and are not any more.
+DETACHED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 # What `_begin` makes anew in a copy.
 _OF_PROCESS = {
@@ -304,7 +306,9 @@ class Executor:
         """
         with self._lock:
             if self.model.__dict__.get(ATTRIBUTE) is self:
+                text = str(self)
                 self._detach(self.model)
+                DETACHED[self.model] = text
 
     def _detach(self, model: nn.Module) -> None:
         for path, on_top in self.uninstall():

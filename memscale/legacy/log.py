@@ -17,8 +17,8 @@ class _Unheard(logging.NullHandler):
 
     def handle(self, record: logging.LogRecord) -> bool:
         heard = logging.root.handlers or len(LOG.handlers) > 1
-        if not heard and logging.lastResort is not None and record.levelno >= logging.lastResort.level:
-            logging.lastResort.handle(record)
+        if not heard and record.levelno >= logging.WARNING:
+            print(f"{record.name}: {record.getMessage()}", file=sys.stderr)
         return True
 
 

@@ -25,7 +25,7 @@ from memscale.core import (
 )
 from memscale.inspection import check_same_numbers
 from memscale.legacy.decision import Terms, Verdict, decide, hardware_of, resident_bytes
-from memscale.legacy.executor import ATTRIBUTE, Executor
+from memscale.legacy.executor import ATTRIBUTE, DETACHED, Executor
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import with_runtime
 from memscale.legacy.optimizing import without_8_bits
@@ -242,19 +242,22 @@ def report(model: Any) -> None:
     """Print what `wrap` applied to ``model``, what the step was predicted to take, and what was measured of it.
 
     Args:
-        model: as `wrap`'s ``target``, wrapped or not.
+        model: as `wrap`'s ``target``; of one that was detached, as a trainer does when it ends, what held until then.
 
     Raises:
         TypeError: ``model`` is neither a module nor a trainer.
 
-    >>> model = wrap(torch.nn.Linear(2, 2), Config(enable_logging=False))
-    >>> detach(model)
-    >>> report(model)
+    >>> report(torch.nn.Linear(2, 2))
     this Linear is not wrapped
     """
     module = _module_of(model, "report")
     executor = attached(module)
-    print(f"this {type(module).__name__} is not wrapped" if executor is None else executor)
+    if executor is not None:
+        print(executor)
+    elif module in DETACHED:
+        print(f"detached; while it was wrapped:\n{DETACHED[module]}")
+    else:
+        print(f"this {type(module).__name__} is not wrapped")
 
 
 def attached(model: nn.Module) -> Executor | None:

@@ -85,6 +85,8 @@ def test_report_prints_what_is_applied_and_measured(device, capsys):  # noqa: F8
         assert text in printed
     ms.detach(model)
     ms.report(model)
+    assert capsys.readouterr().out == f"detached; while it was wrapped:\n{printed}"  # as after a trainer's end
+    ms.report(stack())
     assert capsys.readouterr().out == "this Sequential is not wrapped\n"
     with pytest.raises(TypeError, match=r"report\(\) takes an nn.Module"):
         ms.report(3)
