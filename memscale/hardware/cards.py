@@ -280,7 +280,7 @@ def by_name(name: str) -> Card:
         known_ones = f". Known are {', '.join(card.name for card in CARDS)}"
     raise ConfigError(
         f"no card is called {name!r}{known_ones}; describe any other with Hardware(name=..., device_type=..., "
-        "memory_bytes=...)"
+        "memory_bytes=...), or leave hardware out for the device that the model is on"
     )
 
 

@@ -52,15 +52,14 @@ def model_of(**options):
 
 
 @pytest.mark.parametrize(
-    ("quant", "layer", "packed_bytes"),
+    ("quant", "layer", "packed_bytes", "kbit"),
     [
-        (["--quant", "nf4"], bnb.nn.Linear4bit, LAYERS // 2),
-        (["--quant", "fp4", "--double-quant"], bnb.nn.Linear4bit, LAYERS // 2),
-        (["--quant", "int8"], bnb.nn.Linear8bitLt, LAYERS),
-        ([], nn.Linear, 2 * LAYERS),
+        (["--quant", "nf4"], bnb.nn.Linear4bit, LAYERS // 2, True),
+        (["--quant", "fp4", "--double-quant"], bnb.nn.Linear4bit, LAYERS // 2, False),
+        (["--quant", "int8"], bnb.nn.Linear8bitLt, LAYERS, True),
+        ([], nn.Linear, 2 * LAYERS, True),
     ],
 )
-@pytest.mark.parametrize("kbit", [True, False])
 def test_the_prediction_is_of_the_model_that_peft_makes(folder, capsys, quant, layer, packed_bytes, kbit):
     words = [] if kbit or not quant else ["--no-kbit"]
     options = ["--lora", "r=4", *quant, *words]
@@ -115,7 +114,7 @@ def test_layers_multiply_in_what_is_said_and_else_in_what_the_card_has(given, ot
 
 def test_a_plan_and_its_script_are_of_the_packed_model(folder, capsys):
     options = ["--gpu", "t4", "--seq", "64", "--batch", "16", "--lora", "r=4", "--quant", "nf4", "--python", "fit.py"]
-    assert main(["plan", "--hf", "config.json", "--budget", "30MiB", *options]) == 0
+    assert main(["plan", "--hf", "config.json", "--budget", "30MiB", "--seconds", "0", *options]) == 0
     script = Path("fit.py").read_text()
     compile(script, "fit.py", "exec")
     assert "packing = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'" in script

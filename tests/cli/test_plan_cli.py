@@ -127,8 +127,8 @@ def test_a_plan_may_change_how_the_optimizer_steps(folder, capsys):
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--no-keeps-output", "--accumulate", 2), ("--amp", "fp16"), ("--stepping", "step_in_backward")],
-    ids=["as it is", "accumulated", "float16", "in backward"],
+    [("--amp", "fp16"), ("--no-keeps-output", "--accumulate", 2, "--stepping", "step_in_backward")],
+    ids=["float16", "accumulated, in backward"],
 )
 def test_a_script_trains_on_the_weights_that_are_there(folder, capsys, options):
     """From the weights beside the config, which it changes; with a scaled loss in float16."""
