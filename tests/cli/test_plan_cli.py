@@ -114,7 +114,7 @@ def test_a_budget_on_the_frontier(folder, capsys):
 
 
 def test_a_plan_may_change_how_the_optimizer_steps(folder, capsys):
-    step = (*STEP, "--forbid", "tile", "--budget", "1.11MiB", "--no-keeps-output")
+    step = (*STEP, "--mode", "conservative", "--budget", "1.11MiB", "--no-keeps-output")
     assert command("plan", *step) == 3
     assert "beside its plan --stepping step_in_backward would lower it" in capsys.readouterr().err, "as it is typed"
     assert command("plan", *step, "--stepping", "step_in_backward", "--python", "script.py") == 0
@@ -139,7 +139,7 @@ def test_a_script_trains_on_the_weights_that_are_there(folder, capsys, options):
     )
     trained = transformers.GPT2LMHeadModel(config)
     trained.save_pretrained("weights")
-    step = ("--hf", "weights", "--batch", 8, "--gpu", "cpu", "--budget", "7.5MiB")
+    step = ("--hf", "weights", "--batch", 8, "--gpu", "cpu", "--budget", "7.5MiB", "--mode", "conservative")
     assert command("plan", *step, *options, "--python", "fit.py") == 0
     capsys.readouterr()
     text = Path("fit.py").read_text()

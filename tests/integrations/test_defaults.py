@@ -21,6 +21,7 @@ import memscale as ms
 from memscale.legacy import executor as executor_module
 from memscale.legacy.decision import Verdict
 from tests.support.checks import bits
+from tests.support.coverings import in_turn
 from tests.support.models import own_checkpointing
 
 accelerate = pytest.importorskip("accelerate", reason="one of the frameworks")
@@ -221,23 +222,7 @@ def numbers(model: nn.Module) -> Any:
     return bits([parameter.detach() for parameter in model.parameters()])
 
 
-# The same framework, told to wrap at another place: one precision shows it.
-ELSEWHERE = {accelerate_wrapped_after: "bf16", lightning_wrapped: "fp32", trainer_wrapped: "bf16"}
-
-
-@pytest.mark.parametrize(
-    ("train", "precision"),
-    [
-        pytest.param(
-            train,
-            precision,
-            id=f"{train.__name__}-{precision}",
-            marks=[pytest.mark.deep] if ELSEWHERE.get(train, precision) != precision else [],
-        )
-        for train in ALL
-        for precision in DTYPES
-    ],
-)
+@pytest.mark.parametrize(("train", "precision"), in_turn(ALL, DTYPES))
 def test_with_defaults(train: Train, precision: str, verdicts: list[Verdict], caplog: pytest.LogCaptureFixture) -> None:
     if precision == "fp16" and train in (trainer, trainer_wrapped):
         pytest.skip("TrainingArguments(fp16=True) needs a GPU; accelerate, which does it, is tested")
@@ -260,7 +245,9 @@ def test_with_defaults(train: Train, precision: str, verdicts: list[Verdict], ca
         config = ms.Config(target_gpu_utilization=0.9 * verdicts[0].step_bytes / ms.Hardware.detect().memory_bytes)
 
 
-@pytest.mark.parametrize(("train", "precision"), [(trainer, "fp32"), (trainer_wrapped, "bf16")])
+@pytest.mark.parametrize(
+    ("train", "precision"), [pytest.param(trainer, "fp32", marks=pytest.mark.deep), (trainer_wrapped, "bf16")]
+)
 def test_its_own_checkpointing_is_off_where_a_plan_recomputes(
     train: Callable[..., nn.Module], precision: str, verdicts: list[Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
