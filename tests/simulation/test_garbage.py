@@ -7,6 +7,9 @@ import pytest
 
 from memscale.simulation.sandbox.garbage import few_collections
 
+# Each goes through all objects of the process; by default test_process_snapshot sees that the collector is as before.
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture(autouse=True)
 def _as_python_collects():

@@ -183,7 +183,7 @@ def test_a_tensor_of_another_layout_is_not_said_to_be_a_wrong_batch():
             ask(Forward(lambda m, y, other: m.one(y), one=nn.Linear(8, 8)), batch, loss=mean)
 
 
-@pytest.mark.parametrize("hardware", [None, "h100"])
+@pytest.mark.parametrize("hardware", [pytest.param(None, marks=pytest.mark.deep), "h100"])
 def test_a_model_of_graphs_is_planned_and_trains_to_the_same_numbers(hardware):
     def forward(m, y, graph):
         return y + m.two(torch.tanh(graph @ m.one(y)))
