@@ -163,7 +163,7 @@ def _large_states(count: int, numel: int, rounds: int) -> None:
     optimizers = {title: how(plain) for title, how in hows.items()}
     nbytes = 2 * sum(parameter.nbytes for parameter in parameters)
     slab, memory = DiskSlab(cap_bytes=2**33), [page_aligned_memory(2 * numel * 4) for _ in range(count)]
-    extents = [slab.write(each).result() for each in memory]
+    extents = [slab.write(each, slab.reserve(each.nbytes)).result() for each in memory]
 
     def raw() -> None:
         # The traffic of a step: every state is read and written, both directions at once.

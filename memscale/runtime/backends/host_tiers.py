@@ -112,7 +112,7 @@ class HostTiers:
         return found
 
     def usage(self) -> Mapping[str, TierUse]:
-        arenas = {name: arena.stats().usage for name, arena in self._arenas.items()}
+        arenas = {name: arena.usage() for name, arena in self._arenas.items()}
         return {**arenas, "disk": TierUse() if self._disk is None else self._disk.usage()}
 
     def _take_disk(self, nbytes: int) -> Extent | None:

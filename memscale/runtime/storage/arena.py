@@ -14,12 +14,10 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from memscale.core import ConfigError
 from memscale.runtime.storage.spans import FreeSpans
 from memscale.runtime.storage.tiers import TierUse
 
@@ -60,30 +58,6 @@ class ArenaBlock:
         return self._tensor
 
 
-@dataclass(frozen=True)
-class ArenaStats:
-    """What an arena holds. Blocks given back count as pending until their events are done."""
-
-    live_bytes: int
-    pending_bytes: int
-    high_water_bytes: int
-    reserved_bytes: int
-    reserved_high_water_bytes: int
-    free_bytes: int
-    largest_free_bytes: int
-    slabs: int
-
-    @property
-    def usage(self) -> TierUse:
-        """The same, as of any tier."""
-        return TierUse(self.high_water_bytes, self.reserved_bytes, self.free_bytes, self.largest_free_bytes)
-
-    @property
-    def waste(self) -> float:
-        """Reserved bytes over the most bytes ever in use at once, less 1; 0 for an arena that was never used."""
-        return self.reserved_bytes / self.high_water_bytes - 1 if self.high_water_bytes else 0.0
-
-
 class Arena:
     """Cuts slabs into blocks of exact sizes; grows up to a hard cap, never waits.
 
@@ -94,22 +68,17 @@ class Arena:
             raise MemoryError: the arena then does without.
         cap_bytes: the most that all slabs together may hold.
         slab_bytes: the size of a slab; a larger request gets a slab of its own.
-        alignment: what every block's address is a multiple of; 4096 for unbuffered disk access.
+        alignment: what every block's address is a multiple of, a power of two; 4096 for unbuffered disk access.
         release_slab: called with a slab that the arena no longer uses; None drops the reference, which is enough
             for memory that nothing registered.
 
-    Raises:
-        ConfigError: a size is out of range, or a slab is not as asked for.
-
     >>> arena = Arena(page_aligned_memory, cap_bytes=2**20, slab_bytes=2**16)
     >>> block = arena.take(1000)
-    >>> block.tensor.shape, arena.stats().reserved_bytes
+    >>> block.tensor.shape, arena.usage().reserved_bytes
     (torch.Size([1000]), 65536)
     >>> arena.take(2**21) is None
     True
     >>> arena.give(block)
-    >>> arena.stats().live_bytes
-    0
     """
 
     def __init__(
@@ -121,12 +90,6 @@ class Arena:
         alignment: int = 512,
         release_slab: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        if cap_bytes < 0:
-            raise ConfigError(f"Arena(cap_bytes={cap_bytes}) must be at least 0; pass the most it may hold")
-        if slab_bytes < 1:
-            raise ConfigError(f"Arena(slab_bytes={slab_bytes}) must be at least 1; pass the size of a slab")
-        if alignment < 1 or alignment & (alignment - 1):
-            raise ConfigError(f"Arena(alignment={alignment}) must be a power of two; pass 512 or {PAGE_BYTES}")
         self.cap_bytes = cap_bytes
         self._slab_bytes = slab_bytes
         self._alignment = alignment
@@ -144,16 +107,10 @@ class Arena:
         self._given: deque[tuple[ArenaBlock, tuple[Event, ...]]] = deque()
         self._in_use_bytes = self._high_water_bytes = 0
         self._in_use_span = self._high_water_span = self._planned_span = 0
-        self._reserved_bytes = self._reserved_high_water_bytes = 0
+        self._reserved_bytes = 0
 
     def take(self, nbytes: int) -> ArenaBlock | None:
-        """A block of ``nbytes``, or None where the cap or the system allows no more.
-
-        Raises:
-            ConfigError: ``nbytes`` is negative.
-        """
-        if nbytes < 0:
-            raise ConfigError(f"take({nbytes}) must be at least 0; pass the bytes of the tensor")
+        """A block of ``nbytes``, or None where the cap or the system allows no more."""
         span = max(_round_up(nbytes, self._alignment), self._alignment)
         with self._lock:
             self._reclaim_finished()
@@ -190,12 +147,6 @@ class Arena:
         block._tensor = None
         self._given.append((block, events))
 
-    def trim(self) -> int:
-        """Let go of every slab that is wholly free; the bytes that were freed."""
-        with self._lock:
-            self._reclaim_all_finished()
-            return self._drop_free_slabs()
-
     def replan(self) -> bool:
         """Where nothing is in use, replace the slabs by one of just what was in use at once; whether it did.
 
@@ -217,21 +168,12 @@ class Arena:
             self._add_slab(target)
             return True
 
-    def stats(self) -> ArenaStats:
+    def usage(self) -> TierUse:
         """What the arena holds now, and held at most."""
         with self._lock:
             self._reclaim_all_finished()
-            pending_bytes = sum(block.nbytes for block, _ in self._given.copy())
-            return ArenaStats(
-                live_bytes=self._in_use_bytes - pending_bytes,
-                pending_bytes=pending_bytes,
-                high_water_bytes=self._high_water_bytes,
-                reserved_bytes=self._reserved_bytes,
-                reserved_high_water_bytes=self._reserved_high_water_bytes,
-                free_bytes=self._free.free_bytes,
-                largest_free_bytes=self._free.largest_bytes,
-                slabs=len(self._slabs),
-            )
+            free = self._free
+            return TierUse(self._high_water_bytes, self._reserved_bytes, free.free_bytes, free.largest_bytes)
 
     def _reclaim_finished(self) -> None:
         """Free the blocks at the head of the queue: one stream's events finish in order, and `take` must be quick."""
@@ -268,19 +210,14 @@ class Arena:
             slab = self._allocate_slab(nbytes)
         except MemoryError:
             return False
-        if slab.dtype != torch.uint8 or slab.shape != (nbytes,) or slab.data_ptr() % self._alignment:
-            raise ConfigError(
-                f"allocate_slab({nbytes}) returned {slab.dtype} of shape {tuple(slab.shape)} at {slab.data_ptr():#x}; "
-                f"return a uint8 tensor of {nbytes} bytes that starts at a multiple of {self._alignment}, as "
-                f"page_aligned_memory does"
-            )
+        assert slab.nbytes == nbytes
+        assert slab.data_ptr() % self._alignment == 0
         base = self._next_base
         self._next_base = base + nbytes + self._alignment
         self._slabs[base] = slab
         self._bases.append(base)
         self._free.give(base, nbytes)
         self._reserved_bytes += nbytes
-        self._reserved_high_water_bytes = max(self._reserved_high_water_bytes, self._reserved_bytes)
         return True
 
     def _wholly_free_bytes(self) -> int:

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from memscale.core import ConfigError, RuntimeUnavailable, available_host_bytes
+from memscale.core import RuntimeUnavailable, available_host_bytes
 
 KEPT_FREE_BYTES = 512 * 1024**2
 
@@ -23,7 +23,6 @@ class HostBudget:
         available_bytes: says how much RAM the process can still have, None where that is unknown.
 
     Raises:
-        ConfigError: a size is negative.
         RuntimeUnavailable: there is no cap, and the system does not say how much RAM is available.
 
     >>> budget = HostBudget(100, kept_free_bytes=0)
@@ -41,9 +40,6 @@ class HostBudget:
         kept_free_bytes: int = KEPT_FREE_BYTES,
         available_bytes: Callable[[], int | None] = available_host_bytes,
     ) -> None:
-        for name, value in (("cap_bytes", cap_bytes), ("kept_free_bytes", kept_free_bytes)):
-            if value is not None and value < 0:
-                raise ConfigError(f"HostBudget({name}={value}) must be at least 0; pass a size in bytes")
         if cap_bytes is None and available_bytes() is None:
             raise RuntimeUnavailable(
                 "this system does not say how much RAM is available, so offloading to it without a cap could take "
@@ -58,13 +54,7 @@ class HostBudget:
         self._released: deque[int] = deque()
 
     def reserve(self, nbytes: int) -> bool:
-        """Count ``nbytes`` as taken and return True, or change nothing where they do not fit.
-
-        Raises:
-            ConfigError: ``nbytes`` is negative.
-        """
-        if nbytes < 0:
-            raise ConfigError(f"reserve({nbytes}) must be at least 0; pass a size in bytes")
+        """Count ``nbytes`` as taken and return True, or change nothing where they do not fit."""
         with self._lock:
             self._count_released()
             if self.cap_bytes is not None and self._reserved_bytes + nbytes > self.cap_bytes:

@@ -48,18 +48,17 @@ class CopyPool:
     >>> pool = CopyPool(1, "example")
     >>> pool.submit(lambda: 6 * 7).result()
     42
-    >>> pool.close()
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        # Dropped without `close`, the threads end by themselves once nothing is left to do.
+        # Dropped, the threads end by themselves once nothing is left to do.
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"memscale-{name}")
 
     def submit(self, run: Callable[[], T]) -> CopyFuture[T]:
         """Queue ``run``; one thread runs what it is given in order. What was queued will run: no future is cancelled.
 
         Raises:
-            RuntimeError: the pool was closed, or the interpreter ends.
+            RuntimeError: the interpreter ends.
         """
         future: CopyFuture[T] = CopyFuture()
         future.set_running_or_notify_cancel()
@@ -85,7 +84,3 @@ class CopyPool:
 
         self._pool.submit(work)
         return future
-
-    def close(self) -> None:
-        """Wait until everything that was queued has run."""
-        self._pool.shutdown()

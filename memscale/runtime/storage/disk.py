@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from memscale.core import ConfigError, CorrectnessError, RuntimeUnavailable
+from memscale.core import CorrectnessError, RuntimeUnavailable
 from memscale.runtime.storage.arena import PAGE_BYTES
 from memscale.runtime.storage.copy_pool import CopyFuture, CopyPool
 from memscale.runtime.storage.mapping import Bytes, Mapping
@@ -62,20 +62,16 @@ class DiskSlab:
         io: the system calls, for tests.
 
     Raises:
-        ConfigError: a size is out of range.
         DiskTierFull: the filesystem is full.
         RuntimeUnavailable: there is no such file to be had here.
 
     >>> slab = DiskSlab(cap_bytes=2**20)
-    >>> extent = slab.write(torch.arange(10, dtype=torch.uint8)).result()
+    >>> extent = slab.write(torch.arange(10, dtype=torch.uint8), slab.reserve(10)).result()
     >>> into = torch.empty(10, dtype=torch.uint8)
     >>> slab.read(extent, into).result()
-    >>> into.tolist(), slab.used_bytes
-    ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 4096)
+    >>> into.tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     >>> slab.free(extent)
-    >>> slab.used_bytes
-    0
-    >>> slab.close()
     """
 
     def __init__(
@@ -87,14 +83,7 @@ class DiskSlab:
         threads: int = 2,
         io: FileIO | None = None,
     ) -> None:
-        if cap_bytes < PAGE_BYTES:
-            raise ConfigError(
-                f"DiskSlab(cap_bytes={cap_bytes}) must be at least {PAGE_BYTES}; pass how large the file may grow"
-            )
-        if threads < 1:
-            raise ConfigError(f"DiskSlab(threads={threads}) must be at least 1; pass how many transfers run at a time")
         self.cap_bytes = cap_bytes // PAGE_BYTES * PAGE_BYTES
-        self._file: SlabFile | None
         first_bytes, io = _in_pages(min(first_bytes, self.cap_bytes)), io or FileIO()
         try:
             self._file = SlabFile(directory, first_bytes, io)
@@ -117,32 +106,23 @@ class DiskSlab:
     @property
     def direct(self) -> bool:
         """Whether transfers pass the page cache by."""
-        return self._open_file().direct
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the file that are taken, in whole pages."""
-        with self._lock:
-            self._take_up_ended()
-            return self._used_bytes
+        return self._file.direct
 
     def usage(self) -> TierUse:
         """What the file holds, in whole pages, and held at most."""
-        file = self._open_file()
         with self._lock:
             self._take_up_ended()
-            return TierUse(self._high_water_bytes, file.size_bytes, self._spans.free_bytes, self._spans.largest_bytes)
+            return TierUse(
+                self._high_water_bytes, self._file.size_bytes, self._spans.free_bytes, self._spans.largest_bytes
+            )
 
     def reserve(self, nbytes: int) -> Extent | None:
         """Room for ``nbytes``, or None where neither the cap nor the filesystem leaves any in one piece.
 
         Raises:
-            ConfigError: ``nbytes`` is negative.
-            RuntimeUnavailable: the slab is closed, or this process is a fork of its owner.
+            RuntimeUnavailable: this process is a fork of the slab's owner.
         """
-        if nbytes < 0:
-            raise ConfigError(f"reserve({nbytes}) must be at least 0; pass a size in bytes")
-        file, span = self._open_file(), _in_pages(nbytes)
+        file, span = self._own_file(), _in_pages(nbytes)
         with self._lock:
             self._take_up_ended()
             offset = self._spans.take(span)
@@ -169,10 +149,10 @@ class DiskSlab:
 
         Raises:
             AssertionError: the extent was mapped, written or freed before, or is another slab's.
-            RuntimeUnavailable: the slab is closed, or this process is a fork of its owner; the filesystem does not
-                preallocate, so that a full disk would kill the process, or does not map files.
+            RuntimeUnavailable: this process is a fork of the slab's owner; the filesystem does not preallocate, so that
+                a full disk would kill the process, or does not map files.
         """
-        file = self._open_file()
+        file = self._own_file()
         with self._lock:
             self._take_up_ended()
             assert extent in self._live, f"the extent of {extent.nbytes} bytes at {extent.offset} was freed"
@@ -182,46 +162,31 @@ class DiskSlab:
             extent._mapping = weakref.ref(mapping)
         return mapping.bytes()[: extent.nbytes]
 
-    def write(self, source: torch.Tensor, extent: Extent | None = None, *, at: int = 0) -> CopyFuture[Extent]:
+    def write(self, source: torch.Tensor, extent: Extent, *, at: int = 0) -> CopyFuture[Extent]:
         """Start writing; ``source``, a contiguous uint8 CPU tensor, must not change until the future is done.
 
         The future raises DiskTierFull or DiskTierError where the disk fails; the bytes are then in ``source`` only.
 
         Args:
             source: the bytes.
-            extent: where to; None reserves one of the size of ``source``, and frees it where the write fails.
+            extent: where to.
             at: the first byte of the extent that is written, a multiple of the page.
 
         Raises:
-            ConfigError: the tensor is of another kind, or the piece does not fit into the extent.
-            DiskTierFull: there is no room; nothing was started.
-            AssertionError: the extent was freed, or is another slab's.
-            RuntimeUnavailable: the slab is closed, or this process is a fork of its owner.
+            AssertionError: the piece does not fit into the extent, which was freed, or is another slab's.
+            RuntimeUnavailable: this process is a fork of the slab's owner.
         """
-        _check(source, "write(source)")
-        place = self.reserve(source.nbytes) if extent is None else extent
-        if place is None:
-            raise DiskTierFull(
-                f"{source.nbytes} bytes do not fit: the disk tier uses {self.used_bytes} of at most {self.cap_bytes} "
-                f"bytes and grows no more; raise its cap, or free disk space"
-            )
-
-        mapping = self._mapping_of(place)
+        mapping = self._mapping_of(extent)
 
         def run(file: SlabFile) -> Extent:
             if mapping is not None:
                 mapping.write(np.asarray(bytes_of(source)), at)
-                return place
-            try:
-                file.write(source, place.offset + at)
-            except BaseException:
-                if extent is None:
-                    self.free(place)
-                raise
-            place._pieces[at] = source.nbytes
-            return place
+            else:
+                file.write(source, extent.offset + at)
+                extent._pieces[at] = source.nbytes
+            return extent
 
-        return self._start(run, place, source, at, "write(source)")
+        return self._start(run, extent, source, at)
 
     def read(self, extent: Extent, into: torch.Tensor, *, at: int = 0) -> CopyFuture[None]:
         """Start reading a piece that was written, or any that is mapped; ``into`` holds it once the future is done.
@@ -234,10 +199,10 @@ class DiskSlab:
             at: the first byte of the piece in the extent.
 
         Raises:
-            ConfigError: the tensor is of another kind, or the piece does not fit into the extent.
-            AssertionError: the extent was freed, or is another slab's.
-            RuntimeUnavailable: the slab is closed, or this process is a fork of its owner.
+            AssertionError: the piece does not fit into the extent, which was freed, or is another slab's.
+            RuntimeUnavailable: this process is a fork of the slab's owner.
         """
+        mapping = self._mapping_of(extent)
 
         def run(file: SlabFile) -> None:
             if mapping is not None:
@@ -251,9 +216,7 @@ class DiskSlab:
                 )
             file.read(into, extent.offset + at)
 
-        _check(into, "read(into)")
-        mapping = self._mapping_of(extent)
-        return self._start(run, extent, into, at, "read(into)")
+        return self._start(run, extent, into, at)
 
     def free(self, extent: Extent) -> None:
         """Give the extent's bytes up; they are reused once the reads under way are done.
@@ -267,35 +230,21 @@ class DiskSlab:
             raise AssertionError(f"the extent of {extent.nbytes} bytes at {extent.offset} was freed twice") from None
         self._freed.append(extent)
 
-    def close(self) -> None:
-        """Finish the transfers that were started and give the disk space back. Closing again does nothing."""
-        file, self._file = self._file, None
-        if file is None:
-            return
-        if os.getpid() == self._process:  # a fork has no threads to wait for
-            self._copy_pool.close()
-        file.close()
-
-    def _open_file(self) -> SlabFile:
+    def _own_file(self) -> SlabFile:
         if os.getpid() != self._process:
             raise RuntimeUnavailable(
                 f"process {os.getpid()} is a fork of {self._process}, whose disk tier it cannot use: the threads that "
                 f"move bytes are not in the fork; start processes with 'spawn', or offload in one of them only"
             )
-        if self._file is None:
-            raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab")
         return self._file
 
-    def _start(
-        self, run: Callable[[SlabFile], T], extent: Extent, data: torch.Tensor, at: int, name: str
-    ) -> CopyFuture[T]:
+    def _start(self, run: Callable[[SlabFile], T], extent: Extent, data: torch.Tensor, at: int) -> CopyFuture[T]:
         """Queue ``run``, and keep the extent's room from being reused before it has ended."""
-        file = self._open_file()
-        if at < 0 or at % PAGE_BYTES or at + data.nbytes > extent.nbytes:
-            raise ConfigError(
-                f"{name} has {data.nbytes} bytes for byte {at} on of an extent of {extent.nbytes}; pass a piece that "
-                f"fits and starts at a multiple of {PAGE_BYTES}"
-            )
+        file = self._own_file()
+        fits = 0 <= at <= extent.nbytes - data.nbytes and at % PAGE_BYTES == 0
+        assert data.dtype == torch.uint8
+        assert data.is_contiguous()
+        assert fits, f"{data.nbytes} bytes for byte {at} on of an extent of {extent.nbytes}"
         with self._lock:
             assert extent in self._live, f"the extent of {extent.nbytes} bytes at {extent.offset} was freed"
             self._transfers[extent] += 1
@@ -308,11 +257,7 @@ class DiskSlab:
             finally:
                 ended.append(extent)
 
-        try:
-            return self._copy_pool.submit(transfer)
-        except RuntimeError as error:  # closed by another thread a moment ago, or the interpreter ends
-            ended.append(extent)
-            raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab") from error
+        return self._copy_pool.submit(transfer)
 
     def _mapping_of(self, extent: Extent) -> Mapping | None:
         """Where the extent was mapped, its memory: still that, or again where nobody holds it any more.
@@ -321,7 +266,7 @@ class DiskSlab:
         """
         if extent._mapping is None:
             return None
-        return extent._mapping() or self._open_file().map(extent.offset, extent.span)
+        return extent._mapping() or self._own_file().map(extent.offset, extent.span)
 
     def _grow(self, file: SlabFile, span: int) -> bool:
         room = self.cap_bytes - file.size_bytes
@@ -351,11 +296,3 @@ class DiskSlab:
 
 def _in_pages(nbytes: int) -> int:
     return max(-(-nbytes // PAGE_BYTES), 1) * PAGE_BYTES
-
-
-def _check(tensor: torch.Tensor, name: str) -> None:
-    if tensor.dtype != torch.uint8 or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ConfigError(
-            f"{name} is {tensor.dtype} of strides {tensor.stride()} on {tensor.device}; pass a contiguous uint8 CPU "
-            f"tensor, as x.view(torch.uint8) is"
-        )

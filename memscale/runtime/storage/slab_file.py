@@ -124,22 +124,18 @@ class SlabFile:
                 f"no file can be made in {self.directory!r} ({error.strerror}); pass a directory that you can write to"
             ) from error
         # Transfers hold the file, so the descriptor outlives the last of them and its number is never another file's.
-        self._close = weakref.finalize(self, os.close, self._descriptor)
+        close = weakref.finalize(self, os.close, self._descriptor)
         try:
             self.extend(size_bytes)
             self.direct = self._make_direct()
         except BaseException:
-            self._close()
+            close()
             raise
         if directory is not None and is_in_memory(self.directory):
             warnings.warn(
                 f"{self.directory!r} is in RAM, so offloading to it frees nothing; pass a directory on a disk",
                 stacklevel=3,
             )
-
-    def close(self) -> None:
-        """Let go of the file, which frees its disk space. No transfer may be under way."""
-        self._close()
 
     def extend(self, nbytes: int) -> None:
         """Make the file that much larger.
