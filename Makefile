@@ -41,7 +41,7 @@ EXAMPLES ?= 5000
 fuzz: $(READY)
 	HYPOTHESIS_PROFILE=fuzz EXAMPLES=$(EXAMPLES) FUZZ_BESIDE=$(BESIDE) $(PYTHON) -m pytest -q tests/laws/test_programs.py $(ARGS)
 
-# What `make test` skips where no browser or PostgreSQL is installed, and all of the server's tests on both databases.
+# What `make test` leaves out: PostgreSQL, a browser where none is installed, all of the server's tests on both databases.
 test-server: $(READY)
 	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || { \
 		echo "test-server: there is no browser; apt-get install chromium" >&2; exit 1; }

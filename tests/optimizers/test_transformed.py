@@ -13,7 +13,7 @@ from transformers.optimization import Adafactor as HFAdafactor
 import memscale as ms
 from memscale.optimizers import offloaded
 from tests.support.checks import bits
-from tests.support.coverings import pairwise
+from tests.support.coverings import in_turn, pairwise
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
 
 ADAMW = OPTIMIZERS["AdamW"]
@@ -28,6 +28,13 @@ TRANSFORMS = {
 IN_PLACE = {title: how for title, how in TRANSFORMS.items() if "offload_states" not in repr(how)}
 every_transform = pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+in_turns = pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        pytest.param(OPTIMIZERS[kind], TRANSFORMS[title], id=f"{kind}-{title}")
+        for kind, title in in_turn(OPTIMIZERS, TRANSFORMS)
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +52,7 @@ def test_it_trains_to_the_same_bits_from_the_middle_of_training_on(make, how):
     assert isinstance(optimizer, type(expected))
 
 
-@every_transform
-@every_optimizer
+@in_turns
 def test_the_original_keeps_its_states_its_options_and_its_hooks(make, how):
     model, original = trained(make, 2)
     original.register_step_post_hook(lambda *_: called.append("post"))
@@ -71,8 +77,7 @@ def test_states_are_not_there_twice_once_the_original_is_dropped(how):
     assert {id(tensor) for states in optimizer.state.values() for tensor in states.values()} == there
 
 
-@every_transform
-@every_optimizer
+@in_turns
 def test_a_state_dict_goes_both_ways(make, how):
     (plain, expected), (model, optimizer) = twins(make, how)
     train(model, optimizer, [2])

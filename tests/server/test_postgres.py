@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("django", reason="the extra `server` is not installed; it needs Python 3.11")
 from tests.support.team_server import environment, first_team, postgres, postgres_programs, running, send
 
-pytestmark = pytest.mark.skipif(
-    postgres_programs() is None, reason="needs PostgreSQL: apt-get install postgresql (`make test-server`)"
-)
+pytestmark = [
+    pytest.mark.deep,  # as `make test-server` is
+    pytest.mark.skipif(postgres_programs() is None, reason="needs PostgreSQL: apt-get install postgresql"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,6 @@ def test_runs_of_eight_clients_are_kept_once_each_through_a_kill_and_a_backup_ha
 ALIKE = "test_access.py test_runs.py test_accounts.py"
 
 
-@pytest.mark.deep
 def test_the_other_tests_hold_there_too(url, tmp_path):
     folder = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]

@@ -19,6 +19,7 @@ pytest.importorskip("django", reason="the extra `server` is not installed; it ne
 import memscale as ms
 from memscale.cli import main
 from memscale.history import Remote, Run, record
+from tests.support.coverings import DEEP
 from tests.support.team_server import client, document, environment, first_team, new_team, post, running, send, token_of
 
 
@@ -373,7 +374,7 @@ def test_the_api_answers_no_5xx_to_what_its_schema_allows_and_to_what_it_does_no
         operation = result.ok()
 
         @given(case=operation.as_strategy())
-        @settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=6 if DEEP else 2, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         def ask(case):
             case.path_parameters = {**(case.path_parameters or {}), "team": team.slug, "project": "llama"}
             given = case.as_transport_kwargs(base_url="http://127.0.0.1")

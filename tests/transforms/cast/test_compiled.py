@@ -1,5 +1,7 @@
 """`cast` in a compiled graph: no change of a copy is lost, and a tied weight is cast once, as outside of one."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import memscale as ms
 from memscale import TransformError
 from tests.support.checks import bits
+from tests.support.coverings import in_turn, pairwise
 
 
 def under_no_grad(weight):
@@ -171,10 +174,9 @@ class ReplacingEntry(Replacing):
 
 
 @pytest.mark.usefixtures("cast_in_one_graph")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 @pytest.mark.parametrize(
-    ("kind", "region"),
-    [(Replacing, "function"), (ReplacingEntry, "function"), (ReplacingEntry, "module"), (Replacing, "module")],
+    ("kind", "region", "dtype"),
+    pairwise(itertools.product([Replacing, ReplacingEntry], ["function", "module"], [torch.float32, torch.int64])),
 )
 def test_a_buffer_that_the_region_replaces_in_evaluation(kind, region, dtype):
     """The new value went to what stood in for the module, and was lost."""
@@ -200,8 +202,7 @@ def test_where_the_compiler_lists_no_attributes(region, monkeypatch):
     assert bits(torch.compile(fit, backend="aot_eager")(x)) == bits(fit(x))
 
 
-@pytest.mark.parametrize("kind", [Replacing, ReplacingEntry])
-@pytest.mark.parametrize("region", ["module", "function"])
+@pytest.mark.parametrize(("kind", "region"), in_turn([Replacing, ReplacingEntry], ["module", "function"]))
 def test_a_replaced_buffer_of_another_kind_is_right_without_fullgraph(region, kind):
     torch._dynamo.reset()
     model, x = kind(torch.int64).eval(), torch.randn(2, 4)

@@ -17,6 +17,7 @@ from memscale import checkpoint, offload, policies
 from memscale.regions import argument_spec
 from memscale.transforms.checkpoint import recompute
 from tests.support.checks import bits
+from tests.support.coverings import in_turn
 from tests.support.models import numbers
 
 WIDTH = 4
@@ -181,8 +182,7 @@ def test_double_backward(block, plan):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own, when jvp is first used
-@pytest.mark.parametrize("plan", ["each block", "nested", "twice", "dots"])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("block", "plan"), in_turn(BLOCKS, ["each block", "nested", "twice", "dots"]))
 def test_torch_func(block, plan):
     model, x = made(block).double(), numbers(5, 3, WIDTH, grad=False, dtype=torch.float64)
     fit = ms.transform(model, PLANS[plan])

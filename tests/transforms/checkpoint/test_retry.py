@@ -1,5 +1,6 @@
 """A backward that fails and is called again, one of several, and what each leaves behind: never a wrong gradient."""
 
+import itertools
 import random
 import re
 import sys
@@ -19,6 +20,7 @@ from memscale.runtime import Runtime
 from memscale.simulation.measured.allocator_trace import measure
 from memscale.transforms.checkpoint import functorch, recompute
 from tests.support.checks import bits
+from tests.support.coverings import in_turn, pairwise
 from tests.support.models import numbers
 
 DOTS = checkpoint(policy=policies.dots_saveable)
@@ -106,11 +108,15 @@ def after_backward(how, norm, steps_left=None, *, retain=False):
     return found, bits(left), counts
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
-@pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_a_backward_that_failed_in_a_recompute_can_be_called_again(how, norm, retain, error, monkeypatch):
+NORMS = [nn.LayerNorm, nn.BatchNorm1d]
+ERRORS = [torch.OutOfMemoryError, KeyboardInterrupt]
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "retain", "error"), pairwise(itertools.product(TRANSFORMS, NORMS, [False, True], ERRORS))
+)
+def test_a_backward_that_failed_in_a_recompute_can_be_called_again(name, norm, retain, error, monkeypatch):
+    how = TRANSFORMS[name]
     monkeypatch.setattr(Trip, "error", error)
     wanted, *wanted_state = after_backward(identity, norm)
     for steps_left in range(STEPS):
@@ -234,9 +240,9 @@ def test_with_create_graph_fetched_inputs_go_with_the_graph_of_the_gradients(mon
     assert loss.requires_grad
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
-@pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_a_backward_that_retains_the_graph_leaves_as_many_bytes_as_it_found(how, norm):
+@pytest.mark.parametrize(("name", "norm"), in_turn(TRANSFORMS, NORMS))
+def test_a_backward_that_retains_the_graph_leaves_as_many_bytes_as_it_found(name, norm):
+    how = TRANSFORMS[name]
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), norm(16), nn.Tanh(), nn.Dropout()) for _ in range(3)])
     runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0), disk_bytes=1 << 24)
     fit = ms.transform(model, {"*": how}, runtime=runtime)
