@@ -6,15 +6,13 @@ region runs on doubles: new modules of the same classes over the cast state, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from memscale.core import Assembled, TransformError
-from memscale.transforms.cast.between import Adapted, adapted
+from memscale.transforms.cast.between import Adapted
 from memscale.transforms.cast.converted import Converted
 from memscale.transforms.cast.precision import Survey, is_castable
 
@@ -97,35 +95,7 @@ class Doubles:
             then, now = module.__dict__[mapping], ran.__dict__[mapping]
             for name in [*then, *now]:
                 if name not in now or name not in then or now[name] is not self._of(then[name]):
-                    raise _replaced(name, module)
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Instead of doubles: run the body with the cast state in the modules themselves.
-
-        For functions of the user's that call modules, of which there can be no copy that calls others.
-        """
-        before: list[tuple[nn.Module, dict[str, Any], str, Any]] = [
-            (module, mapping, name, value)
-            for module in self._found.cast
-            for mapping in (module._parameters, module._buffers)
-            for name, value in mapping.items()
-        ]
-        with adapted(self._found, self._compute, self._natural):
-            try:
-                for _, mapping, name, value in before:
-                    mapping[name] = self._of(value)
-                yield
-                for module, mapping, name, value in before:
-                    if mapping.get(name) is not self._of(value):
-                        raise _replaced(name, module)
-            finally:
-                for _, mapping, name, value in before:
-                    mapping[name] = value
-
-
-def _replaced(name: str, module: nn.Module) -> TransformError:
-    return TransformError(
-        f"a cast region under torch.compile replaces {name!r} of a {type(module).__name__}, and the new value would be "
-        "lost; name the path of its module in keep, or change it outside of the region"
-    )
+                    raise TransformError(
+                        f"a cast region under torch.compile replaces {name!r} of a {type(module).__name__}, and the "
+                        "new value would be lost; name the path of its module in keep, or change it outside of it"
+                    )

@@ -69,32 +69,30 @@ class Casted(Transformed):
     """A function in mixed precision.
 
     Attributes:
-        captured: the modules that `fn`, where it is no module's forward, was found to reach when it was made.
-        traceable: whether these are all that `fn` was found to depend on.
-        rebindable: whether `fn` is a module's forward, of which there can be a copy that calls another module.
+        traceable: whether a compiler can trace it: a module's forward, of which there can be a copy that calls another
+            module, and whose tensors are all that module's; or a function of its arguments alone.
         watched_in_training: whether a call in training mode has shown that the region changes no buffer that is cast.
         watched: the train/eval flags in which a call has been watched for changes behind autograd's back.
     """
 
     def __init__(self, fn: Callable[..., Any], how: Cast) -> None:
         super().__init__(fn, how)
-        self.captured: list[nn.Module] = []
         self.traceable = False
-        self.rebindable = False
         self.watched_in_training = False
         self.watched: set[tuple[bool, ...]] = set()
 
     def look_around(self) -> None:
         """Find out what `fn` depends on, and that every pattern of `keep` is about some of it."""
         captures = _CastCaptures(self)
-        self.rebindable = is_of_modules(self.fn)
-        if not self.rebindable:
-            self.captured = captures.roots
-        holders: list[Any] = [m for module in captures.modules for m in (module._parameters, module._buffers)]
-        if self.rebindable:
-            holders += [module.__dict__ for module in captures.modules]
-        owned = {id(value) for mapping in holders for value in mapping.values()}
-        self.traceable = all(id(tensor) in owned or not is_castable(tensor) for _, _, tensor in captures.tensors)
+        owned = {
+            id(value)
+            for module in captures.modules
+            for mapping in (module._parameters, module._buffers, module.__dict__)
+            for value in mapping.values()
+        }
+        self.traceable = (is_of_modules(self.fn) or not captures.modules) and all(
+            id(tensor) in owned or not is_castable(tensor) for _, _, tensor in captures.tensors
+        )
         self._refuse_sparse(captures)
         paths = [path for root in captures.roots for path, _ in root.named_modules(remove_duplicate=False)]
         patterns = [pattern for pattern in self.how.keep if pattern != NORMS]
@@ -118,11 +116,6 @@ class Casted(Transformed):
                     f"back through a cast; write keep={kept!r}, or sparse=False"
                 )
 
-    @property
-    def roots(self) -> list[nn.Module]:
-        """The modules by which a compiler traces the region."""
-        return list(dict.fromkeys(modules_in(self.fn))) if self.rebindable else self.captured
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # In a `try`, so that what Dynamo cannot trace is left to Python as a whole; see `Checkpointed`.
         try:
@@ -134,12 +127,7 @@ class Casted(Transformed):
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Casted:
         region = super().reassembled(remap)
-        region.captured = [remap(root) for root in self.captured]
-        region.traceable, region.rebindable, region.watched_in_training = (
-            self.traceable,
-            self.rebindable,
-            self.watched_in_training,
-        )
+        region.traceable, region.watched_in_training = self.traceable, self.watched_in_training
         return region
 
 
@@ -189,7 +177,8 @@ def cast(
         ConfigError: a dtype is not a floating dtype of at least 16 bits, or `keep` is not an iterable of patterns.
         TransformError: when applied, if a pattern of `keep` matches no submodule of the region; when called, if the
             region changes a tensor that was cast, so that the change would be lost. Under `torch.compile` also if
-            the region captures tensors outside of modules, or if nothing has shown that it leaves its buffers alone.
+            the region is a function that captures modules or tensors, or if nothing has shown that it leaves its
+            buffers alone.
 
     Cost: saves the difference in size of what backward keeps; pays one copy of each parameter a call. The copies that
     backward needs live until then; ``compose(checkpoint(), cast())`` keeps none of them.
@@ -366,12 +355,13 @@ def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
     torch._dynamo.comptime.comptime(_refuse_what_cannot_list)
     if not self.traceable:
         raise TransformError(
-            f"{how!r} under torch.compile: the region captures tensors outside of modules, or was made by code that "
-            "is being compiled; pass the tensors as arguments, and apply the transform before torch.compile"
+            f"{how!r} under torch.compile: the region is a function that captures modules or tensors, or was made by "
+            "code that is being compiled; transform a module, pass tensors as arguments, and apply the transform "
+            "before torch.compile"
         )
-    found = _survey(self)
+    found, roots = _survey(self), list(dict.fromkeys(modules_in(self.fn)))
     inside = how.compute
-    for root in self.roots:
+    for root in roots:
         own = _is_own(self, root)
         if own and is_kept(root, "", how.keep):
             inside = own_dtype(root) or inside
@@ -390,12 +380,8 @@ def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
     containers = Containers(lambda tensor: copies.of(tensor, inside))
     args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
     doubles = Doubles(found, copies, how.params or how.compute, how.compute, natural)
-    if self.rebindable:
-        result = doubles.rebind(self.fn)(*args, **kwargs)
-        doubles.give_back()
-    else:
-        with doubles.swapped():
-            result = self.fn(*args, **kwargs)
+    result = (doubles.rebind(self.fn) if roots else self.fn)(*args, **kwargs)
+    doubles.give_back()
     containers.take_back(lambda value: value, how.output or natural)
     containers.refuse_changed_copies()
     copies.refuse_traced_changes(

@@ -603,9 +603,9 @@ def test_compiles_to_one_graph_with_the_same_numbers(plan):
 
 
 @pytest.mark.usefixtures("cast_in_one_graph")
-def test_compiles_functions_of_arguments_and_of_modules():
+def test_compiles_functions_of_arguments_and_modules_that_are_called():
     linear, x, w = nn.Linear(4, 4), torch.randn(2, 4), torch.randn(4, 4)
-    for region, args in ((cast()(lambda x, w: torch.tanh(x @ w)), (x, w)), (cast()(lambda x: linear(x).relu()), (x,))):
+    for region, args in ((cast()(lambda x, w: torch.tanh(x @ w)), (x, w)), (cast()(linear), (x,))):
         assert torch.equal(compiled(region)(*args), region(*args))
     assert type(linear.weight) is nn.Parameter
 
@@ -623,23 +623,25 @@ def test_compiled_regions_have_their_side_effects():
 
 def test_what_the_compiler_cannot_see_is_left_to_python():
     x = torch.randn(2, 4)
-    torch._dynamo.reset()
-    region = over(torch.randn(4))
-    assert torch.equal(torch.compile(region, backend="aot_eager")(x), region(x))
+    for captured in (torch.randn(4), nn.Linear(4, 4)):
+        torch._dynamo.reset()
+        region = over(captured)
+        assert torch.equal(torch.compile(region, backend="aot_eager")(x), region(x))
     fit = ms.transform(Average("in place"), {"": cast()})
     with pytest.raises(TransformError, match="buffer 'average'"):
         torch.compile(fit, backend="aot_eager")(x)
 
 
 def over(captured):
-    return cast()(lambda x: x * captured)
+    return cast()(lambda x: captured(x) if isinstance(captured, nn.Module) else x * captured)
 
 
 @pytest.mark.usefixtures("cast_in_one_graph")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: over(torch.ones(4)), "captures tensors outside of modules"),
+        (lambda: over(torch.ones(4)), "a function that captures modules or tensors"),
+        (lambda: over(nn.Linear(4, 4)), "a function that captures modules or tensors"),
         (lambda: ms.transform(Average("in place"), {"": cast()}), "call it once in training mode before"),
     ],
 )
