@@ -145,16 +145,9 @@ INTERNALS = tuple(
         # Compiled modules in a simulated step.
         ("torch.nn.Module._call_impl", "what a compiled module compiles", _S, _AS_WRITTEN),
         ("torch.nn.utils.stateless._reparametrize_module", "a module as a function", _S, _AS_WRITTEN),
-        ("torch._functorch.partitioners.min_cut_rematerialization_partition", "what a graph keeps", _S, _AS_WRITTEN),
-        ("torch._guards.tracing", "where a graph is told how its tensors lie", _S, _AS_WRITTEN),
-        ("torch._prims.TensorMeta", "the layout of a random seed", _S, _AS_WRITTEN),
-        ("torch._inductor.compile_fx._recursive_joint_graph_passes", "a graph as it is divided", _S, _AS_WRITTEN),
-        ("torch._inductor.compile_fx.compile_fx_inner", "what runs in place of a graph", _S, _AS_WRITTEN),
-        ("torch._inductor.config", "the compiler's settings", _S, _AS_WRITTEN),
         ("torch._inductor.decomposition.select_decomp_table", "operators as the compiler has them", _S, _AS_WRITTEN),
-        ("torch._inductor.virtualized.V", "the fakes of a graph", _S, _AS_WRITTEN),
         ("torch._dynamo.graph_break", "regions between two graphs", _R, "asked for under torch.compile only"),
-        ("torch._guards.TracingContext", "whether a compiler describes a parameter", f"optimizers {_S}"),
+        ("torch._guards.TracingContext", "whether a compiler describes a parameter", "optimizers"),
         ("torch._dynamo.config", "floats that are constants", _R, "dynamic=True around tile() is an AssertionError"),
         (
             "torch._dynamo.decorators.DynamoConfigPatchProxy",

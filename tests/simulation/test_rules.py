@@ -29,6 +29,7 @@ LEFT = {
     },
     "simulation/kernels/cuda_fused.py": {"FUSED"},
     "simulation/kernels/shapes.py": {"_RESIZES"},
+    "simulation/sandbox/fused_graphs.py": {"_BY_PLACE"},
 }
 
 # Of devices and of networks, which some operators are called like.

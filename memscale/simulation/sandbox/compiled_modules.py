@@ -1,8 +1,11 @@
-"""The compiled modules of a step, which run as the graphs that PyTorch's compiler makes of them."""
+"""The compiled modules of a step, which run as the graphs that AOTAutograd hands to a compiler, as fused kernels.
+
+What a graph keeps for backward is PyTorch's own choice: `functorch.compile` traces forward and backward together, and
+divides them as it does for inductor. How the two graphs run is that of `fused_graphs`.
+"""
 
 from __future__ import annotations
 
-import functools
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -19,9 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.algebra import is_transformed
 from memscale.core import internals
-from memscale.hardware import Hardware
 from memscale.simulation.dispatch.books import Books
-from memscale.simulation.sandbox.inductor import Inductor
+from memscale.simulation.sandbox.fused_graphs import FusedGraph
 from memscale.simulation.sandbox.process_state import patched
 
 _CPU = torch.device("cpu")
@@ -36,10 +38,9 @@ def compiled_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 class CompiledModules:
-    """Runs modules that `torch.compile` compiled as the graphs that its compiler makes of them for `hardware`.
+    """Runs modules that `torch.compile` compiled as the graphs that its compiler gets of them.
 
     Args:
-        hardware, capability: of the card.
         books: of the step.
         programs: what is known of modules without a transform, and of their copies; what is found of them is added.
 
@@ -48,10 +49,9 @@ class CompiledModules:
         reasons: why modules ran as they are written instead, each once.
     """
 
-    def __init__(self, hardware: Hardware, capability: tuple[int, int], books: Books, programs: dict[Any, Any]) -> None:
+    def __init__(self, books: Books, programs: dict[Any, Any]) -> None:
         self.followed: set[int] = set()
         self.reasons: dict[str, None] = {}
-        self._inductor = _compiler(hardware, capability)
         self._books = books
         self._shared: dict[Any, tuple[_Program | str, _Same]] = programs
         self._programs: dict[Any, _Program | str] = {}
@@ -109,8 +109,8 @@ class CompiledModules:
         """The graphs of a module, or why it has none."""
         try:
             with _disable_current_modes(), _traced_by(self._books), _hooks_away(), _quiet():
-                settings = _settings(module, compiled)
-                return _Program(self._inductor, settings, module, call, names, leaves, spec)
+                _check_compiler(module, compiled)
+                return _Program(module, call, names, leaves, spec)
         except Exception as error:
             # Whatever this PyTorch's compiler, or the module, does not do here: as written it is still a step.
             told = next(iter(str(error).splitlines()), "")
@@ -148,24 +148,23 @@ class _Program:
 
     def __init__(
         self,
-        inductor: Inductor,
-        settings: dict[str, Any],
         module: nn.Module,
         call: Callable[..., Any],
         names: list[str],
         leaves: list[Any],
         spec: Any,
     ) -> None:
-        from functorch.compile import aot_function  # type: ignore[import-untyped]  # 2 s
-        from torch._guards import TracingContext, tracing
+        from functorch.compile import (  # type: ignore[import-untyped]  # 2 s
+            aot_function,
+            min_cut_rematerialization_partition,
+        )
+        from torch._inductor.decomposition import select_decomp_table
         from torch.nn.utils.stateless import _reparametrize_module
 
         state = dict(module.named_parameters()) | dict(module.named_buffers())
         passed = [leaf for leaf in leaves if torch.is_tensor(leaf)]
         # Without the tensors: what stays with the program must not keep them.
         rest = [_TENSOR if torch.is_tensor(leaf) else leaf for leaf in leaves]
-
-        failures: list[Exception] = []
 
         def flat(*given: torch.Tensor) -> tuple[Any, ...]:
             args, kwargs = pytree.tree_unflatten(_filled(rest, given[len(names) :]), spec)
@@ -174,54 +173,41 @@ class _Program:
             self._results = [_TENSOR if torch.is_tensor(result) else result for result in results]
             return tuple(result for result in results if torch.is_tensor(result))
 
-        def compiler(*, backward: bool) -> Callable[..., Any]:
-            def compiled(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-                made = [_like(node) for node in cast(list[Any], graph.graph.output_node().args[0])]
-                try:
-                    run = inductor.compiled(graph, inputs, settings, backward=backward)
-                except Exception as error:
-                    failures.append(error)  # which is caught, for backward to be compiled when it comes
-                    raise
-
-                def either(args: list[Any]) -> Any:
-                    is_traced = any(isinstance(arg, FakeTensor) for arg in args)
-                    return [make() for make in made] if is_traced else run(args)
-
-                either._boxed_call = True  # type: ignore[attr-defined]
-                return either
-
-            return compiled
-
         self._function = aot_function(
             flat,
-            fw_compiler=compiler(backward=False),
-            bw_compiler=compiler(backward=True),
-            partition_fn=partial(inductor.partition, fixed=len(names)),
-            decompositions=inductor.decompositions(),
+            fw_compiler=_runs_fused,
+            bw_compiler=_runs_fused,
+            partition_fn=partial(
+                min_cut_rematerialization_partition, static_lifetime_input_indices=list(range(len(names)))
+            ),
+            decompositions=select_decomp_table(),
             keep_inference_input_mutations=True,
         )
-        with FakeTensorMode() as mode, tracing(TracingContext(mode)):
+        with FakeTensorMode():
             self._function(*map(_fake, (*state.values(), *passed)))
-        if failures:
-            raise failures[0]
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
         return pytree.tree_unflatten(_filled(self._results, self._function(*tensors)), self._spec)
 
 
-def _settings(module: nn.Module, compiled: Any) -> dict[str, Any]:
-    """Those of inductor that `torch.compile` was given; an error where it compiles nothing, or another backend does."""
-    settings = compiled.get_compiler_config()
-    if settings is None:
+def _check_compiler(module: nn.Module, compiled: Any) -> None:
+    """An error where `torch.compile` compiles nothing, or another backend than inductor does."""
+    if compiled.get_compiler_config() is None:
         raise AsWritten("another backend than inductor compiles")
     if not isinstance(compiled, nn.Module) and type(module).forward.__module__.startswith("torch.nn."):
         raise AsWritten(f"compile() of PyTorch's own {type(module).__name__} leaves its forward to Python")
-    return cast(dict[str, Any], settings)
 
 
-@functools.lru_cache(maxsize=4)
-def _compiler(hardware: Hardware, capability: tuple[int, int]) -> Inductor:
-    return Inductor(hardware, capability)
+def _runs_fused(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """What runs in place of `graph`: its results alone, as they lie, while the graphs are still being traced."""
+    made = [_like(node) for node in cast(list[Any], graph.graph.output_node().args[0])]
+    run = FusedGraph(graph)
+
+    def either(args: list[Any]) -> Any:
+        return [make() for make in made] if any(isinstance(arg, FakeTensor) for arg in args) else run(args)
+
+    either._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands over its only reference
+    return either
 
 
 @contextmanager

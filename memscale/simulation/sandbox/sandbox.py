@@ -154,9 +154,7 @@ class Simulation:
             stack.enter_context(patched(compiler, "_callback_from_stance", lambda callback: None))
             stack.enter_context(self.mode.randomness.installed(counts=self._kernels.device_type == "cpu"))
             if self._as_graphs and self._kernels.is_cuda and (compiled := compiled_of(self.scope.modules)):
-                self.compiled = CompiledModules(
-                    self._kernels.hardware, self._kernels.capability, self.mode.books, self._kernels.programs
-                )
+                self.compiled = CompiledModules(self.mode.books, self._kernels.programs)
                 stack.enter_context(self.compiled.installed(compiled))
             self._record_residents()
             beside = with_storages(self._sharded.offloaded)
