@@ -278,7 +278,7 @@ def as_code(fields: Mapping[str, object]) -> str:
     return f"Config({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
-def check_config(config: object, argument: str = "config") -> None:
+def check_config(config: object) -> None:
     """Do nothing for a `Config`, and for None.
 
     Raises:
@@ -291,4 +291,4 @@ def check_config(config: object, argument: str = "config") -> None:
     instead = f"write {as_code(fields)}" if fields else "build one with Config(...)"
     if isinstance(config, torch.Tensor):
         instead = "a sample batch is given by its name: sample_input=..."
-    raise ConfigError(f"{argument}={shown(config)} must be a memscale.Config or None; {instead}")
+    raise ConfigError(f"config={shown(config)} must be a memscale.Config or None; {instead}")

@@ -30,7 +30,7 @@ class StepPart:
     """One of the transforms of an optimizer at work. It holds the optimizer weakly: whoever drops that ends all."""
 
     writes_offloaded: ClassVar[bool] = False
-    places_states: ClassVar[bool] = False  # somewhere of their own, by the parameter
+    places_states: ClassVar[bool] = False  # somewhere of their own, by the parameter, the same one at each step
     in_backward: ClassVar[bool] = False
 
     def __init__(self, optimizer: PartedOptimizer, inner: StepPart | None) -> None:
@@ -54,11 +54,6 @@ class StepPart:
         while part is not None:
             yield part
             part = part._inner
-
-    @property
-    def places(self) -> bool:
-        """Whether this part or one inside of it places states by their parameter, which is to be the same each time."""
-        return self.places_states or (self._inner is not None and self._inner.places)
 
     def advance(self, group: Group) -> None:
         """Step the parameters of `group`, whose options it may change as the step of the class does."""

@@ -162,7 +162,7 @@ class _Quantized(StepPart):
         states = self.optimizer.state.get(parameter, {})
         return (
             evidence.elementwise
-            and not self.inner.places
+            and not any(part.places_states for part in self.inner.with_inner())
             and parameter.numel() >= _LEAST
             and bool(moments)
             and {name for dims, name in evidence.full if dims == parameter.dim()} == moments.keys()

@@ -199,7 +199,7 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform | Assigned) -> 
     else:
         own_class, evidence = type(optimizer), check_separable(optimizer, how)
     taken = _shareable(optimizer)
-    hooks = {key: OrderedDict(value) for key, value in _hooks_in(taken).items()}
+    hooks = {key: OrderedDict(value) for key, value in taken.items() if isinstance(value, OrderedDict)}
     groups = [
         {**{key: copied(value) for key, value in options_of(group).items()}, "params": list(group["params"])}
         for group in optimizer.param_groups
@@ -324,10 +324,6 @@ def class_for(own_class: type[torch.optim.Optimizer]) -> type[TransformedOptimiz
 
 # What an optimizer has for itself: an LR scheduler's `step` around its own, and what `_begin` makes.
 _OF_ONE_OPTIMIZER = {"step", "param_groups", "state", *PartedOptimizer.__annotations__}
-
-
-def _hooks_in(attributes: dict[str, Any]) -> dict[str, OrderedDict[int, Any]]:
-    return {key: value for key, value in attributes.items() if isinstance(value, OrderedDict)}
 
 
 def has_gradient(parameter: torch.Tensor) -> bool:
