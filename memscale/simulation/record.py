@@ -16,6 +16,7 @@ from memscale.core import ConfigError, one_at_a_time
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.checks import about_compiled
 from memscale.simulation.dispatch.host_time import HostTime
+from memscale.simulation.key_values import about_key_values
 from memscale.simulation.packed import about_experts
 from memscale.simulation.parallel.one_rank import check_places, one_rank
 from memscale.simulation.parallel.spec import Parallel
@@ -255,7 +256,7 @@ def _simulated(
             while host is not None and more < _TIMED_STEPS and time.perf_counter() - began < _TIMING_SECONDS:
                 simulation.step(functions[-1])
                 more += 1
-            drawn = is_drawn()
+            drawn, cached = is_drawn(), about_key_values(steps.kept)
             simulation.let_go(steps.kept)
     finally:
         steps.kept.clear()
@@ -274,6 +275,7 @@ def _simulated(
         *kernels.notes(simulation.scope.modules),
         *about_compiled(simulation.scope.modules, simulation.compiled),
         *about_experts(step.module),
+        *cached,
         *simulation.runtimes.notes(),
     )
     return SimulatedStep(ledger, simulation.clock, (*notes, *found), simulation.below(), drawn or values.goes_by_draws)
