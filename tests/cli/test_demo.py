@@ -72,7 +72,11 @@ def test_the_budget_is_that_of_the_user(tmp_path: Path, capsys: pytest.CaptureFi
     out = str(tmp_path / "memory.png")
     assert demo(*SMALL, "--budget", "1GiB", "--out", out) == 0
     assert "smart skip" in capsys.readouterr().out
-    assert demo(*SMALL, "--budget", "1KiB", "--out", out) == 2
+
+
+@pytest.mark.deep
+def test_a_budget_that_nothing_fits_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert demo(*SMALL, "--budget", "1KiB", "--out", str(tmp_path / "memory.png")) == 2
     assert "memscale: no plan fits 1.00 KiB" in capsys.readouterr().err
 
 

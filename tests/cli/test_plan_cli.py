@@ -254,6 +254,7 @@ def test_ranks_that_are_none(folder, capsys, ranks, told):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.deep  # by default that of the library, and of `predict`
 def test_a_limit_of_seconds_keeps_the_best_so_far(folder, capsys):
     assert command("plan", *STEP, "--budget", "1.3MiB", "--seconds", 0) == 0
     shown = capsys.readouterr().out

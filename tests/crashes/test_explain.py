@@ -160,7 +160,7 @@ def test_a_log_tells_what_its_last_error_did(tmp_path: Path) -> None:
         assert each.available_bytes == 29 * 2**29
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.deep), torch.bfloat16])
 def test_a_run_that_held_more_than_the_step_takes_was_another_step(dtype: torch.dtype) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)

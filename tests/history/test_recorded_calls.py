@@ -93,8 +93,7 @@ def trained(model, steps=3):
     return bits(list(model.parameters()))
 
 
-@pytest.mark.parametrize("mib", [11, 1000], ids=["planned", "fits"])
-@pytest.mark.parametrize("given", [True, False], ids=["sample_input", "first call"])
+@pytest.mark.parametrize(("mib", "given"), [(11, True), (1000, False)], ids=["planned", "fits at the first call"])
 def test_wrap_keeps_its_step_and_adds_what_the_step_takes(runs, monkeypatch, mib, given):
     box = Hardware(name="box", device_type="cpu", memory_bytes=mib * MIB)
     monkeypatch.setattr(Hardware, "detect", lambda device=None: box)

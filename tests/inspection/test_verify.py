@@ -273,7 +273,7 @@ def test_no_rounding_explains_another_random_state_or_count(name):
     assert found.verdict.startswith(f"DIFFERENT: {name}, ")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.deep), torch.bfloat16], ids=str)
 def test_the_verdict_of_deep_models(dtype):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU()) for _ in range(40)]

@@ -100,6 +100,7 @@ def test_the_longest_rows_count(tmp_path: Path) -> None:
     assert predict(mixed, batch=short, recommend=False).peak_bytes < predict(mixed, recommend=False).peak_bytes
 
 
+@pytest.mark.deep
 def test_a_plan_that_is_recommended_fits_the_trainers_model(tmp_path: Path) -> None:
     run = trainer(tmp_path, bf16=True)
     found = predict(run, budget="4MiB")

@@ -222,7 +222,8 @@ def test_an_optimizer_that_cannot_be_changed_is_left_alone_with_a_notice(caplog)
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted"), [({"use_8bit_optimizer": True}, "quantize_states"), ({}, "step_in_groups")]
+    ("fields", "wanted"),
+    [pytest.param({"use_8bit_optimizer": True}, "quantize_states", marks=pytest.mark.deep), ({}, "step_in_groups")],
 )
 def test_what_does_not_fit_gets_the_way_to_step_that_fits(device, fields, wanted, caplog):  # noqa: F811
     caplog.set_level(logging.INFO, logger="memscale")

@@ -99,6 +99,7 @@ def test_a_tiled_head_takes_the_time_of_its_pieces():
     assert costs.seconds(choice) == pytest.approx(search.prove(choice).seconds, rel=0.01)
 
 
+@pytest.mark.deep
 def test_small_parameters_that_stay_bring_no_states_of_streamed_ones_along():
     """A norm's weights are too small to move; the states of the matrices beside it move all the same.
 

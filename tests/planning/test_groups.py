@@ -125,6 +125,7 @@ def test_the_smallest_plan_cuts_the_model_as_a_whole(row):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.deep
 def test_blocks_that_keep_little_are_no_group():
     """Nothing is simulated for what cannot make a step smaller that the update fills."""
     model = nn.Sequential(*[TransformerBlock(32, dropout=0.0) for _ in range(2)])

@@ -164,6 +164,7 @@ def test_more_budget_is_never_slower_whatever_an_allocator_makes_of_a_plan(seed)
     assert seed not in QUICK or len(set(times)) > 1 or internals.TORCH_VERSION < (2, 12), "there is something to decide"
 
 
+@pytest.mark.deep
 def test_no_smallest_plan_takes_more_than_one_that_offloads_each_block():
     def block(stride):
         depthwise = nn.Conv2d(128, 128, 3, stride, padding=1, groups=128)

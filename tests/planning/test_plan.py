@@ -397,6 +397,7 @@ class Language(nn.Module):
         return self.lm_head(self.blocks(self.embed(tokens)))
 
 
+@pytest.mark.deep
 def test_what_the_allocator_keeps_is_not_counted_on_top_of_the_update():
     """The update holds most of the budget whatever is chosen: only to stream seemed to fit, at twice the time."""
     with torch.device("meta"):

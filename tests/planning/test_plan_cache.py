@@ -188,6 +188,7 @@ def test_a_kept_plan_uses_nothing_that_is_not_allowed(monkeypatch):
     assert not asked.known
 
 
+@pytest.mark.deep
 def test_a_model_that_cannot_be_described_is_planned_every_time(monkeypatch):
     monkeypatch.setattr(engines, "fingerprint", lambda *_: 1 / 0)
     one, other = (Asked(made=model(2)).plan(3 * MIB) for _ in range(2))

@@ -108,6 +108,7 @@ class WithHead(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.deep  # by default for one process, in test_plan.py
 def test_what_no_plan_fits_is_told_what_would_beside_it():
     with torch.device("meta"):
         model, tokens = WithHead(), torch.empty(4, 8, dtype=torch.long)

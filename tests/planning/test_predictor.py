@@ -251,6 +251,7 @@ def test_recommendations_free_something_and_come_best_first(critical):
     assert all(each.freed_bytes + each.peak_bytes == critical.peak_bytes for each in critical.recommendations)
 
 
+@pytest.mark.deep
 def test_a_loop_is_not_tried_where_the_peak_is_not_the_optimizers():
     model, said = blocks(), []
     predictor = ms.OOMPredictor(
@@ -712,6 +713,7 @@ def test_no_simulation_begins_after_the_last_second():
     assert prediction.notes[-1].startswith("stopped after 0 s (allow more seconds), while simulating: ")
 
 
+@pytest.mark.deep
 def test_what_a_checkpointed_model_needs_to_fit_is_told_as_arguments():
     """In a step whose update holds most of the peak, a fused update or one in backward beside checkpointed blocks."""
     with torch.device("meta"):

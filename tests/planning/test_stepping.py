@@ -161,6 +161,7 @@ def test_no_fused_step_is_tried_of_parameters_that_have_none():
         ms.plan(model, torch.ones(8, 64), budget=2000, optimizer=optimizer, loss=lambda y, _: y, hardware="cpu")
 
 
+@pytest.mark.deep
 def test_a_plan_that_has_to_move_parameters_for_the_update_says_what_else_would_do():
     with torch.device("meta"):
         blocks = [nn.Sequential(nn.Linear(1024, 2048), nn.Tanh(), nn.Linear(2048, 1024)) for _ in range(4)]

@@ -20,6 +20,7 @@ from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.checking.checked_engine import CheckedEngine, CheckedRuntime
 from tests.support.checking.hazards import Checked
 from tests.support.checks import bits
+from tests.support.coverings import DEEP
 from tests.support.schedules import run_case
 
 NBYTES = 4096
@@ -222,7 +223,7 @@ def test_threads_share_an_engine():
 def test_random_programs_on_a_real_disk(depth):
     """The programs of the simulated device, in the order in which the threads of this machine happen to run."""
     engine = CheckedEngine(Checked(HostBackend(disk_bytes=1 << 22)), depth=depth)
-    for seed in range(depth, 100, 4):
+    for seed in range(depth, 100 if DEEP else 40, 4):
         assert run_case(seed, engine) == [], f"case {seed}"
     assert out_bytes(engine) > 0
 

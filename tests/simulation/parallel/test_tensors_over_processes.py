@@ -113,10 +113,12 @@ def test_a_plan_for_a_mesh():
     assert {(each.kind, each.size) for each in profile.schedule.collectives} >= {("all-reduce", 2), ("all-gather", 4)}
     with pytest.raises(ms.TransformError, match="whose weight is split over processes"):
         ms.profile(model, TOKENS, plan={"head": ms.tile(chunks=2)}, **step)
-    step = step | {"hardware": "cpu", "config": FEW}
-    plan = ms.plan(
-        model, TOKENS, int(0.95 * ms.profile(model, TOKENS, loss=loss, **ASKED).peak_bytes), seconds=0, **step
-    )
+
+
+@pytest.mark.deep  # by default a plan for shards alone is proved by their step
+def test_a_plan_for_a_mesh_says_so():
+    model = Model()
+    plan = ms.DecisionEngine(model, TOKENS, loss=loss, config=FEW, hardware="cpu", **ASKED).smallest()
     assert plan
     assert plan.parallel == Parallel("fsdp2", 8, None, 2)
     assert "tensors over 2 of them" in plan.to_python()

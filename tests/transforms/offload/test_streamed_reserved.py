@@ -58,6 +58,7 @@ def test_a_region_that_fails_leaves_its_error():
     assert backend.noted == [0]
 
 
+@pytest.mark.deep  # by default golden rows hold what streamed steps reserve
 @pytest.mark.parametrize(
     ("head", "without", "most"),
     [
