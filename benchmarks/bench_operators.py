@@ -19,7 +19,9 @@ from _environment import environment
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memscale as ms
-from memscale.hardware import on_card, seconds, work_of
+from memscale.hardware import seconds, work_of
+from memscale.simulation.rules.registry import rule_of
+from memscale.simulation.rules.rule import CardTraits
 
 ROWS = ((8192, 4096), (16384, 768), (4096, 50257), (8192, 128256))
 PRODUCTS = ((4096, 1600, 50257), (4096, 1600, 50304), (16384, 768, 30522), (8192, 4096, 4096), (4096, 50257, 1600))
@@ -108,6 +110,7 @@ def steps(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
 
 def operators() -> list[dict[str, Any]]:
     card = ms.Hardware.detect("cuda")
+    traits = CardTraits(card.capability or (8, 0))
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for dtype in (torch.bfloat16, torch.float32):
         for step in steps(dtype):
@@ -122,7 +125,7 @@ def operators() -> list[dict[str, Any]]:
                     continue
                 shapes = str([list(each.shape) for each in args if isinstance(each, torch.Tensor)])
                 name = op._opname
-                clock = seconds(on_card(name, args, work, card.capability), card, op=name)
+                clock = seconds(rule_of(op).time(args, work, traits), card, op=name)
                 found[name, shapes + str(dtype)] = {
                     "operator": name,
                     "shapes": shapes,

@@ -12,7 +12,6 @@ from memscale.hardware.copies import (
 )
 from memscale.hardware.device import Hardware, cpu_name
 from memscale.hardware.host_calls import HostSeconds, host_calls
-from memscale.hardware.kernel_rates import beside, on_card
 from memscale.hardware.links import COLLECTIVES, Span, assumed_links, collective_seconds, span
 from memscale.hardware.nominal import nominal
 from memscale.hardware.roofline import Seconds, has_rate, narrow_dtype, seconds
@@ -30,7 +29,6 @@ __all__ = [
     "Work",
     "assumed_links",
     "assumed_speeds",
-    "beside",
     "card_name",
     "card_names",
     "collective_seconds",
@@ -43,7 +41,6 @@ __all__ = [
     "narrow_dtype",
     "new_memory_seconds",
     "nominal",
-    "on_card",
     "seconds",
     "span",
     "tfloat32",

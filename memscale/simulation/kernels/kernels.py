@@ -17,7 +17,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 
 from memscale.core import ConfigError, RuntimeUnavailable
-from memscale.hardware import Hardware, Seconds, Work, beside, on_card, seconds
+from memscale.hardware import Hardware, Seconds, Work, seconds
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cpu_times import CpuTimes
@@ -39,10 +39,9 @@ from memscale.simulation.rules.recurrences import (
     RNN,
     RNN_BACKWARD,
     dropout_states_bytes,
-    launches,
 )
 from memscale.simulation.rules.registry import rule_of
-from memscale.simulation.rules.rule import RESULTS, CardTraits, Program, most_held, taken
+from memscale.simulation.rules.rule import RESULTS, CardTraits, Program, taken
 from memscale.simulation.sandbox.process_state import patched
 
 _LINEAR = F.linear
@@ -107,20 +106,17 @@ class Kernels:
         measured = None if self._times is None else self._times.get(op, args, kwargs, work)
         if measured is not None:
             return measured
-        if self.is_cuda:
-            work = on_card(op._opname, args, work, self.capability)
+        rule = rule_of(op)
         try:
-            taken = seconds(work, self.hardware, op=op._opname)
-            if self.is_cuda and work != _NO_WORK:
-                more, nbytes = beside(op._opname, args, work, self.capability)
-                if more := more + launches(op, args) - 1:
-                    taken += more * seconds(Work(0, 1, ""), self.hardware)
-                if nbytes:
-                    launch = seconds(Work(0, 1, ""), self.hardware)
-                    taken += seconds(Work(0, nbytes, work.dtype), self.hardware) - launch
-            if self.is_cuda and _given_to_convolve(op, args) is not None:
-                copied = most_held(rule_of(op).program(args, None, self._card))
-                taken += seconds(Work(0, 2 * copied, work.dtype), self.hardware)
+            if not self.is_cuda or work == _NO_WORK:
+                taken = seconds(work, self.hardware, op=op._opname)
+                return Seconds(taken, taken)
+            work = rule.time(args, work, self._card)
+            taken, launch = seconds(work, self.hardware, op=op._opname), seconds(Work(0, 1, ""), self.hardware)
+            launches, nbytes = rule.extra(args, work, self._card)
+            taken += launches * launch
+            if nbytes:
+                taken += seconds(Work(0, nbytes, work.dtype), self.hardware) - launch
         except ConfigError:
             return None
         return Seconds(taken, taken)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from memscale.hardware import Work
 from memscale.simulation.allocator.block_pool import round_up
 from memscale.simulation.rules.rule import (
     PLAIN,
@@ -14,10 +15,12 @@ from memscale.simulation.rules.rule import (
     CardTraits,
     OpRule,
     Program,
+    Time,
     copied,
     is_deterministic,
     taken,
 )
+from memscale.simulation.rules.times import share, shared, since_hopper, whole_share
 
 
 def _flash_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
@@ -49,6 +52,8 @@ def _efficient_forward(args: Sequence[Any], results: Any, card: CardTraits) -> P
     return RESULTS, math.prod(query.shape[:3]) * value.size(-1) * 4
 
 
+# The memory-efficient kernels work on blocks of so many tokens, which windows of 49 take whole; cuDNN's on more.
+_EFFICIENT_TOKENS, _CUDNN_TOKENS = 64, 128
 # 163 KiB of shared memory a block and more (CUDA C programming guide, technical specifications per compute
 # capability): enough for the kernels with 128 queries a block. That they need more than 99 KiB is inferred.
 _LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)})
@@ -115,11 +120,36 @@ def _cudnn_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Prog
     return RESULTS, batch * heads * queries * (head + 1) * 4
 
 
+def _by_its_traffic(times: float) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
+    """Hopper's attention of cuDNN takes the time of its arithmetic, and after it that of its traffic so often."""
+    return lambda args, work, card: (0, round(times * work.nbytes) if since_hopper(card) else 0)
+
+
+def _cudnns(before: float, since: float, query: int) -> Time:
+    """Of cuDNN's, which works on rows of so many tokens since Hopper."""
+    usual = share(before, since)
+
+    def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
+        whole = whole_share(args[query], _CUDNN_TOKENS) if since_hopper(card) else 1.0
+        return shared(usual(args, work, card), whole)
+
+    return time
+
+
 RULES = {
-    "aten._scaled_dot_product_flash_attention_backward": OpRule(program=_flash_backward),
+    "aten._scaled_dot_product_flash_attention": OpRule(time=share(0.9, 0.4)),
+    "aten._scaled_dot_product_flash_attention_backward": OpRule(program=_flash_backward, time=share(0.75, 0.25)),
     # Seeds lie on the host, but for a capture.
-    "aten._scaled_dot_product_efficient_attention": OpRule(program=_efficient_forward, on_host=(2, 3)),
-    "aten._scaled_dot_product_efficient_attention_backward": OpRule(program=_efficient_backward),
-    "aten._scaled_dot_product_cudnn_attention": OpRule(order=(2, 3, 0, 1)),
-    "aten._scaled_dot_product_cudnn_attention_backward": OpRule(program=_cudnn_backward),
+    "aten._scaled_dot_product_efficient_attention": OpRule(
+        program=_efficient_forward, on_host=(2, 3), time=share(0.5, 0.22, 0.55, tokens=(0, _EFFICIENT_TOKENS))
+    ),
+    "aten._scaled_dot_product_efficient_attention_backward": OpRule(
+        program=_efficient_backward, time=share(0.4, 0.14, 0.52, tokens=(1, _EFFICIENT_TOKENS))
+    ),
+    "aten._scaled_dot_product_cudnn_attention": OpRule(
+        order=(2, 3, 0, 1), time=_cudnns(0.8, 0.8, 0), extra=_by_its_traffic(1.1)
+    ),
+    "aten._scaled_dot_product_cudnn_attention_backward": OpRule(
+        program=_cudnn_backward, time=_cudnns(0.7, 0.7, 1), extra=_by_its_traffic(2.1)
+    ),
 }

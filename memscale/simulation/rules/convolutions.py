@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
+from memscale.hardware import Work
 from memscale.simulation.rules.cudnn_workspaces import Convolution
 from memscale.simulation.rules.reductions import SUM, reduced
 from memscale.simulation.rules.rule import (
@@ -21,8 +23,10 @@ from memscale.simulation.rules.rule import (
     briefly,
     copied,
     has_channels_last,
+    most_held,
     taken,
 )
+from memscale.simulation.rules.times import in_halves
 
 
 def _in_one_format(*images: torch.Tensor) -> list[int]:
@@ -190,7 +194,65 @@ def _groups_backward(args: Sequence[Any], columns: int) -> Program:
     return each * int(groups)
 
 
+# Of 297 convolutions and the steps of ResNet-50, ViT, Swin and ConvNeXt (`benchmarks/bench_operators.py
+# --convolutions`): tensor cores are of little use to few channels, or groups of them.
+
+
+class _Shares(NamedTuple):
+    """Of a rate of products, what the result, the gradient of the image and that of the weight reach."""
+
+    result: float
+    image: float
+    weight: float
+
+
+# Of all others, by the same run.
+_USUAL = _Shares(0.4, 0.3, 0.3)
+# A stem reads images of three colours, and a kernel of patches does. In 16 bits, and in 32.
+_FEW = 8
+_OF_FEW = _Shares(0.048, 0.024, 0.054), _Shares(0.076, 0.042, 0.078)
+# Of the rate without tensor cores; and of channels that lie last, as ConvNeXt has them.
+_OF_GROUPS = _Shares(0.05, 0.04, 0.024), _Shares(0.06, 0.045, 0.024)
+_OF_LAST_GROUPS = _Shares(0.2, 0.1, 0.2), _Shares(0.1, 0.09, 0.007)
+
+
+def _time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
+    """As much arithmetic as takes its time at the rate of products.
+
+    >>> image, kernel = torch.empty(64, 96, 56, 56, device="meta"), torch.empty(96, 1, 7, 7, device="meta")
+    >>> call = (image, kernel, None, [1, 1], [3, 3], [1, 1], False, [0, 0], 96)
+    >>> _time(call, Work(2 * image.numel() * 49, 2 * image.nbytes, "tfloat32"), CardTraits((9, 0))).dtype
+    'float32'
+    """
+    is_backward = len(args) > 9
+    image, kernel = args[1:3] if is_backward else args[:2]
+    transposed, groups = (args[7], args[9]) if is_backward else (args[6], args[8])
+    at = 0 if in_halves(work) else 1
+    shares = _OF_FEW[at] if kernel.shape[0 if transposed else 1] < _FEW else _USUAL
+    if groups > 1:
+        last = not image.is_contiguous() and image.stride(1) == 1
+        shares = (_OF_LAST_GROUPS if last else _OF_GROUPS)[at]
+        work = replace(work, dtype="float32")
+    if not is_backward:
+        return replace(work, flops=round(work.flops / shares.result))
+    wanted = [share for share, is_wanted in zip(shares[1:], args[10], strict=False) if is_wanted]
+    each = work.flops / max(1, len(wanted))
+    return replace(work, flops=round(sum(each / share for share in wanted)))
+
+
+def _copies(program: Callable[..., Program]) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
+    """The copies that a kernel makes first: one launch, and what they read and write."""
+
+    def extra(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
+        copied = most_held(program(args, None, card))
+        return (1, 2 * copied) if copied else (0, 0)
+
+    return extra
+
+
 RULES = {
-    "aten.convolution": OpRule(program=_convolution),
-    "aten.convolution_backward": OpRule(program=_convolution_backward),
+    "aten.convolution": OpRule(program=_convolution, time=_time, extra=_copies(_convolution)),
+    "aten.convolution_backward": OpRule(
+        program=_convolution_backward, time=_time, extra=_copies(_convolution_backward)
+    ),
 }

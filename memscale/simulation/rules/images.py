@@ -8,6 +8,7 @@ from typing import Any
 
 from memscale.simulation.rules.layouts import ResultLayout, ordered_as
 from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, copied, copy_after, taken
+from memscale.simulation.rules.times import passes
 
 
 def _patches(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
@@ -30,9 +31,14 @@ def _as_large_as_columns(layout: ResultLayout, args: Sequence[Any], on_cuda: boo
 RULES = {
     "aten.im2col": OpRule(program=_patches),
     "aten.col2im": OpRule(program=copy_after, layout=_as_large_as_columns),
-    "aten.roll": OpRule(program=_roll),
-    "aten.upsample_nearest2d_backward": OpRule(program=copy_after),
+    "aten.roll": OpRule(program=_roll, time=passes(4.4, 3.0)),
+    "aten.upsample_nearest2d": OpRule(time=passes(2.9, 1.8)),
+    "aten.upsample_nearest2d_backward": OpRule(program=copy_after, time=passes(1.8, 1.2)),
     "aten.upsample_bilinear2d_backward": OpRule(program=copy_after),
+    "aten.avg_pool2d": OpRule(time=passes(3.1, 1.7)),
+    "aten.avg_pool2d_backward": OpRule(time=passes(9.7, 5.3)),
+    "aten.max_pool2d_with_indices": OpRule(time=passes(2.5, 1.6)),
+    "aten.max_pool2d_with_indices_backward": OpRule(time=passes(5.0, 3.2)),
     "aten.channel_shuffle": OpRule(layout=ordered_as(0)),
     "aten.max_unpool2d": OpRule(layout=ordered_as(0)),
     "aten.replication_pad2d_backward": OpRule(layout=ordered_as(1)),

@@ -10,6 +10,7 @@ import torch
 
 from memscale.core import internals
 from memscale.simulation.rules.rule import PLAIN, RESULTS, CardTraits, OpRule, Program, copied, taken
+from memscale.simulation.rules.times import passes
 
 
 def _sorted_pairs(count: int, largest: int, item: int = 8) -> tuple[int, int, int, int]:
@@ -147,7 +148,7 @@ def _packed(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 RULES = {
     "aten.embedding": OpRule(program=_embedding),
-    "aten.embedding_dense_backward": OpRule(program=_embedding_dense_backward),
+    "aten.embedding_dense_backward": OpRule(program=_embedding_dense_backward, time=passes(5.0, 2.7)),
     "aten._embedding_bag": OpRule(order=(2, 1, 0, 3), results=_bags),
     "aten._embedding_bag_backward": OpRule(program=_embedding_bag_backward),
     "aten.index.Tensor": OpRule(program=_index),
@@ -158,6 +159,7 @@ RULES = {
     "aten._unsafe_masked_index": OpRule(composed_on=("cuda",)),
     "aten._pack_padded_sequence": OpRule(program=_packed, on_host=(1,)),
     "aten._pad_packed_sequence": OpRule(on_host=(1,)),
+    "aten.index_add_": OpRule(time=passes(3.3, 1.6)),
     "aten.index_add.default": OpRule(in_place=True),
     "aten.put.default": OpRule(in_place=True),
     "aten.scatter.src": OpRule(in_place=True),

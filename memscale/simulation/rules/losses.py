@@ -10,6 +10,7 @@ import torch
 from memscale.simulation.rules.layouts import ordered_as, whole_storage
 from memscale.simulation.rules.reductions import ALL_SUM, reduced
 from memscale.simulation.rules.rule import PLAIN, RESULTS, CardTraits, OpRule, Program, copied, copy_after, taken
+from memscale.simulation.rules.times import passes, passes_of_rows
 
 
 def _log_softmax_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
@@ -86,11 +87,13 @@ def _margin_gradient(grad: torch.Tensor, x: torch.Tensor, *options: Any, **named
 
 
 RULES = {
-    "aten._softmax": OpRule(program=copy_after),
-    "aten._log_softmax": OpRule(program=copy_after),
-    "aten._softmax_backward_data": OpRule(program=_softmax_backward),
-    "aten._log_softmax_backward_data": OpRule(program=_log_softmax_backward, layout=ordered_as()),
-    "aten._safe_softmax": OpRule(program=_safe_softmax),
+    "aten._softmax": OpRule(program=copy_after, time=passes_of_rows(1.9, 1.7)),
+    "aten._log_softmax": OpRule(program=copy_after, time=passes_of_rows(1.8, 1.5)),
+    "aten._softmax_backward_data": OpRule(program=_softmax_backward, time=passes_of_rows(2.1, 1.9)),
+    "aten._log_softmax_backward_data": OpRule(
+        program=_log_softmax_backward, layout=ordered_as(), time=passes_of_rows(1.3, 1.3)
+    ),
+    "aten._safe_softmax": OpRule(program=_safe_softmax, time=passes(3.2, 3.2)),
     "aten.nll_loss2d_forward": OpRule(order=(1, 0)),
     "aten.mse_loss": OpRule(program=_mean_loss, layout=whole_storage),
     "aten.smooth_l1_loss": OpRule(program=_mean_loss, layout=whole_storage),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, taken
+from memscale.simulation.rules.times import half_of_result, product, share
 
 
 def _product(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
@@ -24,14 +25,19 @@ def _product(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     return RESULTS, *taken(*copies)
 
 
-_DENSE = OpRule(program=_product, uses_cublas=True)
+def _dense(left: int) -> OpRule:
+    """Of a product of the arguments `left` and the one after it."""
+    return OpRule(program=_product, time=product(left), extra=half_of_result(left), uses_cublas=True)
+
+
 _LIBRARY = OpRule(uses_cublas=True)
 
 RULES = {
-    **{f"aten.{name}.default": _DENSE for name in ("mm", "bmm", "addmm", "baddbmm")},
+    **{f"aten.{name}.default": _dense(0) for name in ("mm", "bmm")},
+    **{f"aten.{name}.default": _dense(1) for name in ("addmm", "baddbmm")},
     **{f"aten.{name}": _LIBRARY for name in ("mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot")},
     # Its kernel takes more dtypes than its fake one; the real one, on zeros, would take minutes for a mixture.
-    "aten._grouped_mm": OpRule(faked_in=torch.bfloat16),
+    "aten._grouped_mm": OpRule(faked_in=torch.bfloat16, time=share(0.7, 0.7)),
     "aten._trilinear": OpRule(composed_on=("cuda",)),
     "aten._euclidean_dist": OpRule(composed_on=("cuda",)),
     "aten.linalg_pinv.atol_rtol_tensor": OpRule(composed_on=("cuda",)),

@@ -8,13 +8,13 @@ LSTM without (peaks of 24 are within 5 %), and evaluation, which is taken to hav
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from memscale.hardware import Work
 from memscale.simulation.kernels.rnn_weights import GATES, MODES
 from memscale.simulation.rules.reductions import SUM, reduced
 from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, Result, briefly, copied, taken
@@ -244,18 +244,19 @@ def _backward_program(args: Sequence[Any], results: Any, card: CardTraits) -> Pr
     return *taken(*zeros), *of_input, *taken(rows), RESULTS, *taken(flat), workspace
 
 
-def launches(op: OpOverload, args: Sequence[Any]) -> int:
-    """How many kernels `op` launches one after the other, each of which takes the least time of a kernel or more.
+def _launches(*, backward: bool) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
+    """The kernels after the first one, one after the other, each of which takes the least time of a kernel or more.
 
     Measured: 4 times 5.5 µs for each step, layer and direction of the standard algorithm, 14 to 34 µs in nine of ten of
     59 networks forward, and a quarter of that where one kernel does all steps.
     """
-    if op not in (RNN, RNN_BACKWARD):
-        return 1
-    backward = op is RNN_BACKWARD
-    call = Recurrence.of(args, backward=backward)
-    each = 1 if _is_small(call, backward=backward) else 4
-    return each * call.steps * call.layers * call.directions
+
+    def extra(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
+        call = Recurrence.of(args, backward=backward)
+        each = 1 if _is_small(call, backward=backward) else 4
+        return each * call.steps * call.layers * call.directions - 1, 0
+
+    return extra
 
 
 # Cells of recurrences that cuDNN does not run.
@@ -302,8 +303,8 @@ def _gru_backward_program(args: Sequence[Any], results: Any, card: CardTraits) -
 
 
 RULES = {
-    "aten._cudnn_rnn": OpRule(program=_forward_program, results=_forward),
-    "aten._cudnn_rnn_backward": OpRule(program=_backward_program, results=_backward),
+    "aten._cudnn_rnn": OpRule(program=_forward_program, results=_forward, extra=_launches(backward=False)),
+    "aten._cudnn_rnn_backward": OpRule(program=_backward_program, results=_backward, extra=_launches(backward=True)),
     "aten._cudnn_init_dropout_state": OpRule(results=_dropout),
     "aten._thnn_fused_lstm_cell": OpRule(order=(2, 0, 1), results=_lstm_state),
     "aten._thnn_fused_lstm_cell_backward_impl": OpRule(program=_lstm_backward_program, results=_lstm_gradients),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, taken
+from memscale.simulation.rules.times import of_columns
 
 _WARP, _MOST_VALUES, _FEWEST_VALUES = 32, 256, 16
 _INT32_MAX = 2**31 - 1
@@ -289,8 +290,8 @@ def _moments_program(args: Sequence[Any], results: Any, card: CardTraits) -> Pro
     return *taken(*half, *half), RESULTS
 
 
-def _rules(kernel: Reduction, *names: str) -> dict[str, OpRule]:
-    return {f"aten.{name}": OpRule(program=partial(_program, kernel)) for name in names}
+def _rules(kernel: Reduction, *names: str, **more: Any) -> dict[str, OpRule]:
+    return {f"aten.{name}": OpRule(program=partial(_program, kernel), **more) for name in names}
 
 
 _PRODUCT = replace(SUM, in_output=True)  # seen on torch 2.13; no header says why it differs from a sum
@@ -301,8 +302,9 @@ MOMENT = Reduction(_moments, vector=2, in_output=False)
 _NORM = Reduction(_magnitude, dims=2)
 
 RULES = {
-    **_rules(ALL_SUM, "sum.default", "mean.default"),
-    **_rules(SUM, "sum.dim_IntList", "mean.dim", "nansum.default"),
+    **_rules(ALL_SUM, "sum.default", "mean.default", extra=of_columns),
+    **_rules(SUM, "sum.dim_IntList", "mean.dim", extra=of_columns),
+    **_rules(SUM, "nansum.default"),
     **_rules(replace(_PRODUCT, dims=None), "prod.default"),
     **_rules(_PRODUCT, "prod.dim_int"),
     **_rules(_EXTREME, "amax.default", "amin.default"),

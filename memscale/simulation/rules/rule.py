@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memscale.hardware import Work
 from memscale.simulation.allocator.block_pool import round_up
 from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
 from memscale.simulation.rules.layouts import ResultLayout
@@ -52,6 +53,19 @@ def plain(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     return PLAIN
 
 
+Time = Callable[[Sequence[Any], Work, CardTraits], Work]
+
+
+def as_it_is(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
+    """A kernel that reaches the rates of most."""
+    return work
+
+
+def nothing(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
+    """No launch and no byte."""
+    return 0, 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpRule:
     """What is known of an operator. Each family's file names the source of what its rules say.
@@ -70,6 +84,8 @@ class OpRule:
         deciding: how many of its first arguments decide what a call takes and returns; None is all of them.
         in_place: whether PyTorch writes into an argument instead where no dispatch mode is active, as in the formulas
             of autograd (FunctionsManual.cpp, ``areAnyTensorSubclassLike``).
+        time: the work that takes a card as long as this call: its arguments, and its work by shapes.
+        extra: what it takes besides: launches, and the time of moving so many bytes.
         uses_cublas: whether its kernel is one of cuBLAS, with a handle and its workspace.
     """
 
@@ -85,6 +101,8 @@ class OpRule:
     composed_on: tuple[str, ...] = ()
     deciding: int | None = None
     in_place: bool = False
+    time: Time = as_it_is
+    extra: Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]] = nothing
     uses_cublas: bool = False
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from memscale.hardware import Hardware, on_card, work_of
+from memscale.hardware import Hardware, work_of
 from memscale.simulation.kernels.kernels import Kernels
+from memscale.simulation.rules.registry import rule_of
+from memscale.simulation.rules.rule import CardTraits
 
 H100 = Hardware.named("h100")
 aten = torch.ops.aten
@@ -97,7 +99,7 @@ def test_operators_of_steps(case):
     assert predicted(op, *args) == pytest.approx(microseconds * 1e-6, rel=0.25)
 
 
-CONVOLUTIONS = json.loads((Path(__file__).parents[2] / "benchmarks/results/convolutions-h100.json").read_text())["rows"]
+CONVOLUTIONS = json.loads((Path(__file__).parents[3] / "benchmarks/results/convolutions-h100.json").read_text())["rows"]
 
 
 def measured(row):
@@ -130,4 +132,5 @@ def test_convolutions_without_use_for_tensor_cores_take_what_they_took_in_sum(gr
 def test_before_hopper_rows_may_begin_anywhere():
     args = empty(64, 64), empty(64, 51)
     work = work_of(torch.ops.aten.mm.default, args, {}, torch.mm(*args))
-    assert on_card("mm", args, work, (8, 0)) == work != on_card("mm", args, work, (9, 0))
+    time = rule_of(torch.ops.aten.mm.default).time
+    assert time(args, work, CardTraits((8, 0))) == work != time(args, work, CardTraits((9, 0)))
