@@ -114,6 +114,7 @@ ghost-cover: $(GHOST)/.built $(READY)
 docs: $(READY)
 	$(PIP) --constraint constraints.txt --editable '.[docs]'
 	$(PYTHON) -m mkdocs build --strict --quiet
+	HYPOTHESIS_PROFILE=deep $(PYTHON) -m pytest -q -m deep tests/test_docs.py
 
 # Other releases of Python, PyTorch and transformers, in environments made on the spot: see tests/compat/matrix.py.
 compat: $(READY)

@@ -1,4 +1,7 @@
-"""Every Python block of the README and the docs runs, and prints what the docs say that it prints."""
+"""Every Python block of the README and the docs runs, and prints what the docs say that it prints.
+
+Blocks that plan for seconds are run by `make docs`, as CI does, and `make test-deep`.
+"""
 
 import io
 import re
@@ -34,13 +37,19 @@ OTHERWISE = {
 WITHOUT_PYTHON = {"server-team.md", "planner.md", "telemetry-schema.md"}
 
 
+SLOW = {"lora.md", "planning.md", "predict.md", "many-cards.md", "tune.md"}
+
+
 def shown(text):
     return text if AS_PINNED else re.sub(r"\d+(\.\d+)?", "#", text)
 
 
 # The compiler's own imports, at the first torch.compile of a process.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.name, marks=pytest.mark.deep if page.name in SLOW else ()) for page in PAGES],
+)
 def test_the_blocks_of_a_page_run_in_order_and_print_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # log files and pictures
     namespace = types.ModuleType(f"docs_{page.stem}")  # registered, so that classes of a page can be pickled

@@ -78,10 +78,11 @@ def test_the_command_that_serves_loads_no_pytorch_and_the_drawing_of_charts_does
 
 
 def test_a_plan_that_is_read_first_of_all_may_name_any_transform():
-    plan = ms.Plan([("a", ms.compose(ms.checkpoint(), ms.offload())), ("", ms.step_in_backward())])
-    code = "import sys; from memscale.algebra import Plan; print(Plan.from_json(sys.argv[1]).hash)"
-    run = subprocess.run([sys.executable, "-c", code, plan.to_json()], check=True, capture_output=True, text=True)
-    assert run.stdout.strip() == plan.hash
+    rules = [("a", ms.compose(ms.checkpoint(policy=ms.policies.nothing_saveable), ms.offload()))]
+    plan = ms.Plan([*rules, ("", ms.step_in_backward())])
+    code = f"from memscale.algebra import Plan; print(Plan.from_json({plan.to_json()!r}))"
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == str(plan)
 
 
 def test_nothing_loads_the_libraries_that_memscale_fits_into(loaded):
@@ -103,13 +104,6 @@ def test_type_checkers_are_told_the_same_homes():
     assert told.pop("policies") == "memscale"  # a file of names
     assert told == ms._LOADED_WHEN_ASKED
     assert ms.policies is importlib.import_module("memscale.policies")
-
-
-def test_a_plan_in_json_is_read_by_who_has_asked_for_nothing():
-    plan = ms.Plan({"*": ms.checkpoint(policy=ms.policies.nothing_saveable), "": ms.offload_states()})
-    code = f"from memscale import Plan; print(Plan.from_json({plan.to_json()!r}))"
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
-    assert run.stdout.strip() == str(plan)
 
 
 def test_a_name_is_the_same_object_each_time():
