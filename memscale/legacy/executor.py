@@ -25,7 +25,7 @@ from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointin
 from memscale.legacy.log import LOG, announce, say
 from memscale.legacy.offloading import moved_text, runtime_of_plan
 from memscale.legacy.optimizing import Optimizing
-from memscale.legacy.shapes import MOST_PLANS, Planned, PlansByShapes, Shapes, as_batch, shapes_of, with_shapes
+from memscale.legacy.shapes import MOST_PLANS, PlansByShapes, Shapes, as_batch, shapes_of, with_shapes
 from memscale.observability import Metrics, Server, memory_keys, serve
 from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
@@ -93,6 +93,7 @@ class Executor:
         self._looked = False  # whether a step has shown which regions run
         self._plans = PlansByShapes()
         self.runtime: Runtime | None = None
+        self._moving = terms.runtime  # what all plans that move tensors do so with, once there is one
         self._begin(optimizer)
         self._take(verdict, None if batch is None else shapes_of(batch))
 
@@ -331,7 +332,7 @@ class Executor:
         caches_on(model, self._caching)
         del model.__dict__[ATTRIBUTE]
         moved = "" if self.runtime is None else f"; {moved_text(self.runtime)}"
-        self.runtime, self._terms = None, dataclasses.replace(self._terms, runtime=None)
+        self.runtime, self._moving, self._terms = None, None, dataclasses.replace(self._terms, runtime=None)
         self._plans.known.clear()
         self.say(f"detached {self._kind}{moved}")
 
@@ -395,17 +396,14 @@ class Executor:
 
     def _follow(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
         """Another plan for `shapes`: one that there is, or a new one."""
-        known = self._plans.find(shapes)
-        if known is not None and known.verdict is self._verdict:
+        found = self._plans.find(shapes)
+        if found is not None and found[0] is self._verdict:
             self.say(f"{MOST_PLANS} plans for batches of different shapes are enough: the last one stays")
             self._plans.present = shapes
             return
         self.uninstall()
         try:
-            if known is None:
-                self._take(*self._planned(model, args, kwargs, shapes))
-            else:
-                self._show(known)
+            self._take(*(found or self._planned(model, args, kwargs, shapes)))
         finally:
             self.install()
             self.install_optimizer()
@@ -431,15 +429,10 @@ class Executor:
     def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
         """Make `verdict`, for a batch of `shapes`, what is in force."""
         moves = any(rule.transform.moves for rule in verdict.plan)
-        runtime = None if not moves else self._terms.runtime or runtime_of_plan(self.model, self.config)
-        planned = Planned(shapes or (), verdict, runtime)
-        if shapes is not None:
-            self._plans.known.append(planned)
-        self._show(planned)
-        self._plans.present = shapes
-
-    def _show(self, planned: Planned) -> None:
-        self._plans.present, verdict, self.runtime = planned
+        if moves and self._moving is None:
+            self._moving = runtime_of_plan(self.model, self.config)
+        self.runtime = self._moving if moves else None
+        self._plans.take(verdict, shapes)
         self._verdict = verdict
         self.plan, self.profile = verdict.plan, verdict.profile
         self.step_bytes, self.skipped = verdict.step_bytes, verdict.skipped

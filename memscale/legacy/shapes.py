@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from memscale.core import pytrees, tensors, unflatten
 from memscale.legacy.decision import Verdict
-from memscale.runtime import Runtime
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -64,14 +63,6 @@ def widened(shapes: Shapes, former: Shapes, refused: Sequence[Shapes] = ()) -> l
     return [*(each for each in tried if each != shapes), shapes]
 
 
-class Planned(NamedTuple):
-    """A verdict, the shapes that it is for, and what moves tensors under it; None where nothing does."""
-
-    shapes: Shapes
-    verdict: Verdict
-    runtime: Runtime | None
-
-
 @dataclass
 class PlansByShapes:
     """Which plan is for which batch, as a state machine with two states and two events.
@@ -84,7 +75,7 @@ class PlansByShapes:
     A plan follows another one between two steps only: the graph of a step is recomputed under the plan that made it.
     """
 
-    known: list[Planned] = field(default_factory=list)
+    known: dict[Shapes, Verdict] = field(default_factory=dict)
     present: Shapes | None = None  # what the plan in force was made for; None where no batch was known
     refused: list[Shapes] = field(default_factory=list)  # for which no step could be simulated
     between_steps: bool = True
@@ -104,14 +95,22 @@ class PlansByShapes:
         wanted = waited if waited is not None and covers(waited, shapes) else shapes
         return None if self._covers(wanted) else wanted
 
-    def find(self, shapes: Shapes) -> Planned | None:
-        """A plan that there is for `shapes`; once there are `MOST_PLANS`, the last one for any."""
-        found = next((each for each in self.known if covers(each.shapes, shapes)), None)
-        return self.known[-1]._replace(shapes=shapes) if found is None and len(self.known) >= MOST_PLANS else found
+    def find(self, shapes: Shapes) -> tuple[Verdict, Shapes] | None:
+        """What there is for `shapes`, and what it was made for; once there are `MOST_PLANS`, the last one for any."""
+        for larger, verdict in self.known.items():
+            if covers(larger, shapes):
+                return verdict, larger
+        return (list(self.known.values())[-1], shapes) if len(self.known) >= MOST_PLANS else None
+
+    def take(self, verdict: Verdict, shapes: Shapes | None) -> None:
+        """From here on the plan in force is that of `verdict`, for `shapes`."""
+        self.present = shapes
+        if shapes is not None and len(self.known) < MOST_PLANS:
+            self.known[shapes] = verdict
 
     def to_try(self, shapes: Shapes) -> list[Shapes]:
         """The shapes to make a plan for, so that it also serves what comes after `shapes`."""
-        alike = next((each.shapes for each in self.known if _are_alike(each.shapes, shapes)), None)
+        alike = next((each for each in self.known if _are_alike(each, shapes)), None)
         return [shapes] if alike is None else widened(shapes, alike, self.refused)
 
     def _covers(self, shapes: Shapes) -> bool:
