@@ -65,6 +65,8 @@ def tune(options: TuneOptions) -> int:
         ConfigError: an option is wrong, or a step cannot be simulated.
         RuntimeUnavailable: a package is not there.
     """
+    from memscale.planning import LEFT_FREE
+
     options.step.check()
     options.prices.check()
     _check(options)
@@ -117,7 +119,8 @@ def tune(options: TuneOptions) -> int:
         write(options.files, contents)
     seconds, size = found.plan.evidence.planned.step_seconds, {axis: found.size}
     cost = line_of(options.prices, cost_of(options.prices, options.step, step, seconds, **size))
-    show("\n".join(filter(None, (str(found), cost, step.precision))))
+    left_free = f"note: {LEFT_FREE:.0%} of the device stays free, as a prediction may be off; --budget 100% takes all"
+    show("\n".join(filter(None, (str(found), left_free if budget is None else "", cost, step.precision))))
     return INTERRUPTED if found.interrupted else 0
 
 
