@@ -13,14 +13,10 @@ import torch
 from torch import nn
 
 import memscale as ms
+from tests.support.coverings import in_turn
 
 # Whether rank 0 alone reads the weights, and whether tokens and head have one matrix.
-CASES = {
-    "accelerate, efficient, tied": (True, True),
-    "accelerate, efficient": (True, False),
-    "accelerate, tied": (False, True),
-    "accelerate": (False, False),
-}
+CASES = {f"accelerate{case}": case for case in in_turn([True, False], [True, False])}
 
 
 def gpt2(tied: bool) -> nn.Module:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import memscale as ms
+from tests.support.coverings import DEEP
 
 # The strategy, whether layers are made late on `meta`, and the module that no batch uses.
 CASES = {
-    "ddp": {"strategy": "ddp", "late": False, "spare": False},
+    **({"ddp": {"strategy": "ddp", "late": False, "spare": False}} if DEEP else {}),
     "ddp, some unused": {"strategy": "ddp_find_unused_parameters_true", "late": False, "spare": True},
     "model parallel": {"strategy": "fsdp2", "late": True, "spare": False},
 }
