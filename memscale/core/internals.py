@@ -237,8 +237,6 @@ INTERNALS = tuple(
         # Operators that are not in the documentation.
         (f"{_ATEN}_to_copy", "to know it", f"{_S} {_T}checkpoint"),
         (f"{_ATEN}_unsafe_view", "to know it", f"{_T}checkpoint"),
-        (f"{_ATEN}_local_scalar_dense", "to know it", _S),
-        (f"{_ATEN}_pack_padded_sequence", "to know it", _S),
         (f"{_ATEN}_safe_softmax", "to know it", _S),
         (f"{_ATEN}_softmax", "a softmax on a card", _S),
         (f"{_ATEN}_log_softmax", "a softmax on a card", _S),
@@ -253,7 +251,6 @@ INTERNALS = tuple(
         (f"{_ATEN}_scaled_dot_product_cudnn_attention", "to know it", _S),
         (f"{_ATEN}_scaled_dot_product_efficient_attention", "to know it", _S),
         (f"{_ATEN}_scaled_dot_product_flash_attention", "to know it", _S),
-        (f"{_ATEN}_scaled_dot_product_flash_attention_for_cpu_backward", "to know it", _S),
     )
 )
 

@@ -15,17 +15,8 @@ LEFT = {
     "hardware/nominal.py": {"_RATES"},
     "hardware/traffic.py": {"_EMPTY", "_OVERWRITES", "_READS_VALUES"},
     "hardware/work.py": {"PRODUCTS"},
-    "simulation/dispatch/call_effects.py": {"_PRODUCTS"},
-    "simulation/dispatch/hollow_mode.py": {"_RESIZES"},
-    "simulation/dispatch/in_place_sums.py": {"OF_FORMULAS"},
-    "simulation/dispatch/lazy_values.py": {"_IDEMPOTENT"},
-    "simulation/dispatch/operators.py": {"_BY_LENGTHS", "_CHOICES", "_CONSTANTS", "_READS", "_VIEWS"},
-    "simulation/kernels/cpu_scratch.py": {
-        *("_BATCHED", "_COMPOSED", "_CONVERTS", "_COPIES", "_MOVES", "_PRODUCTS", "_SUMS"),
-    },
-    "simulation/kernels/cuda_fused.py": {"FUSED"},
-    "simulation/kernels/shapes.py": {"_RESIZES"},
-    "simulation/sandbox/fused_graphs.py": {"_BY_PLACE"},
+    "simulation/kernels/cuda_fused.py": {"FUSED"},  # functions of Python, which take the place of others
+    "simulation/kernels/shapes.py": {"RESIZES"},
 }
 
 # Of devices and of networks, which some operators are called like.

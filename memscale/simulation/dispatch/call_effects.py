@@ -33,7 +33,6 @@ from memscale.simulation.rules.rule import PLAIN, RESULTS, Program, is_determini
 aten = torch.ops.aten
 
 LARGEST_RUN_BYTES = 1 << 30
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}  # the fake ones take operands of two dtypes, the real ones refuse
 _MOST_LAYOUTS, _MOST_EFFECTS = 1 << 15, 1 << 14
 # Of the process: a layout follows from the call and from PyTorch's switches, and fake kernels are slow.
 _layouts: dict[Any, ResultLayout] = {}
@@ -171,7 +170,8 @@ class CallEffects:
         if not op._schema.returns:
             # All in place: an optimizer's loop over lists, a custom operator's update.
             return ResultLayout(None, ())
-        if rule_of(op).runs or (op._opname in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1):
+        # Fake products take operands of two dtypes, the real ones refuse.
+        if rule_of(op).runs or (rule_of(op).rows is not None and len({tensor.dtype for tensor in tensors}) > 1):
             return self._on_zeros(op, args, kwargs, tensors, path)
         known = None if key is None else _layouts.get((op, key, self._switches))
         if known is not None:

@@ -33,6 +33,7 @@ from memscale.simulation.dispatch.values import NeedsValues, Values, guess_of, i
 from memscale.simulation.kernels.caches import own_caches
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
+    RESIZES,
     Kind,
     exchanged,
     is_sparse,
@@ -67,7 +68,6 @@ _KNOWN, _IS_META = attrgetter("known"), attrgetter("is_meta")
 
 _FROM_PYTHON = aten.lift_fresh.default
 _SPARSE_ON_A_CARD = "has sparse tensors: what their kernels take on a card while they run is not known, nor counted"
-_RESIZES = {aten.resize_.default, aten.resize_as_.default}
 
 
 class HollowMode(TorchDispatchMode):
@@ -288,7 +288,7 @@ class HollowMode(TorchDispatchMode):
     def _in_place(self, call: Call, effect: CallEffect) -> Any:
         operator, args, kwargs, _, records, known = call
         op = operator.op
-        if op in _RESIZES:
+        if op in RESIZES:
             return self._resize(args[0], args[1] if op is aten.resize_.default else args[1].shape)
         written = written_by(operator.written, args, kwargs)
         if known and not any(record.category == "parameter" for record in records):

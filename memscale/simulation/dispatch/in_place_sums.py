@@ -16,9 +16,8 @@ from memscale.simulation.ledger import Phase, Sum
 
 aten = torch.ops.aten
 
-#: What the formula of a loss's derivative makes in place, but for what it starts with, which is somebody's.
-#: Source: ``binary_cross_entropy_with_logits_backward`` in FunctionsManual.cpp.
-OF_FORMULAS = {aten.mul.Tensor, aten.sub.Tensor}
+# The formula of this derivative multiplies and subtracts in place, but for what it starts with, which is somebody's.
+# Source: ``binary_cross_entropy_with_logits_backward`` in FunctionsManual.cpp.
 _FORMULAS = {"BinaryCrossEntropyWithLogitsBackward0"}
 _ZEROS = {"aten::zeros", "aten::new_zeros", "aten::zeros_like"}
 # By Python, as a mode does that has seen the operator.
@@ -45,7 +44,7 @@ class InPlaceSums:
         `first_of_node` is the index of the first operator of the autograd node that runs.
         """
         self._sum = None
-        if op in OF_FORMULAS:
+        if op is aten.mul.Tensor or op is aten.sub.Tensor:
             if torch.is_grad_enabled():
                 return
             node = torch._C._current_autograd_node()

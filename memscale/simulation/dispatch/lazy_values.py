@@ -24,9 +24,6 @@ from memscale.simulation.rules.registry import rule_of
 _LARGEST_BYTES = 1 << 30
 _LARGEST_KEPT_BYTES = 1 << 24
 _LARGEST_COPY_BYTES = 1 << 20
-# Over all of a tensor, their result is the same however often a row is repeated in it.
-_IDEMPOTENT = {torch.ops.aten.all.default, torch.ops.aten.any.default, torch.ops.aten.max.default}
-_IDEMPOTENT |= {torch.ops.aten.min.default}
 
 
 class TooLarge(Exception):
@@ -178,7 +175,7 @@ def _filled(tree: Any, parts: dict[int, Any]) -> Any:
 
 def _run(op: OpOverload, args: Any, kwargs: Any, shape: tuple[int, ...]) -> torch.Tensor:
     """``op(*args, **kwargs)``, computed once for all rows that are one row repeated (a batch of positions)."""
-    if torch.Tag.pointwise not in op.tags and op not in _IDEMPOTENT:
+    if torch.Tag.pointwise not in op.tags and not rule_of(op).repeats:
         _check(torch.int64, shape)
         compute: Callable[..., torch.Tensor] = rule_of(op).computed or op
         return compute(*args, **kwargs)

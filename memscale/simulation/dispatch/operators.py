@@ -21,26 +21,6 @@ aten = torch.ops.aten
 # The namespaces of collectives that return new tensors, as DTensors call them.
 _FUNCTIONAL = frozenset({"_c10d_functional", "c10d_functional"})
 
-_READS = frozenset({aten._local_scalar_dense.default, aten.equal.default})
-# Shapes, and integer results, follow from the lengths among the arguments.
-_BY_LENGTHS = frozenset({aten._pack_padded_sequence.default})
-# What they return depends on the shape of their argument only.
-_CONSTANTS = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
-# Their integer results decide what a model does next: which expert, which beam, which token.
-_CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min"}
-# Half of what a step calls are these.
-_VIEWS: dict[OpOverload, Callable[..., torch.Tensor]] = {
-    aten.detach.default: torch.Tensor.detach,
-    aten.expand.default: torch.Tensor.expand,
-    aten.permute.default: torch.Tensor.permute,
-    aten.select.int: torch.Tensor.select,
-    aten.t.default: torch.Tensor.t,
-    aten.transpose.int: torch.Tensor.transpose,
-    aten.unsqueeze.default: torch.Tensor.unsqueeze,
-    aten.view.default: torch.Tensor.view,
-    aten.view.dtype: torch.Tensor.view,
-}
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Operator:
@@ -94,7 +74,7 @@ class Operator:
         """What is known of `op` on the device of `kernels`."""
         schema, name, rule = op._schema, op._opname, rule_of(op)
         kind = kind_of(op)
-        reads_nothing = not any("Tensor" in str(value.type) for value in schema.returns) and op not in _READS
+        reads_nothing = not any("Tensor" in str(value.type) for value in schema.returns) and rule.values != "reads"
         if reads_nothing and kind is Kind.MAKE and not schema.is_mutable:
             kind = Kind.RUN  # sizes, devices, assertions: about tensors, not about their values
         return cls(
@@ -103,10 +83,10 @@ class Operator:
             kind=kind,
             deciding=rule.deciding,
             loose=kind is Kind.IN_PLACE or torch.Tag.pointwise in op.tags,
-            reads=op in _READS,
-            goes_by_lengths=op in _BY_LENGTHS,
-            is_constant=name in _CONSTANTS,
-            chooses=name in _CHOICES and not schema.is_mutable,
+            reads=rule.values == "reads",
+            goes_by_lengths=rule.values == "lengths",
+            is_constant=rule.values == "constant",
+            chooses=rule.values == "choice" and not schema.is_mutable,
             draws=torch.Tag.nondeterministic_seeded in op.tags,
             leaves=name.removeprefix("new_").startswith("empty"),
             sends=op.namespace in _FUNCTIONAL and any(each.name == "group_name" for each in schema.arguments),
@@ -115,7 +95,7 @@ class Operator:
             written=written_arguments(op),
             order=kernels.order(op),
             on_host=kernels.on_host(op),
-            view=_VIEWS.get(op),
+            view=rule.method,
             drawing=drawing_from(op) if torch.Tag.nondeterministic_seeded in op.tags else None,
         )
 

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from memscale.simulation.dispatch.hollow import HollowStorages
 from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, strided_parts, tensors_in, written_arguments, written_by
+from memscale.simulation.rules.registry import rule_of
 
 aten = torch.ops.aten
 
@@ -28,39 +29,11 @@ aten = torch.ops.aten
 _LARGEST_PROBE_FLOPS = 1 << 33
 _FLOPS_PER_BYTE = 16  # what a core computes while it moves a byte
 
-# Scratch memory that grows with the batch, and how many of the first arguments have it as their first dimension.
-_BATCHED = {
-    aten.convolution.default: 1,
-    aten.convolution_backward.default: 2,
-    aten.native_batch_norm.default: 1,
-    aten.native_batch_norm_backward.default: 2,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 6,
-    aten.mse_loss.default: 2,
-    aten.smooth_l1_loss.default: 2,
-    aten.huber_loss.default: 2,
-}
-# Products in 16 bits take a buffer that no longer grows with the rows from some hundred on; which argument has them.
-_PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
 _ENOUGH_ROWS = 512
-# A picture's channels go last and back; its backward also gets the shape of all that it had.
-_BATCHED |= {
-    getattr(aten, f"upsample_{how}{direction}").default: 1
-    for how in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
-    for direction in ("", "_backward")
-}
-# Not worth asking, since they move numbers and no more. All else is asked: of PyTorch's own samples of its operators,
+# Operators that only move numbers are not worth asking. All else is asked: of PyTorch's own samples of its operators,
 # those of about one in five take something that their results do not show, and new operators come with each release.
-_MOVES = {
-    "clone", "copy_", "fill_", "zero_", "_to_copy", "_unsafe_view", "unsafe_split", "select_backward", "slice_backward",
-    "constant_pad_nd",
-}  # fmt: skip
 _MAKES = ("empty", "zeros", "ones", "full", "new_")
 _LOOPS = ("_foreach_", "_fused_")  # an optimizer's, over the whole model
-# They take memory if a tensor is not whole, which they then copy.
-_COPIES = ("native_layer_norm", "_softmax", "_log_softmax", "embedding", "nll_loss", "max_pool2d", "avg_pool2d")
-_SUMS = {"sum", "mean", "var", "var_mean", "std", "linalg_vector_norm"}  # of 16 bits in 32, of flags in 64
-_CONVERTS = {"cat", "stack"}  # operands of another dtype, as pointwise operators do
-_COMPOSED = {"isinf", "ldexp", "mvlgamma"}  # pointwise, and made of others
 _FACTORISES = ("linalg_", "_linalg_", "cholesky", "lu_", "geqrf", "ormqr")
 # The degree of its polynomial follows from its numbers, and zeros have the lowest. The highest holds so many matrices
 # besides the result, of which several have it at once, and three numbers for each.
@@ -133,9 +106,10 @@ class CpuScratch:
             return _most_for_exponential(args[0])
         if self._probe:
             return self._probe_scratch(op, args, kwargs).scratch_bytes
-        if op in _BATCHED and args[0].dim() > 0:
+        rule = rule_of(op)
+        if rule.batched and args[0].dim() > 0:
             return self._of_batch(op, args, kwargs, flops)
-        if op in _PRODUCTS:
+        if rule.rows is not None:
             expanded = [tensor for tensor in tensors_in(args, {}) if tensor.dim() > 1 and 0 in tensor.stride()[-2:]]
             if expanded and args[-1].dtype not in _HALF:  # no product takes such a matrix as it is
                 return sum(tensor.nbytes for tensor in expanded)
@@ -145,7 +119,7 @@ class CpuScratch:
                 return self._probe_scratch(op, args, kwargs).scratch_bytes
             if args[-1].dtype not in _HALF:
                 return 0
-            at = _PRODUCTS[op]
+            at = rule.rows
             rows = args[at][:_ENOUGH_ROWS] if args[at].dim() == 2 else args[at]
             return self._probe_scratch(op, (*args[:at], rows, *args[at + 1 :]), kwargs).scratch_bytes
         if not _may_take_memory(op, args, kwargs):
@@ -176,7 +150,7 @@ class CpuScratch:
         self._cache.save()
 
     def _of_batch(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
-        batched = args[: _BATCHED[op]]
+        batched = args[: rule_of(op).batched]
         samples = batched[0].shape[0]
         affordable = samples * _LARGEST_PROBE_FLOPS // max(1, _cost(flops, batched))
         if affordable >= samples:
@@ -239,16 +213,17 @@ def _may_take_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
     name = op._opname
     tensors = tensors_in(args, kwargs)
     random = torch.Tag.nondeterministic_seeded in op.tags  # a draw more would be another draw for all that follow
-    if op.namespace != "aten" or random or not tensors or name in _MOVES or name.startswith((*_MAKES, *_LOOPS)):
+    scratch = rule_of(op).scratch
+    if op.namespace != "aten" or random or not tensors or scratch == "nothing" or name.startswith((*_MAKES, *_LOOPS)):
         return False
-    if name in _SUMS:
+    if scratch == "sums":  # of 16 bits in 32, of flags in 64
         return (kwargs.get("dtype") or tensors[0].dtype) is not tensors[0].dtype or tensors[0].dtype not in _WIDE
-    if (torch.Tag.pointwise in op.tags and name not in _COMPOSED) or name in _CONVERTS:
+    if (torch.Tag.pointwise in op.tags and not rule_of(op).composed_on) or scratch == "converts":
         # An operand of another dtype is converted whole, and a gradient of another layout copied.
         floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 0]
         other_dtype = len({tensor.dtype for tensor in tensors if tensor.dim() > 0}) > 1
         return other_dtype or (name.endswith("_backward") and not all(tensor.is_contiguous() for tensor in floating))
-    return not (name.startswith(_COPIES) and all(tensor.is_contiguous() for tensor in tensors))
+    return not (scratch == "copies" and all(tensor.is_contiguous() for tensor in tensors))
 
 
 def probe_scratch(op: OpOverload, args: Any, kwargs: Any) -> ScratchProbe:

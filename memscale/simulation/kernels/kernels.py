@@ -29,7 +29,6 @@ from memscale.simulation.kernels.cuda_scratch import (
     cuda_dropout,
     uses_cublaslt,
 )
-from memscale.simulation.kernels.products import products_unwatched
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 from memscale.simulation.rules.convolutions import by_products, without_cudnn
 from memscale.simulation.rules.few_bits import notes_of_few_bits
@@ -186,7 +185,6 @@ class Kernels:
         """
         with ExitStack() as stack:
             stack.enter_context(patched(F, "linear", linear))
-            stack.enter_context(products_unwatched())
             if self.is_cuda:
                 self._unfused.clear()
                 stack.enter_context(cuda_attention(self.capability, unfused=self._unfused))

@@ -33,7 +33,7 @@ def kind_of(op: OpOverload) -> Kind:
     >>> kind_of(torch.ops.aten.mm.default).name
     'MAKE'
     """
-    if torch.Tag.inplace_view in op.tags and op not in _RESIZES:
+    if torch.Tag.inplace_view in op.tags and op not in RESIZES:
         return Kind.RUN
     returns = op._schema.returns
     aliases = [value.alias_info for value in returns]
@@ -44,7 +44,8 @@ def kind_of(op: OpOverload) -> Kind:
     return Kind.MAKE
 
 
-_RESIZES = {torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default}
+#: They change a tensor's storage.
+RESIZES = {torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default}
 
 
 class FakeKernels:

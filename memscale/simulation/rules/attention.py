@@ -137,6 +137,7 @@ def _cudnns(before: float, since: float, query: int) -> Time:
 
 
 RULES = {
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": OpRule(batched=6),
     "aten._scaled_dot_product_flash_attention": OpRule(time=share(0.9, 0.4)),
     "aten._scaled_dot_product_flash_attention_backward": OpRule(program=_flash_backward, time=share(0.75, 0.25)),
     # Seeds lie on the host, but for a capture.

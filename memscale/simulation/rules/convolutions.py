@@ -251,8 +251,8 @@ def _copies(program: Callable[..., Program]) -> Callable[[Sequence[Any], Work, C
 
 
 RULES = {
-    "aten.convolution": OpRule(program=_convolution, time=_time, extra=_copies(_convolution)),
+    "aten.convolution": OpRule(program=_convolution, batched=1, time=_time, extra=_copies(_convolution)),
     "aten.convolution_backward": OpRule(
-        program=_convolution_backward, time=_time, extra=_copies(_convolution_backward)
+        program=_convolution_backward, batched=2, time=_time, extra=_copies(_convolution_backward)
     ),
 }

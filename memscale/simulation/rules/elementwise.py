@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, taken
-from memscale.simulation.rules.times import by_layouts, of_clone, passes
+from memscale.simulation.rules.times import by_layouts, passes
 
 
 def _norms(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
@@ -30,10 +30,8 @@ def _histogram(input: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor
 
 RULES = {
     "aten.native_dropout": OpRule(order=(1, 0)),
-    "aten._to_copy": OpRule(time=passes(1.5, 1.5)),
     "aten.masked_fill": OpRule(time=passes(1.7, 1.8)),
     "aten.cumsum": OpRule(time=passes(3.5, 1.9)),
-    "aten.sort": OpRule(time=passes(9.5, 9.5)),
     "aten._fused_adamw_": OpRule(time=passes(1.25, 1.1)),
     "aten._foreach_add_": OpRule(time=passes(1.3, 1.1)),
     "aten._foreach_addcdiv_": OpRule(time=passes(1.08, 1.0)),
@@ -45,8 +43,7 @@ RULES = {
     "aten._foreach_norm.Scalar": OpRule(program=_norms),
     "aten.histc": OpRule(results=_histogram, computed=_histogram),
     **{f"aten.{name}": OpRule(time=by_layouts) for name in ("add", "div", "mul", "sub", "where")},
-    **{f"aten.{name}_": OpRule(time=by_layouts) for name in ("add", "copy", "div", "mul")},
+    **{f"aten.{name}_": OpRule(time=by_layouts) for name in ("add", "div", "mul")},
     **{f"aten.{name}.Tensor": OpRule(time=by_layouts, in_place=True) for name in ("add", "mul", "sub")},
-    "aten.clone": OpRule(time=of_clone),
     **{f"aten.{name}": OpRule(composed_on=("cuda",)) for name in ("dist.default", "isinf", "ldexp.Tensor", "mvlgamma")},
 }

@@ -28,17 +28,21 @@ def _as_large_as_columns(layout: ResultLayout, args: Sequence[Any], on_cuda: boo
     return replace(layout, storage_bytes=(max(columns, *layout.storage_bytes, 0),))
 
 
+# On a CPU a picture's channels go last and back; its backward also gets the shape of all that it had.
+_UPSAMPLINGS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+
 RULES = {
     "aten.im2col": OpRule(program=_patches),
     "aten.col2im": OpRule(program=copy_after, layout=_as_large_as_columns),
     "aten.roll": OpRule(program=_roll, time=passes(4.4, 3.0)),
-    "aten.upsample_nearest2d": OpRule(time=passes(2.9, 1.8)),
-    "aten.upsample_nearest2d_backward": OpRule(program=copy_after, time=passes(1.8, 1.2)),
-    "aten.upsample_bilinear2d_backward": OpRule(program=copy_after),
-    "aten.avg_pool2d": OpRule(time=passes(3.1, 1.7)),
-    "aten.avg_pool2d_backward": OpRule(time=passes(9.7, 5.3)),
-    "aten.max_pool2d_with_indices": OpRule(time=passes(2.5, 1.6)),
-    "aten.max_pool2d_with_indices_backward": OpRule(time=passes(5.0, 3.2)),
+    **{f"aten.upsample_{how}{back}": OpRule(batched=1) for how in _UPSAMPLINGS for back in ("", "_backward")},
+    "aten.upsample_nearest2d": OpRule(batched=1, time=passes(2.9, 1.8)),
+    "aten.upsample_nearest2d_backward": OpRule(program=copy_after, batched=1, time=passes(1.8, 1.2)),
+    "aten.upsample_bilinear2d_backward": OpRule(program=copy_after, batched=1),
+    "aten.avg_pool2d": OpRule(scratch="copies", time=passes(3.1, 1.7)),
+    "aten.avg_pool2d_backward": OpRule(scratch="copies", time=passes(9.7, 5.3)),
+    "aten.max_pool2d_with_indices": OpRule(scratch="copies", time=passes(2.5, 1.6)),
+    "aten.max_pool2d_with_indices_backward": OpRule(scratch="copies", time=passes(5.0, 3.2)),
     "aten.channel_shuffle": OpRule(layout=ordered_as(0)),
     "aten.max_unpool2d": OpRule(layout=ordered_as(0)),
     "aten.replication_pad2d_backward": OpRule(layout=ordered_as(1)),

@@ -147,17 +147,17 @@ def _packed(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 
 RULES = {
-    "aten.embedding": OpRule(program=_embedding),
-    "aten.embedding_dense_backward": OpRule(program=_embedding_dense_backward, time=passes(5.0, 2.7)),
+    "aten.embedding": OpRule(program=_embedding, scratch="copies", by_place=True),
+    "aten.embedding_dense_backward": OpRule(program=_embedding_dense_backward, scratch="copies", time=passes(5.0, 2.7)),
     "aten._embedding_bag": OpRule(order=(2, 1, 0, 3), results=_bags),
     "aten._embedding_bag_backward": OpRule(program=_embedding_bag_backward),
-    "aten.index.Tensor": OpRule(program=_index),
+    "aten.index.Tensor": OpRule(program=_index, by_place=True),
     "aten.index_put": OpRule(program=_index_put, in_place=True),
     "aten.index_put_": OpRule(program=_index_put_checked),
     "aten._index_put_impl_": OpRule(program=_index_put),
     "aten._unsafe_index_put": OpRule(program=_index_put),
     "aten._unsafe_masked_index": OpRule(composed_on=("cuda",)),
-    "aten._pack_padded_sequence": OpRule(program=_packed, on_host=(1,)),
+    "aten._pack_padded_sequence": OpRule(program=_packed, on_host=(1,), values="lengths"),
     "aten._pad_packed_sequence": OpRule(on_host=(1,)),
     "aten.index_add_": OpRule(time=passes(3.3, 1.6)),
     "aten.index_add.default": OpRule(in_place=True),
@@ -167,6 +167,6 @@ RULES = {
     "aten.scatter_add.default": OpRule(in_place=True),
     # The other arguments say where in it, as each step of a recurrence reads another row.
     "aten.diagonal_backward": OpRule(deciding=2),
-    "aten.select_backward": OpRule(deciding=3),
-    "aten.slice_backward": OpRule(deciding=3),
+    "aten.select_backward": OpRule(deciding=3, scratch="nothing"),
+    "aten.slice_backward": OpRule(deciding=3, scratch="nothing"),
 }

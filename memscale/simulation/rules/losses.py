@@ -87,18 +87,19 @@ def _margin_gradient(grad: torch.Tensor, x: torch.Tensor, *options: Any, **named
 
 
 RULES = {
-    "aten._softmax": OpRule(program=copy_after, time=passes_of_rows(1.9, 1.7)),
-    "aten._log_softmax": OpRule(program=copy_after, time=passes_of_rows(1.8, 1.5)),
-    "aten._softmax_backward_data": OpRule(program=_softmax_backward, time=passes_of_rows(2.1, 1.9)),
+    "aten._softmax": OpRule(program=copy_after, scratch="copies", time=passes_of_rows(1.9, 1.7)),
+    "aten._log_softmax": OpRule(program=copy_after, scratch="copies", time=passes_of_rows(1.8, 1.5)),
+    "aten._softmax_backward_data": OpRule(program=_softmax_backward, scratch="copies", time=passes_of_rows(2.1, 1.9)),
     "aten._log_softmax_backward_data": OpRule(
-        program=_log_softmax_backward, layout=ordered_as(), time=passes_of_rows(1.3, 1.3)
+        program=_log_softmax_backward, layout=ordered_as(), scratch="copies", time=passes_of_rows(1.3, 1.3)
     ),
     "aten._safe_softmax": OpRule(program=_safe_softmax, time=passes(3.2, 3.2)),
-    "aten.nll_loss2d_forward": OpRule(order=(1, 0)),
-    "aten.mse_loss": OpRule(program=_mean_loss, layout=whole_storage),
-    "aten.smooth_l1_loss": OpRule(program=_mean_loss, layout=whole_storage),
+    "aten.nll_loss2d_forward": OpRule(order=(1, 0), scratch="copies"),
+    **{f"aten.nll_loss{kind}": OpRule(scratch="copies") for kind in ("_forward", "_backward", "2d_backward")},
+    "aten.mse_loss": OpRule(program=_mean_loss, layout=whole_storage, batched=2),
+    "aten.smooth_l1_loss": OpRule(program=_mean_loss, layout=whole_storage, batched=2),
     "aten.binary_cross_entropy": OpRule(program=_mean_loss, layout=whole_storage),
-    "aten.huber_loss": OpRule(program=_mean_loss),
+    "aten.huber_loss": OpRule(program=_mean_loss, batched=2),
     "aten.mse_loss_backward": OpRule(layout=ordered_as()),
     "aten.smooth_l1_loss_backward": OpRule(layout=ordered_as()),
     "aten.huber_loss_backward": OpRule(layout=ordered_as()),

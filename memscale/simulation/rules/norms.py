@@ -196,18 +196,21 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 RULES = {
     "aten.native_layer_norm": OpRule(
-        program=_copy_first, layout=_row_statistics, time=passes_by_width((1.1, 640.0), (0.9, 400.0))
+        program=_copy_first, layout=_row_statistics, scratch="copies", time=passes_by_width((1.1, 640.0), (0.9, 400.0))
     ),
     "aten.native_layer_norm_backward": OpRule(
-        program=_layer_norm_backward, layout=ordered_as(), time=passes_by_width((2.5, 300.0), (1.9, 90.0))
+        program=_layer_norm_backward,
+        scratch="copies",
+        layout=ordered_as(),
+        time=passes_by_width((2.5, 300.0), (1.9, 90.0)),
     ),
     "aten._fused_rms_norm": OpRule(program=_copy_first, results=_normed, time=passes(1.2, 1.2)),
     "aten._fused_rms_norm_backward": OpRule(program=_rms_norm_backward, results=_norm_gradients, time=passes(2.5, 2.0)),
     "aten.native_group_norm": OpRule(program=_group_norm, layout=ordered_as(0), time=passes(3.3, 2.1)),
     "aten.native_group_norm_backward": OpRule(program=_group_norm_backward, time=passes(3.7, 2.1)),
-    "aten.native_batch_norm": OpRule(program=_batch_norm, layout=_batch_statistics, time=passes(4.5, 1.95)),
+    "aten.native_batch_norm": OpRule(program=_batch_norm, layout=_batch_statistics, batched=1, time=passes(4.5, 1.95)),
     "aten._native_batch_norm_legit": OpRule(layout=_batch_statistics),
     "aten.native_batch_norm_backward": OpRule(
-        program=_batch_norm_backward, layout=_batch_gradient, time=passes(3.5, 2.7)
+        program=_batch_norm_backward, layout=_batch_gradient, batched=2, time=passes(3.5, 2.7)
     ),
 }

@@ -27,7 +27,7 @@ def _product(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 def _dense(left: int) -> OpRule:
     """Of a product of the arguments `left` and the one after it."""
-    return OpRule(program=_product, time=product(left), extra=half_of_result(left), uses_cublas=True)
+    return OpRule(program=_product, time=product(left), extra=half_of_result(left), uses_cublas=True, rows=left)
 
 
 _LIBRARY = OpRule(uses_cublas=True)

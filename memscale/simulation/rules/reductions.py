@@ -302,18 +302,23 @@ MOMENT = Reduction(_moments, vector=2, in_output=False)
 _NORM = Reduction(_magnitude, dims=2)
 
 RULES = {
-    **_rules(ALL_SUM, "sum.default", "mean.default", extra=of_columns),
-    **_rules(SUM, "sum.dim_IntList", "mean.dim", extra=of_columns),
+    **_rules(ALL_SUM, "sum.default", "mean.default", extra=of_columns, scratch="sums"),
+    **_rules(SUM, "sum.dim_IntList", "mean.dim", extra=of_columns, scratch="sums"),
     **_rules(SUM, "nansum.default"),
     **_rules(replace(_PRODUCT, dims=None), "prod.default"),
     **_rules(_PRODUCT, "prod.dim_int"),
     **_rules(_EXTREME, "amax.default", "amin.default"),
-    **_rules(replace(_EXTREME, dims=None, flattens=True), "max.default", "min.default"),
-    **_rules(_INDEX, "max.dim", "min.dim"),
-    **_rules(replace(_INDEX, flattens=True), "argmax.default", "argmin.default"),
+    **_rules(replace(_EXTREME, dims=None, flattens=True), "max.default", "min.default", values="choice", repeats=True),
+    **_rules(_INDEX, "max.dim", "min.dim", values="choice"),
+    **_rules(replace(_INDEX, flattens=True), "argmax.default", "argmin.default", values="choice"),
     **_rules(_LOGIC, "any.dim", "any.dims", "all.dim", "all.dims"),
-    **_rules(replace(_LOGIC, dims=None), "any.default", "all.default"),
-    **_rules(_NORM, "linalg_vector_norm.default", "norm.ScalarOpt_dim"),
+    **_rules(replace(_LOGIC, dims=None), "any.default", "all.default", repeats=True),
+    **_rules(_NORM, "linalg_vector_norm.default", scratch="sums"),
+    **_rules(_NORM, "norm.ScalarOpt_dim"),
     **_rules(replace(_NORM, dims=None), "norm.Scalar"),
-    **{f"aten.{name}.correction": OpRule(program=_moments_program) for name in ("var", "std", "var_mean", "std_mean")},
+    **{
+        f"aten.{name}.correction": OpRule(program=_moments_program, scratch="sums")
+        for name in ("var", "std", "var_mean")
+    },
+    "aten.std_mean.correction": OpRule(program=_moments_program),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -82,6 +82,17 @@ class OpRule:
         computed: computes values where a CPU has the operator for other dtypes only.
         composed_on: the devices on which it is a composition of other operators below autograd.
         deciding: how many of its first arguments decide what a call takes and returns; None is all of them.
+        values: ``"reads"`` of an operator that gives a value to Python, ``"lengths"`` where shapes follow from lengths
+            among its arguments, ``"constant"`` where its results depend on the shape of its argument only, ``"choice"``
+            where its integer results decide what a model does next: which expert, which beam, which token.
+        method: the method of tensors that is this view, which takes a quarter of the time of calling it by its name.
+        repeats: whether over all of a tensor its result is the same however often a row is repeated in it.
+        scratch: what its kernel on a CPU takes beside its results: ``""`` is whatever it is found to take,
+            ``"nothing"`` of one that moves numbers, ``"copies"`` of what is not contiguous, ``"sums"`` in a wider
+            dtype, ``"converts"`` operands of another dtype, as element-wise operators do.
+        batched: how many of its first arguments have the batch, with which that grows, as their first dimension.
+        rows: the argument whose rows a product in 16 bits has a buffer for, of some hundred of them at most.
+        by_place: whether each number of its result is computed by itself, though PyTorch has no tag that says so.
         in_place: whether PyTorch writes into an argument instead where no dispatch mode is active, as in the formulas
             of autograd (FunctionsManual.cpp, ``areAnyTensorSubclassLike``).
         time: the work that takes a card as long as this call: its arguments, and its work by shapes.
@@ -100,6 +111,13 @@ class OpRule:
     computed: Callable[..., Any] | None = None
     composed_on: tuple[str, ...] = ()
     deciding: int | None = None
+    values: Literal["", "reads", "lengths", "constant", "choice"] = ""
+    method: Callable[..., torch.Tensor] | None = None
+    repeats: bool = False
+    scratch: Literal["", "nothing", "copies", "sums", "converts"] = ""
+    batched: int = 0
+    rows: int | None = None
+    by_place: bool = False
     in_place: bool = False
     time: Time = as_it_is
     extra: Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]] = nothing

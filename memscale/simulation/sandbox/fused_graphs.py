@@ -22,17 +22,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from memscale.simulation.kernels.shapes import Kind, kind_of, tensors_in
+from memscale.simulation.rules.registry import rule_of
 
 _LIBRARY = torch.library.Library("memscale", "FRAGMENT")
 _LIBRARY.define("fused(Tensor[] read, *, Tensor(a!)[] out) -> ()")
 _LIBRARY.impl("fused", lambda read, *, out: None, "CompositeExplicitAutograd")
-
-# Computed at each place by themselves, as element-wise operators are, though no tag says so.
-_BY_PLACE = {
-    "_to_copy", "arange", "constant_pad_nd", "embedding", "empty", "flip", "full", "full_like", "gather", "index",
-    "index_select", "lift_fresh_copy", "ones", "rand", "randint", "randn", "scalar_tensor", "select_scatter",
-    "slice_scatter", "_unsafe_index", "zeros", "zeros_like",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +127,7 @@ def _kind(node: Node) -> str:
         return "view"
     if torch.Tag.reduction in op.tags or op._opname == "cat":
         return "made"
-    by_place = torch.Tag.pointwise in op.tags or op.namespace == "prims" or op._opname in _BY_PLACE
+    by_place = torch.Tag.pointwise in op.tags or op.namespace == "prims" or rule_of(op).by_place
     return "place" if by_place else "library"
 
 
