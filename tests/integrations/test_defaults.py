@@ -259,7 +259,7 @@ def test_its_own_checkpointing_is_off_where_a_plan_recomputes(
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [*transformers.trainer.DEFAULT_CALLBACKS, Look])
     expected = numbers(train(precision, None, False, **{own: True}))
     assert flags == [True] * 3
-    for config in (None, ms.Config(target_gpu_utilization=1e-5)):
+    for config in (None, ms.Config(force_optimize=True)):
         flags.clear()
         model = train(precision, config, True, **{own: True})
         assert numbers(model) == expected

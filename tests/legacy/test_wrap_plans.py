@@ -351,8 +351,16 @@ def test_the_second_step_is_compared_with_what_was_predicted(device, caplog):
     assert "optimizer state" in found.message
 
 
-@pytest.mark.parametrize("given", [{}, {"enable_tiling": True}])
-def test_what_a_loop_reads_behind_the_update_is_there_unless_tile_was_asked_for(given):
+@pytest.mark.parametrize(
+    ("given", "budget"),
+    [
+        ({"force_optimize": True}, None),
+        ({"force_optimize": True, "enable_tiling": True}, None),
+        pytest.param({}, "100KiB", marks=pytest.mark.deep),
+        pytest.param({"enable_tiling": True}, "100KiB", marks=pytest.mark.deep),
+    ],
+)
+def test_what_a_loop_reads_behind_the_update_is_there_unless_tile_was_asked_for(given, budget):
     """Logits of a head in pieces are made of its weight when they are read, which the update has changed by then."""
 
     def accuracies(model):
@@ -365,7 +373,7 @@ def test_what_a_loop_reads_behind_the_update_is_there_unless_tile_was_asked_for(
             yield (output.logits.argmax(-1) == batch["labels"]).float().mean().item()
 
     expected = list(accuracies(gpt2()))
-    model = ms.wrap(gpt2(), ms.Config(enable_logging=False, **given), gpt2_batch(), budget="100KiB")
+    model = ms.wrap(gpt2(), ms.Config(enable_logging=False, **given), gpt2_batch(), budget=budget)
     assert len(model._memscale_executor.plan) > 0
     if "enable_tiling" not in given:
         assert list(accuracies(model)) == expected
