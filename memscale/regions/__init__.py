@@ -1,4 +1,4 @@
-"""What a region depends on, and how it is run again."""
+"""Snapshots of what a region depends on, and replays of the region from a snapshot."""
 
 from memscale.regions import functorch_state, hidden_changes
 from memscale.regions.argument_spec import ArgumentSpec, arguments, refuse_iterators
@@ -15,6 +15,7 @@ from memscale.regions.hidden_changes import (
 )
 from memscale.regions.places import Attributes, Content, Names, Place, differing, holds, read, write
 from memscale.regions.randomness import counted_states
+from memscale.regions.recompute_lock import in_recompute, wait_for_recomputes
 from memscale.regions.replay import Replay
 from memscale.regions.saved_tensors import (
     PacksSeveral,
@@ -27,7 +28,6 @@ from memscale.regions.saved_tensors import (
 from memscale.regions.snapshot import RegionEffects, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.streams import Streams
-from memscale.regions.turns import in_recompute, wait_for_recomputes
 from memscale.regions.uncompiled import OperatorWatch, floats_as_constants, never_compiled, uncompiled, without_dynamo
 from memscale.regions.unrecorded import copying_ahead, is_unrecorded, unrecorded, unrecorded_depth
 from memscale.regions.untouched import untouched

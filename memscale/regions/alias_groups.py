@@ -1,8 +1,8 @@
-"""AliasGroups of memory that a region may change, each with all the names by which the region knows it.
+"""Alias groups: the tensors of a region that overlap in memory, with every name by which the region reaches them.
 
-A buffer may also be an argument, a view of it an attribute, and a child may hold a row of its parent's table. A rerun
-must find the old values under every name, and a change by one name must show under the others. So what overlaps in
-memory is copied together, and every name is made again over the one copy.
+A buffer may also be an argument, an attribute may be a view of a buffer, and a child module may hold a row of its
+parent's table. A rerun must find the old values under every name, and a write through one name must show under the
+others. Overlapping tensors are therefore copied together, and a rerun gets every name as a view of the one copy.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Name = tuple[int, Any] | int  # (position of a place, key in it), or the index o
 
 
 class AliasGroup:
-    """A tensor that overlaps with no other, and what it held.
+    """One tensor that overlaps with no other, and a copy of its values before the run.
 
     Attributes:
-        names: the names of the tensors, each with the position of its tensor among these.
-        argument: the index of the argument that is its only name, if that is so.
-        tensors: the tensors themselves, until `let_go`.
-        written: whether an operator was seen to write to it.
-        problem: why the names cannot be made again, if they cannot.
+        names: maps each name to the index of its tensor in `tensors`.
+        argument: the index of the argument, if an argument is the only name of the group; else `None`.
+        tensors: the tensors of the group; empty after `let_go`.
+        written: whether an operator was seen to write to the group.
+        problem: why the group cannot be copied and made again, or `None`.
     """
 
     __slots__ = ("_copy", "_is_leaf", "_requires_grad", "argument", "names", "problem", "tensors", "written")
@@ -42,37 +42,40 @@ class AliasGroup:
 
     @property
     def is_copied(self) -> bool:
-        """Whether there is a copy to make the names again from."""
+        """Whether the group has a copy of its values."""
         return self._copy is not None
 
     def take(self) -> AliasGroup:
-        """Copy what it holds now, if that has not been done and can be. Unrecorded."""
+        """Copies the present values, once, unless the group has a `problem`. Recorders do not see the copy."""
         if self._copy is None and self.problem is None:
             self._copy = self._taken()
         return self
 
     def _taken(self) -> torch.Tensor:
         tensor = self.tensors[0]
-        if not tensor.requires_grad:  # entering `no_grad` takes as long as the copy of a small buffer
+        if not tensor.requires_grad:  # entering `no_grad` would double the time of copying a small buffer
             return tensor.clone()
         with torch.no_grad():
             return tensor.clone()
 
     def let_go(self) -> None:
-        """Hold the copy only: the region has run."""
+        """Drops the references to the tensors and keeps the copy. Called after the region has run."""
         self.tensors = []
 
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor with what it held."""
+        """Yields each tensor with its old values."""
         yield self.tensors[0], self.old()
 
     def old(self) -> torch.Tensor:
-        """The copy."""
+        """Returns the copy."""
         assert self._copy is not None
         return self._copy
 
     def again(self, *, last: bool) -> dict[Name, torch.Tensor]:
-        """New tensors over a copy of what it held; over the only copy, if this is the `last` time. Unrecorded."""
+        """Returns new tensors with the old values, by name. The `last` call hands out the copy itself, without a clone.
+
+        Recorders do not see the clone.
+        """
         memory = self.old() if last else self.old().clone()
         return dict.fromkeys(self.names, self._alone(memory))
 
@@ -86,17 +89,17 @@ class AliasGroup:
 
 
 class _Form(NamedTuple):
-    """How a tensor lies in its piece."""
+    """Size, stride and offset (in elements) of a tensor in its alias group, and the view it belongs to."""
 
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    base: int  # the same for tensors that are views of one another to autograd
+    base: int  # equal for tensors that autograd treats as views of one another
     requires_grad: bool
 
 
 class _Overlapping(AliasGroup):
-    """Tensors that overlap, and what they held."""
+    """Several tensors that overlap in memory, and a copy of the bytes that they cover."""
 
     __slots__ = ("_forms", "_start")
 
@@ -124,13 +127,13 @@ class _Overlapping(AliasGroup):
     def _together(self, memory: torch.Tensor) -> list[torch.Tensor]:
         trained = next((form.base for form in self._forms if form.requires_grad), None)
         if trained is not None:
-            # What a region changes in place is no leaf.
+            # PyTorch refuses writes in place to a leaf that requires gradients, so the copy is made a non-leaf.
             with torch.enable_grad():
                 memory = memory.requires_grad_().clone()
         made: dict[int, torch.Tensor] = {}
         for base in dict.fromkeys(form.base for form in self._forms):
             members = [index for index, form in enumerate(self._forms) if form.base == base]
-            # Detached, they share memory and version counter, but autograd does not take them for views.
+            # Detached tensors share memory and version counter, and autograd does not treat them as views.
             root = memory if base == trained else memory.detach()
             if len(members) == 1 and base != trained:
                 with torch.no_grad():
@@ -160,59 +163,59 @@ def _problem(tensors: list[torch.Tensor], forms: list[_Form]) -> str | None:
 
 
 class AliasGroups:
-    """The pieces among some tensors. Those of a storage are put together when one of them is asked for.
+    """Groups tensors by overlap. The groups of a storage are formed when one of its tensors is first looked up.
 
     Args:
-        named: the tensors, each with its name and its storage, which the caller holds.
+        named: tuples (name, tensor, storage). The caller must keep the storages alive.
     """
 
-    __slots__ = ("_by_storage", "_pieces")
+    __slots__ = ("_by_storage", "_groups")
 
     def __init__(self, named: Iterable[tuple[Name, torch.Tensor, Any]]) -> None:
         self._by_storage: dict[int, dict[int, tuple[torch.Tensor, list[Name]]]] = {}
-        self._pieces: dict[int, list[AliasGroup]] = {}
+        self._groups: dict[int, list[AliasGroup]] = {}
         for name, tensor, storage in named:
             members = self._by_storage.setdefault(id(storage), {})
             members.setdefault(id(tensor), (tensor, []))[1].append(name)
 
     def of(self, storage: Any, tensor: torch.Tensor) -> AliasGroup:
-        """The piece of `tensor`, which is one of them."""
-        pieces = self._within(storage)
-        if len(pieces) == 1:
-            return pieces[0]
-        return next(piece for piece in pieces if any(tensor is member for member in piece.tensors))
+        """Returns the group of `tensor`, which must be one of the named tensors."""
+        groups = self._within(storage)
+        if len(groups) == 1:
+            return groups[0]
+        return next(group for group in groups if any(tensor is member for member in group.tensors))
 
     def within(self, written: torch.Tensor) -> list[AliasGroup]:
-        """The pieces that share memory with `written`."""
+        """Returns the groups that share memory with `written`."""
         found = storages([written])[0]
-        return [piece for piece in self._within(found) if any(overlap(written, member) for member in piece.tensors)]
+        return [group for group in self._within(found) if any(overlap(written, member) for member in group.tensors)]
 
     def copied(self) -> list[AliasGroup]:
-        """The pieces that there is a copy of."""
-        return [piece for pieces in self._pieces.values() for piece in pieces if piece.is_copied]
+        """Returns the groups that have a copy."""
+        return [group for groups in self._groups.values() for group in groups if group.is_copied]
 
     def problem_of(self, name: Name) -> str | None:
-        """Why the piece with `name` cannot be copied."""
-        found = (piece.problem for pieces in self._pieces.values() for piece in pieces if name in piece.names)
+        """Returns why the group with `name` cannot be copied, or `None` if it can."""
+        found = (group.problem for groups in self._groups.values() for group in groups if name in group.names)
         return next(found, None)
 
     def _within(self, storage: Any) -> list[AliasGroup]:
         key = id(storage)
-        if key not in self._pieces:
+        if key not in self._groups:
             members = list(self._by_storage.get(key, {}).values())
             if not members:
                 return []
-            self._pieces[key] = [_piece(group) for group in _overlapping(members)]
-        return self._pieces[key]
+            self._groups[key] = [_group(group) for group in _overlapping(members)]
+        return self._groups[key]
 
 
-def _piece(members: list[tuple[torch.Tensor, list[Name]]]) -> AliasGroup:
+def _group(members: list[tuple[torch.Tensor, list[Name]]]) -> AliasGroup:
     names = {name: index for index, (_, known) in enumerate(members) for name in known}
     return (AliasGroup if len(members) == 1 else _Overlapping)([tensor for tensor, _ in members], names)
 
 
 def _overlapping(members: list[tuple[torch.Tensor, list[Name]]]) -> list[list[tuple[torch.Tensor, list[Name]]]]:
-    """`members`, which share a storage, in groups that share no byte with each other."""
+    """Splits `members`, tensors of one storage, into groups that share no byte with each other."""
     if len(members) == 1:
         return [members]
     groups: list[list[tuple[torch.Tensor, list[Name]]]] = []

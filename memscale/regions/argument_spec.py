@@ -1,8 +1,8 @@
-"""What a region was called with, remembered so that it can be called with the same again.
+"""The arguments of a call, recorded so that a rerun can be called with the same values.
 
-Whoever asks keeps the tensors (`tensors`) and brings them back for a rerun. Everything else is remembered here. An
-argument can be an object that the region changes, such as a cache that grows. Its attributes, and what they lead to,
-are then part of what the region depends on: a rerun finds the object as it was, and leaves it as it found it.
+The caller keeps the tensors (`tensors`) and passes them back for a rerun. The spec records everything else. An argument
+can be an object that the region changes, such as a cache that grows. The attributes of the object, and everything that
+they refer to, are then state of the region. A rerun sees that state as it was, and at its end restores the present one.
 
 Objects are referred to weakly, and the lists, dictionaries and sets in them not at all, but made again. What a region
 leaves in an object has a graph, and that graph holds the record of the region: a record that held the object would
@@ -31,7 +31,7 @@ _MOST_OBJECTS = 4096
 
 
 def arguments(args: Any, kwargs: Any, captures: Captures) -> SharedSpec | FlatSpec | ArgumentSpec:
-    """The arguments of a call, in the cheapest form that can bring them back."""
+    """Returns a spec of the arguments of a call, of the cheapest class that can rebuild them."""
     if (found := shared_spec(args, kwargs, captures)) is not None:
         return found
     leaves, spec = pytrees.flatten((args, kwargs))
@@ -44,7 +44,7 @@ def arguments(args: Any, kwargs: Any, captures: Captures) -> SharedSpec | FlatSp
 
 
 def refuse_iterators(leaves: list[Any]) -> None:
-    """Raise `TransformError` if an argument of a region that runs more than once can be gone through only once."""
+    """Raises `TransformError` if one of the arguments of a region that runs more than once is an iterator."""
     for leaf in leaves:
         kind: Any = type(leaf)
         if not isinstance(leaf, torch.Tensor) and sort_of(kind) is Sort.ITERATOR:
@@ -55,7 +55,7 @@ def refuse_iterators(leaves: list[Any]) -> None:
 
 
 class _Array(NamedTuple):
-    """Stands for an array of NumPy, which somebody may write to before a rerun, as the region itself may."""
+    """Marks the position of a NumPy array. The spec copies the array, since later writes to it cannot be detected."""
 
     then: Any
 
@@ -75,47 +75,47 @@ class FlatSpec:
         self._spec = spec
 
     def take_tensors(self) -> list[torch.Tensor]:
-        """The tensors, which are let go of here."""
+        """Returns the tensors and drops the references to them."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def again(self, values: list[torch.Tensor]) -> AbstractContextManager[Any]:
-        """The arguments with `values` in place of `tensors`."""
+        """Returns a context that gives the arguments with `values` in place of `tensors`."""
         remaining = iter(values)
         leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in self._template]
         return nullcontext(pytrees.unflatten(self._spec, leaves))
 
     def owner(self, index: int) -> str | None:
-        """Which object holds tensor `index`: none."""
+        """Returns `None`: every tensor of a flat spec is an argument itself, none belongs to an object."""
         return None
 
 
 class _Slot(NamedTuple):
-    """Stands for a tensor."""
+    """Marks the position of a tensor."""
 
     position: int
 
 
 class _Items(NamedTuple):
-    """Stands for a tuple that has to be made again."""
+    """Marks the position of a tuple that a rerun rebuilds from its items."""
 
     kind: type
     items: list[Any]
 
 
 class _State(NamedTuple):
-    """What a container or an object holds."""
+    """The attributes and items of a container or an object."""
 
     attributes: dict[str, Any]
-    items: Any  # a list, a dictionary, or None for what is no container
+    items: Any  # a list or a dictionary; None for an object without items
 
     def same(self, other: _State) -> bool:
-        """Whether both hold the very same things."""
+        """Whether both hold identical objects (compared by `is`)."""
         return _parts(self) == _parts(other)
 
 
 class _Node:
-    """A container or an object: what it held, and where it is as long as that is known."""
+    """Marks the position of a container or an object, with its recorded state and a reference to it while it lives."""
 
     __slots__ = ("_strong", "_weak", "kind", "position", "state")
 
@@ -127,36 +127,36 @@ class _Node:
         self._weak: Any = None
 
     def let_go(self) -> None:
-        """Hold the thing no longer, if it can be made again."""
+        """Drops the strong reference to the object, if a rerun can make the object again."""
         if self._strong is not None and sort_of(self.kind) is Sort.CONTAINER:
             self._strong = None
         elif self._strong is not None and can_be_made(self.kind):
             self._weak, self._strong = weakref.ref(self._strong), None
 
     def find(self) -> Any:
-        """The thing itself, or `None` if it has to be made again."""
+        """Returns the object itself, or `None` if a rerun has to make it again."""
         return self._weak() if self._weak is not None else self._strong
 
     def make(self) -> Any:
-        """An empty thing of the kind."""
+        """Returns a new, empty instance of the same class."""
         return self.kind.__new__(self.kind)
 
 
 class ArgumentSpec:
-    """What `root` leads to, as it is at this moment.
+    """Records `root` and every object reached from it, as they are now.
 
     Args:
         root: a tree of arguments.
-        captures: what the region depends on besides; modules and functions among the arguments are added to it, and
-            what it covers is left to it. `None` leaves all of them alone.
-        hold: keep objects and containers alive until `let_go`, and put what they held into those very containers.
+        captures: the captures of the region. Modules and functions among the arguments are added to the captures, and
+            objects that the captures cover are not recorded twice. With `None`, modules and functions are ignored.
+        hold: keep objects and containers alive until `let_go`, and restore their contents into these same containers.
 
     Attributes:
         tensors: every tensor that was reached, once each.
-        order: the positions among these, in the order in which they were met, as often as they were met.
+        order: indices into `tensors` in the order of the walk; a tensor that is met twice is listed twice.
 
     Raises:
-        TransformError: `root` leads to too many objects to look at in every call.
+        TransformError: more objects are reached from `root` than can be recorded in every call.
     """
 
     __slots__ = ("_nodes", "_owners", "_root", "direct", "order", "tensors")
@@ -170,22 +170,22 @@ class ArgumentSpec:
             self.let_go()
 
     def let_go(self) -> None:
-        """From now on objects live as long as others hold them."""
+        """Drops the strong references to objects, so that the spec keeps none alive."""
         for node in self._nodes:
             node.let_go()
 
     def take_tensors(self) -> list[torch.Tensor]:
-        """The tensors, which are let go of here."""
+        """Returns the tensors and drops the references to them."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def owner(self, index: int) -> str | None:
-        """Which object holds tensor `index`, if it is not the call itself."""
+        """Returns the class name of the object that holds tensor `index`; `None` for an argument of the call."""
         return self._owners[index]
 
     @contextmanager
     def again(self, values: list[torch.Tensor]) -> Iterator[Any]:
-        """`root` as it was, with `values` in place of `tensors`; afterwards its objects are what they were before."""
+        """Gives the recorded `root` with `values` in place of `tensors`, then restores the present state of objects."""
         before: list[tuple[Any, _State]] = []
         try:
             yield self._put(values, before)
@@ -198,7 +198,7 @@ class ArgumentSpec:
         return self._put(values, [])
 
     def contents(self) -> list[tuple[Any, _State]]:
-        """What each object that is still there holds now."""
+        """Returns each object that still lives, with its present state."""
         return [(thing, _read(thing)) for node in self._nodes if (thing := node.find()) is not None]
 
     def _put(self, values: list[Any], before: list[tuple[Any, _State]]) -> Any:
@@ -212,11 +212,11 @@ class ArgumentSpec:
 
 
 class _Walk:
-    """Finds what a tree of arguments leads to, and makes the marks that stand for it."""
+    """Walks a tree of arguments and builds the tree of marks that records it."""
 
     def __init__(self, captures: Captures | None, *, copies: bool) -> None:
         self._captures = captures
-        self._copies = copies  # whether arrays are, which then are others for a rerun
+        self._copies = copies  # whether to copy arrays, so that a rerun gets arrays of its own
         self._found: dict[int, Any] = {}
         self._pending: list[tuple[_Node, Any, str | None]] = []
         self.tensors: list[torch.Tensor] = []
@@ -226,7 +226,7 @@ class _Walk:
 
     def from_root(self, root: Any) -> Any:
         mark = self._mark(root, None)
-        for node, thing, owner in self._pending:  # which grows meanwhile
+        for node, thing, owner in self._pending:  # the list grows during the loop
             node.state = _mapped(_read(thing), functools.partial(self._mark, owner=owner))
             if owner is not None and len(self.nodes) > _MOST_OBJECTS:
                 raise TransformError(
@@ -236,7 +236,7 @@ class _Walk:
         return mark
 
     def _mark(self, value: Any, owner: str | None) -> Any:
-        """What stands for `value`; itself, if nothing in it can change. `owner` is the class that it was found in."""
+        """Returns the mark for `value`; an immutable value is its own mark. `owner` names the class that holds it."""
         if isinstance(value, torch.Tensor):
             slot = self._found.get(id(value))
             if slot is None:
@@ -259,7 +259,7 @@ class _Walk:
             items = [self._mark(item, owner) for item in value]
             unchanged = all(mark is item for mark, item in zip(items, value, strict=True))
             return value if unchanged else _Items(kind, items)
-        if sort is Sort.SCOPE:
+        if sort is Sort.CAPTURED:
             if self._captures is not None:
                 self._captures.include(value)
             return value
@@ -273,7 +273,7 @@ class _Walk:
 
 
 def _present(value: Any, values: list[Any], things: list[Any]) -> Any:
-    """What the mark `value` stands for."""
+    """Returns the object that the mark `value` stands for."""
     kind = type(value)
     if kind is _Slot:
         return values[value.position]
@@ -296,7 +296,7 @@ def _read(thing: Any) -> _State:
 
 
 def _write(thing: Any, state: _State) -> None:
-    if state.same(_read(thing)):  # a frozen configuration, say, that other threads are reading
+    if state.same(_read(thing)):  # no write: other threads may be reading it, say a frozen configuration
         return
     if state.items is not None:
         write(thing, state.items)

@@ -1,16 +1,16 @@
-"""What a function depends on besides its arguments, found without running it.
+"""The captures of a function: the state that it reads besides its arguments, found without running it.
 
-A region is recomputed later, when the world around it has moved on: a closure variable was rebound, a module went to
-`eval()`, a counter counted. A *place* is a spot where such a dependency is stored: a module's dictionaries, a
-closure cell, the globals that the code names, a list or dictionary reached from one of these. Places can be read and
-written back (`places`), which is all that a snapshot needs.
+A region is recomputed later, after its surroundings may have changed: a closure variable was rebound, a module went to
+`eval()`, a counter was increased. A *place* is a location of such state: a module's dictionaries, a closure cell,
+the globals that the code names, a list or dictionary reached from one of these. A snapshot reads every place, and a
+replay writes the old contents back (`places`).
 
-Found: modules and everything they register, plain attributes of modules (tensors, numbers, lists, dictionaries,
-functions), closures, defaults, partials, bound methods, random generators, globals named in the code (that of a
-module's forward too), and functions of the same file.
-Whoever runs a region again follows the plain objects that it captures, too, such as a configuration, the nearest first.
-Not found: what no attribute shows, such as where an open file is. Objects that the region is given are those of
-`remembered`.
+Covered: modules and everything they register, plain attributes of modules (tensors, numbers, lists, dictionaries,
+functions), closures, defaults, partials, bound methods, random generators, globals named in the code (also in the
+code of a module's forward), and functions of the same file. With `follows=True` also plain objects, such as a
+configuration, breadth first up to `MOST_FOLLOWED`.
+Not covered: state that no attribute holds, such as the position in an open file. `argument_spec` covers the objects
+among the arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from memscale.core import Assembled, TransformError
-from memscale.regions.by_class import by_class
+from memscale.regions.class_cache import cached_by_class
 from memscale.regions.code import code_names, code_reached, function_of, global_names
 from memscale.regions.environment import global_hooks
 from memscale.regions.kinds import Sort, is_followed, is_of_threads, sort_of
@@ -51,46 +51,46 @@ from memscale.regions.places import (
 from memscale.regions.randomness import HostGenerator, is_host_generator
 from memscale.regions.stand_ins import any_stand_in
 
-# Larger containers are data (a vocabulary, a dataset), not state; copying one at every call would be felt.
+# Larger containers are taken for data (a vocabulary, a dataset), since every call would have to copy them.
 LARGEST_CONTAINER = 1024
-# Of captured objects, with the lists and the like that they hold: each costs about a microsecond in every call.
+# Captured objects and the containers in them. Each costs about a microsecond in every call.
 MOST_FOLLOWED = 64
-_LARGEST_FOLLOWED = 256  # containers among these
-# Types of a module's attributes that may lead to state; numbers, strings and sizes are remembered by themselves.
-_METHODS = (types.MethodType, types.BuiltinMethodType)  # of a generator, say, or of a list
+_LARGEST_FOLLOWED = 256  # entries of a container that is followed
+# Types of a module's attributes that may lead to state; numbers, strings and sizes are compared by identity.
+_METHODS = (types.MethodType, types.BuiltinMethodType)  # such as the methods of a generator or of a list
 _OF_TORCH = (torch.Generator, torch.optim.Optimizer)
 _STATEFUL = (*CONTAINERS, tuple, types.FunctionType, *_METHODS, functools.partial, *_OF_TORCH)
-TABLES = ("_parameters", "_buffers", "_modules")  # of a module: what it registers
-_PLAIN = {int, float, bool, str, type(None)}  # a convolution has five tuples of these
-_FIXED = {"_reversed_padding_repeated_twice"}  # and a list, which PyTorch writes once
+TABLES = ("_parameters", "_buffers", "_modules")  # the dictionaries in which a module registers its children
+_PLAIN = {int, float, bool, str, type(None)}  # skipped early: a convolution has five tuples of such values
+_FIXED = {"_reversed_padding_repeated_twice"}  # a list of convolutions that PyTorch writes once
 _CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS = (*_CALLED, *(name for name in nn.Module().__dict__ if name.startswith("_forward_") and name not in _CALLED))
-NOWHERE: dict[str, Any] = {}  # as the home of a visit: follow no function into its globals
+NOWHERE: dict[str, Any] = {}  # passed as `home`: follow no function into its globals
 
 
-@by_class
+@cached_by_class
 def _is_stateful(kind: Any) -> bool:
     return issubclass(kind, _STATEFUL) or is_host_generator(kind) or is_followed(kind)
 
 
 def is_of_users(value: Any) -> bool:
-    """Whether `value`, a function or method, is none of PyTorch's: what it names is state of the region then."""
+    """Whether `value`, a function or method, was defined outside of PyTorch; the names in its code are state then."""
     return not str(getattr(value, "__module__", "torch.")).startswith("torch.")
 
 
-@by_class
+@cached_by_class
 def _has_attributes(kind: Any) -> bool:
-    """Whether `kind` is a class of parameters that is not PyTorch's own, whose attributes a call may change."""
+    """Whether `kind` is a parameter class from outside PyTorch. A call may change the attributes of its instances."""
     return issubclass(kind, nn.Parameter) and not kind.__module__.startswith("torch.")
 
 
-@by_class
+@cached_by_class
 def _leads_on(kind: Any) -> bool:
     return kind is torch.Generator or is_host_generator(kind) or is_followed(kind)
 
 
 def put_back(captures: Captures) -> None:
-    """Make every place of `captures` hold what it held when they were read."""
+    """Writes the recorded contents of `captures` back into every place that has changed since."""
     for place, content in zip(captures.places, captures.contents, strict=True):
         if not holds(place, content):
             write(place, content)
@@ -98,7 +98,7 @@ def put_back(captures: Captures) -> None:
 
 @contextmanager
 def as_it_was(captures: Captures) -> Iterator[None]:
-    """Run the body with every place of `captures` holding what it held when they were read."""
+    """Runs the body with the recorded contents of `captures` in every place, then restores the present contents."""
     before: list[tuple[Place, Content]] = []
     try:
         for place, content in zip(captures.places, captures.contents, strict=True):
@@ -115,29 +115,29 @@ LastingName = tuple[int, Any]
 
 
 class SharedCaptures(Exception):
-    """Captures that several calls may hold are not to be changed."""
+    """Raised by `Captures.include` on sealed captures, which several calls share."""
 
 
 class Captures:
-    """The modules and places that a function depends on, with what they hold at this moment.
+    """The modules and places that a function depends on, with a copy of the contents of each place.
 
     Args:
         fn: the function.
-        reruns: whether it is to be run again, or only looked at.
-        follows: whether plain objects that it captures are followed, and tuples of tensors recorded.
+        reruns: whether the function will run again; `False` if the captures are only read.
+        follows: whether to follow plain objects, and to record tuples of tensors.
 
     Raises:
-        TransformError: it is to be run again, and has state that cannot be put back.
+        TransformError: the function will run again and has state that cannot be restored.
 
     Attributes:
-        places: where dependencies are stored.
-        labels: by position, what tells a place from the others by the way to it: the same in later captures.
-        contents: what each place holds now, by position.
+        places: the locations of the state.
+        labels: a hash of the path to each place, by position. Later captures of the function have the same labels.
+        contents: the contents of each place, by position.
         tensors: every tensor among the contents, as (position of its place, key in it, tensor).
-        generators: the `torch.Generator` s of the user's own.
-        optimizers: those of PyTorch, whose states are not followed.
-        followed: the positions of places that objects led to.
-        hooks: every dictionary of hooks of the modules, with what it held.
+        generators: the user's own generators (`torch.Generator`, or a `HostGenerator` for Python's and NumPy's).
+        optimizers: the `torch.optim.Optimizer` objects that were reached; their states are not recorded.
+        followed: the positions of the places that belong to followed objects.
+        hooks: every dictionary of hooks of the modules, with a copy of its contents.
     """
 
     __slots__ = (
@@ -165,7 +165,7 @@ class Captures:
     def __init__(self, fn: Callable[..., Any], *, reruns: bool = True, follows: bool = False) -> None:
         self._reruns = reruns
         self._follows = follows
-        self._met: list[tuple[int, Any]] = []  # each with the way to it
+        self._met: list[tuple[int, Any]] = []  # (label of the path, object), to be followed by `_follow`
         self.followed: list[int] = []
         self._modules: list[nn.Module] = []
         self._root: weakref.ref[nn.Module] | None = None
@@ -189,7 +189,7 @@ class Captures:
         self._follow()
 
     def describe(self, position: int, key: Any) -> str:
-        """What an error calls the tensor with that key in that place."""
+        """Returns the words by which an error names the tensor at `key` of the place at `position`."""
         place = self.places[position]
         for root in self.modules:
             for path, module in root.named_modules():
@@ -203,9 +203,9 @@ class Captures:
         return f"captured tensor '{key}'" if isinstance(key, str) else "a captured tensor"
 
     def exchanged(self, other: Mapping[int, torch.Tensor]) -> Captures:
-        """This, holding another tensor in place of each that `other` has, by the identity of the one before."""
+        """Returns a copy of the captures with tensors replaced; `other` maps the id of a tensor to its replacement."""
         found = copy.copy(self)
-        found._picture = found._small = None  # which has those of before
+        found._picture = found._small = None  # both refer to the tensors before the exchange
         found.contents = [copy.copy(content) for content in self.contents]
         found.tensors = [(position, key, other.get(id(tensor), tensor)) for position, key, tensor in self.tensors]
         for position, key, tensor in found.tensors:
@@ -213,22 +213,22 @@ class Captures:
         return found
 
     def is_as_it_was(self, position: int) -> bool:
-        """Whether the place at `position` holds what it held when they were read."""
+        """Whether the place at `position` still has its recorded contents."""
         return holds(self.places[position], self.contents[position])
 
     def covers(self, thing: Any) -> bool:
-        """Whether `thing` is a module, function or container that was reached."""
+        """Whether `thing` is a module, function or container that the captures include."""
         return id(thing) in self._seen
 
     def covers_none(self, ids: Iterable[int]) -> bool:
-        """Whether no thing with one of these ids is a module, function or container that was reached."""
+        """Whether the captures include no object with one of these ids."""
         return self._seen.isdisjoint(ids)
 
     def include(self, thing: Any) -> None:
-        """Add what `thing`, a module or function among the arguments, depends on.
+        """Adds the captures of `thing`, a module or function among the arguments.
 
         Raises:
-            SharedCaptures: several calls may hold this.
+            SharedCaptures: the captures are sealed, so that other calls may hold them.
         """
         if self._picture is not None:
             raise SharedCaptures
@@ -241,20 +241,20 @@ class Captures:
         return self._modules if self._root is None else [self._root(), *self._modules]  # type: ignore[list-item]
 
     def seal(self) -> Captures:
-        """This, ready to be asked whether it `is_current`. To be called as soon as it is made."""
+        """Returns the captures, prepared for `is_current`. Must be called before any of the state can change."""
         self._picture = _Picture(self)
         self._flags = self.flags()
         return self
 
     def weaken(self, gone: Callable[[Any], None]) -> None:
-        """Keep the first module no longer alive; `gone` is called with its reference when it goes."""
+        """Replaces the reference to the first module by a weak one, whose callback is `gone`."""
         if self._modules:
             self._root = weakref.ref(self._modules[0], gone)
             self._modules = self._modules[1:]
 
     @property
     def small(self) -> list[int]:
-        """The indices of tensors of one dimension or none, but for parameters: counters and statistics, say."""
+        """The indices of the tensors with at most one dimension, parameters excluded: counters, running statistics."""
         if self._small is None:
             found = [(index, tensor) for index, (_, _, tensor) in enumerate(self.tensors)]
             self._small = [index for index, each in found if not isinstance(each, nn.Parameter) and each.dim() < 2]
@@ -262,13 +262,13 @@ class Captures:
 
     @property
     def is_current(self) -> bool:
-        """Whether everything that was reached holds what it held, so that captures read anew would be the same."""
+        """Whether every place still has its recorded contents, so that new captures would be equal."""
         return self._picture is not None and self._picture.is_current()
 
     @property
     def may_last(self) -> bool:
-        """Whether it may be held after the run: it keeps no tensor alive but parameters and registered buffers, and no
-        forward that is there for the run only and keeps its module.
+        """Whether the captures may be kept after the run: the only tensors that they keep alive are parameters and
+        registered buffers, and no module has a temporary `forward` that refers back to it.
         """
         forwards = [(module, getattr(module.__dict__.get("forward"), "__dict__", {})) for module in self.modules]
         if any(each is module for module, held in forwards for each in held.values()):
@@ -280,19 +280,19 @@ class Captures:
         ) and not any_stand_in([tensor for _, _, tensor in self.tensors])
 
     def lasting_name(self, position: int, key: Any) -> LastingName:
-        """What the tensor with that key in that place is called in any captures of the function.
+        """Returns a name of the tensor at `key` of the place at `position` that later captures of the function share.
 
-        What happens to one of a list or dictionary happens to all: there may be others in the next call.
+        All tensors of a list or dictionary share one name, because the next call may find other entries there.
         """
         is_container = isinstance(self.places[position], CONTAINERS) and not isinstance(key, str)
         return self.labels[position], None if is_container else key
 
     def flags(self) -> tuple[bool, ...]:
-        """Which of the modules are in training mode."""
+        """Returns `training` of each module."""
         return self._flags or tuple([module.training for module in self.modules])
 
     def _add(self, place: Place) -> Content:
-        """Record a place; its tensors are recorded too."""
+        """Records a place and its tensors, and returns its contents."""
         content = read(place)
         position = len(self.places)
         self._put(place, content, self._at, type(place).__name__, getattr(place, "names", None))
@@ -306,7 +306,7 @@ class Captures:
         self.contents.append(content)
 
     def _visit_each(self, content: Content, home: dict[str, Any] | None) -> None:
-        """Visit what the place that was put last holds."""
+        """Visits the contents of the place that was recorded last."""
         before, label = self._at, self.labels[-1]
         for key, value in content.items() if isinstance(content, dict) else enumerate(content):
             self._at = hash((label, key))
@@ -314,7 +314,7 @@ class Captures:
         self._at = before
 
     def _visit(self, thing: Any, home: dict[str, Any] | None) -> None:
-        """Add what `thing` holds; `home` is the globals whose functions are followed, `None` at the top."""
+        """Adds the state of `thing`. Functions with the globals `home` are followed; `None` at the top."""
         if isinstance(thing, torch.Tensor) or id(thing) in self._seen:
             return
         kind: Any = type(thing)
@@ -327,7 +327,7 @@ class Captures:
         elif isinstance(thing, nn.Module):
             if not self._spares_modules:
                 self._visit_module(thing)
-        elif issubclass(kind, torch.optim.Optimizer):  # not `_seen`: its states are not covered
+        elif issubclass(kind, torch.optim.Optimizer):  # left out of `_seen`, as its states are not recorded
             self.optimizers.append(thing)
         elif issubclass(kind, Assembled):
             for part in thing.parts():
@@ -355,9 +355,9 @@ class Captures:
             self._met.append((self._at, thing))
 
     def _follow(self) -> None:
-        """Add the objects that were met and what they lead to, the nearest first, but no modules and no functions."""
+        """Adds the plain objects that were met and the objects in them, breadth first; no modules, no functions."""
         met, self._met = self._met, []
-        for at, thing in met:  # which grows
+        for at, thing in met:  # the list grows during the loop
             if id(thing) in self._seen or len(self.followed) >= MOST_FOLLOWED:
                 continue
             kind: Any = type(thing)
@@ -372,7 +372,7 @@ class Captures:
                 content = read(place)
                 values = content.values() if isinstance(content, dict) else content
                 kinds = set(map(type, values)) - _PLAIN
-                if any(map(is_of_threads, kinds)):  # others work with it, and must not see the past
+                if any(map(is_of_threads, kinds)):  # other threads use the object, and must not see its old state
                     break
                 self.followed.append(position := len(self.places))
                 self._put(place, content, at, type(place).__name__)
@@ -431,7 +431,7 @@ class Captures:
             for at, name in reached.closing:
                 if (method := function_of(vars(type(module).__mro__[at]).get(name))) is not None:
                     self._visit_cells(method)
-            for name in TABLES:  # an empty one, too: a module may register something on its first use
+            for name in TABLES:  # empty ones too: a module may register something when it first runs
                 position = len(places)
                 self._put(own[name], content := dict(own[name]), number, name)
                 if name == "_modules":
@@ -439,7 +439,7 @@ class Captures:
                 elif content:
                     tensors += [(position, key, value) for key, value in content.items() if value is not None]
                     for key, value in content.items():
-                        if _has_attributes(type(value)):  # bitsandbytes takes those of 8 bits away at the first call
+                        if _has_attributes(type(value)):  # the first call of bitsandbytes deletes those of 8-bit ones
                             self._at = hash((number, key))
                             self._add(Attributes(value.__dict__, 0))
             self._visit_forward_hooks(own)
@@ -450,15 +450,15 @@ class Captures:
                 self.hooks.append((table, dict(table) if table else {}))
         for table in ("_forward_pre_hooks", "_forward_hooks"):
             for number, hook in enumerate(own[table].values()):
-                # Those of torch (FSDP) have state that goes on from the forward to the recompute.
+                # The hooks of torch (FSDP) are left out: their state must go on from the forward to the recompute.
                 if is_of_users(hook):
                     self._at = hash((len(self._modules), table, number))
                     self._visit_callback(hook)
 
     def _visit_callback(self, thing: Any) -> None:
-        """Add what `thing`, held by a module, closes over, and of what its code names all but modules.
+        """Adds the closure of `thing`, a function held by a module, and the globals in its code, modules excluded.
 
-        A hook that names the whole model would make that a part of each region.
+        A hook whose code names the whole model would otherwise make the model a part of every region.
         """
         self._visit(thing, NOWHERE)
         while isinstance(thing, functools.partial):
@@ -479,7 +479,7 @@ class Captures:
 
     def _visit_cells(self, fn: Any, home: dict[str, Any] = NOWHERE) -> None:
         cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-        cells.pop("__class__", None)  # of `super()`
+        cells.pop("__class__", None)  # the cell that `super()` uses
         at = self._at
         for name, cell in cells.items():
             if id(cell) not in self._seen:
@@ -503,7 +503,7 @@ class Captures:
             self._visit(function, home)
 
     def _visit_names(self, mapping: dict[str, Any], names: tuple[str, ...], home: dict[str, Any]) -> None:
-        """Add the entries of `mapping` that code names, except modules and classes of Python."""
+        """Adds the entries of `mapping` with these names, except Python modules and classes."""
         names = tuple([name for name in names if name in mapping or not hasattr(builtins, name)])
         if names:
             self._visit_each(self._add(Names(mapping, names)), home)
@@ -513,12 +513,12 @@ class Captures:
             return
         self._seen.add(id(container))
         self._visit_each(self._add(container), home)
-        if (attributes := getattr(container, "__dict__", None)) is not None:  # of an instance of a subclass
+        if (attributes := getattr(container, "__dict__", None)) is not None:  # an instance of a subclass has one
             self._visit_container(attributes, home)
 
 
 class _Picture:
-    """What decides whether captures are current, in the form that is compared in the least time."""
+    """The recorded contents of captures, laid out so that `is_current` compares them in the least time."""
 
     __slots__ = ("_dicts", "_empty", "_keys", "_others", "_values")
 

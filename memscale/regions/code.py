@@ -1,4 +1,4 @@
-"""What a function's code names, found without running it: globals, and the variables that a class closes over."""
+"""Reads from a function's code, without running it, the globals and closure variables that it names."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from memscale.regions.by_class import by_class
+from memscale.regions.class_cache import cached_by_class
 
 
 class Reached(NamedTuple):
-    """What the code of a module class names besides attributes of the module. None of it leads to the class.
+    """The state that the code of a module class names outside the module. No entry refers to the class.
 
     Attributes:
-        globals: dictionaries of files, each with the names of the data in it.
-        functions: the attributes of functions of these files.
-        closing: the methods that close over variables, each by its place among the bases and its name.
+        globals: the `__dict__` of each file, with the names in it that hold data.
+        functions: the `__dict__` of each function of these files that is called.
+        closing: the methods that have a closure, each as (index of its class in `__mro__`, name).
     """
 
     globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
@@ -27,9 +27,9 @@ class Reached(NamedTuple):
     closing: tuple[tuple[int, str], ...]
 
 
-@by_class
+@cached_by_class
 def code_reached(cls: Any) -> Reached:
-    """What the forward of a module class, methods that this calls, and functions of the same file name."""
+    """Collects the names in the forward of a module class, in methods that it calls and in functions of its file."""
     found: list[tuple[dict[str, Any], tuple[str, ...]]] = []
     functions: list[dict[str, Any]] = []
     used: dict[str, None] = {"forward": None}
@@ -61,7 +61,7 @@ def code_reached(cls: Any) -> Reached:
 
 
 def function_of(thing: Any) -> types.FunctionType | None:
-    """The function of Python's that is called where `thing`, an entry of a class or of a file, is."""
+    """Returns the Python function behind `thing`, an entry of a class or of a file, with its wrappers removed."""
     while isinstance(thing, _WRAPPERS):
         thing = next(
             getattr(thing, name) for name in ("fget", "__func__", "func", "__wrapped__") if hasattr(thing, name)
@@ -74,12 +74,12 @@ _WRAPPERS: Any = (property, staticmethod, classmethod, types.MethodType, functoo
 
 
 def closed_over(function: types.FunctionType) -> list[Any]:
-    """What the variables hold that `function` closes over."""
+    """Returns the values of the closure variables of `function`."""
     found = []
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
-        except ValueError:  # empty as yet
+        except ValueError:  # a cell without a value
             continue
     return found
 
@@ -93,7 +93,7 @@ _CODE = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, 
 
 @functools.lru_cache(maxsize=4096)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that `code`, and code nested in it, names; an attribute may be called like one that is not meant."""
+    """Returns the names of globals in `code` and in code nested in it; names of attributes can be among them."""
     names = {each.argval: None for each in dis.get_instructions(code) if each.opname.endswith(_OF_GLOBALS)}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -106,7 +106,7 @@ _OF_GLOBALS = ("_GLOBAL", "_GLOBALS", "_NAME")
 
 @functools.lru_cache(maxsize=4096)
 def code_names(code: types.CodeType) -> tuple[str, ...]:
-    """Every name that `code`, and code nested in it, looks up outside its locals."""
+    """Returns every name that `code`, and code nested in it, looks up outside its locals."""
     names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

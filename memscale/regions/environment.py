@@ -1,7 +1,7 @@
-"""Process-wide state that a region's values depend on: random generators, autocast, modes, the flags of backends.
+"""The environment of a region: random generators, autocast, modes and backend flags, which all affect its values.
 
-Taken before a region runs and put back while it is recomputed, so that the recompute draws the same dropout mask at
-the same precision with the same kernels, and leaves no trace in any generator.
+A snapshot takes the environment before the region runs. A recompute restores it, so that it draws the same dropout mask
+at the same precision with the same kernels, and afterwards every generator is back in its present state.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from memscale.regions.modes import modes
 
 
 class Environment:
-    """The environment at one moment. `conclude` after the region drops what the region did not use.
+    """The environment at one moment. After the region, `conclude` drops the generators that the region did not use.
 
     Attributes:
-        context: the context variables of Python; a rerun is to be run in a copy of it.
-        devices: of the region's tensors, apart from the CPU.
+        context: the context variables of Python; a rerun must run in a copy of it.
+        devices: the devices of the region's tensors, the CPU excluded.
         uses_host_random: whether the region drew from Python's or NumPy's generator.
-        drew: whether an operator of the region is known to draw from a generator of PyTorch's, which the region may
-            itself put back, so that its state tells nothing.
+        drew: whether an operator of the region is known to draw from a PyTorch generator. The generator's state alone
+            does not show this where the region restores the state itself, as `fork_rng` does.
     """
 
     __slots__ = (
@@ -56,14 +56,14 @@ class Environment:
     ) -> None:
         self.devices = devices
         self.drew = drew
-        self.context = contextvars.copy_context()  # which takes no longer for more variables
+        self.context = contextvars.copy_context()  # constant time, whatever the number of variables
         shared = randomness.generators(devices)
         self._shared = len(shared)
         self._random: list[tuple[Any, Any]] | None = [
             (generator, generator.get_state()) for generator in (*shared, *generators)
         ]
         self._counted = randomness.counted_states([state for _, state in self._random or ()])
-        self._position = randomness.position()  # of the first
+        self._position = randomness.position()  # of the first generator, PyTorch's for the CPU
         self._host_positions = randomness.host_positions()
         takes_host = host_random or not randomness.can_notice()
         self._host: tuple[Any, Any] | None = randomness.host_state() if takes_host else None
@@ -80,14 +80,14 @@ class Environment:
         self.uses_host_random = False
 
     def leave_shared(self) -> None:
-        """Forget what is all threads': generators, and flags and global hooks if another thread runs."""
+        """Drops the state that threads share: the generators, and with other threads also flags and global hooks."""
         self._random, self._host = (self._random or [])[self._shared :] or None, None
         if not is_alone():
             self._shares = False
             self._settings[: len(_FLAGS)] = [None] * len(_FLAGS)
 
     def conclude(self) -> None:
-        """Forget the generators that the region did not advance: a recompute need not touch them.
+        """Drops the states of the generators that the region did not advance, since a recompute does not need them.
 
         Raises:
             CorrectnessError: the region drew from Python's or NumPy's generator, whose state was not taken.
@@ -115,13 +115,13 @@ class Environment:
             )
 
     def has_drawn(self) -> bool:
-        """Whether any generator is not where it was, as far as their states were taken."""
+        """Whether a generator whose state was taken has advanced."""
         moved = [not randomness.same(generator.get_state(), state) for generator, state in self._random or ()]
         return any(moved) or (self._host is not None and randomness.differs(self._host, randomness.host_state()))
 
     @contextmanager
     def noticing(self) -> Iterator[None]:
-        """Run an operator that may draw, and remember whether it did."""
+        """Runs the body, an operator that may draw random numbers, and sets `drew` if it did."""
         shared = [generator for generator, _ in (self._random or ())[: self._shared]]
         before = randomness.standing(shared)
         yield
@@ -129,7 +129,7 @@ class Environment:
 
     @contextmanager
     def reinstate(self) -> Iterator[None]:
-        """Run the body in this environment, then restore the present one."""
+        """Runs the body in this environment, then restores the present one."""
         undo: list[Callable[[], Any]] = []
         try:
             self.enter(undo)
@@ -139,7 +139,7 @@ class Environment:
                 step()
 
     def enter(self, undo: list[Callable[[], Any]]) -> None:
-        """Go back to this environment; `undo` receives the steps that return to the present, in order."""
+        """Switches to this environment. Appends to `undo` the calls that restore the present, to be run in reverse."""
         for generator, state in self._random or ():
             present = generator.get_state()
             undo.append(partial(_set_state, generator, present, randomness.counted_states([present])))
@@ -172,7 +172,7 @@ class Environment:
             _set_flags(then, flags)
 
     def _leave_settings(self, before: list[Any]) -> None:
-        """Put back what this changed, and what the body did: a rerun may stop before the body does so itself."""
+        """Restores the settings `before`, also those that the body changed: a rerun may stop before the body's end."""
         if (now := _settings(self._kinds)) == before:
             return
         count = len(_FLAGS)
@@ -185,17 +185,17 @@ class Environment:
 
     @property
     def moved(self) -> list[Any]:
-        """After `conclude`, the generators of PyTorch that the region drew from, or that were its own."""
+        """Returns, after `conclude`, the PyTorch generators that the region drew from and the user's own generators."""
         return [generator for generator, _ in self._random or ()]
 
     @property
     def draws(self) -> bool:
-        """Whether the region drew random numbers, from generators that all threads share."""
+        """Whether the region drew random numbers from generators that threads share."""
         return self._random is not None or self._host is not None
 
     @property
     def dispatched(self) -> bool:
-        """Whether operators of the region went to a dispatch mode from outside."""
+        """Whether the region ran under a dispatch mode that was entered outside of it."""
         return self._modes.dispatched
 
 
@@ -222,7 +222,7 @@ _SDP = {"flash_sdp": "flash", "mem_efficient_sdp": "mem_efficient", "math_sdp": 
 _FLAGS = [
     flag
     for flag in (
-        # Before `fp32_precision`: the older names of the same thing set those, too.
+        # Before `fp32_precision`, since setting one of these older flags sets `fp32_precision` too.
         *map(_pair, ("float32_matmul_precision", "cudnn_allow_tf32", "onednn_allow_tf32")),
         *(_precision(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
         *map(_pair, ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cublas_allow_fp16_accumulation")),
@@ -249,10 +249,10 @@ _CPU = {"cpu"}
 
 @found_once
 def _settle_attention() -> None:
-    """Have PyTorch put the attention kernels in the order that it will keep.
+    """Makes PyTorch fix the priority order of its attention kernels, once per process.
 
-    The first attention of a process puts cuDNN's first on Hopper and Blackwell, and none does so again. The flags of a
-    region that was the first to attend would be those of before, and its recompute would run another kernel.
+    On Hopper and Blackwell the first attention call of a process moves cuDNN to the front of that order. Were that call
+    inside a region, the snapshot would hold the order before it, and the recompute would run another kernel.
     """
     query = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="cuda")
     torch._fused_sdp_choice(query, query, query)
@@ -267,16 +267,16 @@ _READ_ON_CPU = [*_READ, *_readers("cpu")]
 
 
 def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
-    """The devices of `tensors` that have random generators of their own, beside the CPU's."""
+    """Returns the devices of `tensors` that have random generators of their own, the CPU excluded."""
     return {tensor.device for tensor in tensors if not tensor.is_cpu}
 
 
 def _settings(kinds: set[str]) -> list[Any]:
-    """Flags, then autocast; in one go, for most regions do nothing else that takes as long."""
+    """Returns the backend flags, then the autocast settings. Written for speed: it dominates the cost of a snapshot."""
     readers = _READ_ON_CPU if kinds is _CPU else [*_READ, *(read for kind in kinds for read in _readers(kind))]
     try:
         return [read() for read in readers]
-    except RuntimeError:  # the older and the newer names for TF32 were both used: PyTorch refuses to read some
+    except RuntimeError:  # PyTorch refuses to read some flags after TF32 was set by its old and its new names
         return [_read(read) for read in readers]
 
 
@@ -309,7 +309,7 @@ _GLOBAL_HOOKS: Any = (
 
 
 def global_hooks() -> tuple[dict[int, Any], ...]:
-    """The hooks of all modules, but for those by which tools of PyTorch follow what runs."""
+    """Returns the hooks that apply to all modules, except those of PyTorch's own tools such as profilers."""
     if not any(_GLOBAL_HOOKS):
         return _NO_HOOKS
     return tuple([{key: hook for key, hook in table.items() if not _is_tool(hook)} for table in _GLOBAL_HOOKS])

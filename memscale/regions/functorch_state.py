@@ -1,4 +1,4 @@
-"""The state of `torch.func` that a region's ways to run depend on."""
+"""Queries about the state of `torch.func`, by which a region chooses how to run."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _local = _Inside()
 
 
 def active() -> bool:
-    """Whether a `torch.func` transform is running here."""
+    """Whether a `torch.func` transform is active in this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# Dynamo enters the transforms that it traces, and has a guard for those that it was called in.
+# A constant to Dynamo is correct here: Dynamo enters the transforms that it traces, and guards on the outer ones.
 active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forward_ad() -> bool:
-    """Whether tensors here may carry tangents: inside `torch.autograd.forward_ad.dual_level`, or under `jvp`."""
+    """Whether tensors may carry tangents: inside `torch.autograd.forward_ad.dual_level`, or under `jvp`."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def inside_region() -> bool:
-    """Whether a region is running or recomputing under `torch.func` here."""
+    """Whether this thread is running or recomputing a region under `torch.func`."""
     return _local.inside
 
 
 @contextmanager
 def region() -> Iterator[None]:
-    """Run the body as a region under `torch.func`: those inside it are transparent."""
+    """Runs the body as a region under `torch.func`. Regions inside the body run untransformed."""
     before, _local.inside = _local.inside, True
     try:
         yield
@@ -46,11 +46,11 @@ def region() -> Iterator[None]:
 
 
 def has_rules() -> bool:
-    """Whether the transforms that run here have rules for functions with a derivative of their own.
+    """Whether the active transforms support custom `torch.autograd.Function` rules correctly.
 
-    `functionalize` has none. Where two or more differentiate in forward mode, PyTorch asks such a function for one
-    tangent, and takes that of the tangent for zero, without an error. Nor may a rule use `jvp` inside of a
-    `torch.autograd.forward_ad.dual_level` that is not of a `jvp` itself.
+    `functionalize` does not. Under two or more forward-mode transforms, PyTorch asks the function for one tangent and
+    silently takes the tangent of that tangent to be zero. A rule cannot use `jvp` inside a
+    `torch.autograd.forward_ad.dual_level` that was entered by hand.
     """
     kinds = torch._C._functorch.TransformType
     levels = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]

@@ -1,11 +1,11 @@
 """Changes of a tensor that its version counter does not show: ``tensor.data = other`` and ``tensor.data.mul_(2)``.
 
-Momentum encoders and layers that limit the norm of their weights update parameters so. A region that is run more than
-once, or on stand-ins for its parameters, would repeat such a change, or lose it.
+Momentum encoders and layers that limit the norm of their weights update parameters in this way. A region that runs
+twice would repeat such a change, and a region that runs on stand-ins for its parameters would lose it.
 
-An assignment gives the tensor another storage. Comparing storages takes 0.2 microseconds a tensor, so it can be done in
-every call. A change in place shows only in the operators that run. Watching these takes microseconds for each, so it is
-for the first call of a region; one that changes a tensor so in later calls only is not noticed.
+An assignment gives the tensor another storage. Comparing storages takes 0.2 microseconds a tensor, so every call does
+it. A change in place through `.data` is seen only by watching the operators that run, which takes microseconds for each
+operator, so only the first call of a region is watched. A change that first occurs in a later call is not detected.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from memscale.core import TransformError, version
 from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import is_unrecorded, unrecorded
 
-# Storages that memscale itself has given to parameters, each with that of before: where they live has changed, not
-# their values.
+# Maps each storage that memscale gave to a parameter to the parameter's storage before: the values are the same.
 _moved: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def moved(tensor: torch.Tensor, before: weakref.ref[Any]) -> None:
-    """Say that `tensor` got its storage from memscale, with the values that it had in that of `before`."""
+    """Registers that memscale moved `tensor`, with unchanged values, from the storage `before` to its present one."""
     _moved[tensor.untyped_storage()] = before
 
 
 def is_moved(storage: Any, before: weakref.ref[Any]) -> bool:
-    """Whether `storage` is what memscale gave to a tensor in place of that of `before`, which may be gone by now."""
-    return _moved.get(storage) is before  # Python has one such reference to an object, also when that is gone
+    """Whether memscale moved a tensor from the storage `before` to `storage`. The storage `before` may be freed."""
+    return _moved.get(storage) is before  # Python has one plain weak reference per object, also once it is freed
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """The storage of each tensor: the same object for the same memory, for as long as somebody holds it."""
+    """Returns the storage of each tensor. Tensors of one memory give the same object while it is referenced."""
     try:
         return [tensor.untyped_storage() for tensor in tensors]
-    except (NotImplementedError, RuntimeError):  # one of them is sparse, say: it has none of its own
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage of its own
         return [_storage_or_itself(tensor) for tensor in tensors]
 
 
@@ -54,7 +53,7 @@ def _storage_or_itself(tensor: torch.Tensor) -> Any:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Which memory it is over: a sparse tensor has none of its own, and no views."""
+    """Returns a key of the memory of `tensor`. A sparse tensor has no storage and no views; its own id is the key."""
     try:
         return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
     except (NotImplementedError, RuntimeError):
@@ -62,13 +61,13 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def assigned(now: Sequence[Any], before: Sequence[Any]) -> list[int]:
-    """Which tensors were given another storage: they have those of `now`, and had those of `before`, which is held."""
+    """Returns the indices at which the storage in `now` differs from the one in `before`. The caller holds `before`."""
     if all(map(operator.is_, now, before)):
         return []
     return [
         index
         for index, (new, old) in enumerate(zip(now, before, strict=True))
-        # Sharding puts an empty storage in place of what it has freed: no values were assigned.
+        # FSDP replaces a freed storage by an empty one, which assigns no values.
         if new is not old and new not in _moved and _holds_bytes(old)
     ]
 
@@ -78,9 +77,9 @@ def _holds_bytes(storage: Any) -> bool:
 
 
 class Writes(OperatorWatch):
-    """Calls `before(tensor)` with each tensor that an operator is about to write to.
+    """A dispatch mode that calls `before(tensor)` with each tensor that an operator is about to write to.
 
-    Operators that may draw random numbers run in the context that `drawing` makes.
+    Operators that may draw random numbers run inside the context `drawing()`.
     """
 
     supports_higher_order_operators = True
@@ -94,14 +93,14 @@ class Writes(OperatorWatch):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled inside a region stays compiled; the operators in it are not seen."""
+        """Keeps compiled code in a region compiled; the mode does not see its operators."""
         return True
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = _written(func)
         if not written and takes_batch_statistics(func, args, kwargs):
-            # Such a kernel changes them with no word in its schema and no new version. Comparing values is not enough:
-            # a first batch of zeros leaves a mean of zero as it is.
+            # These kernels write the running statistics without declaring it in the schema and without a new version.
+            # Comparing values would miss a first batch of zeros, which leaves a running mean of zero unchanged.
             written = _positions(func, _RUNNING)
         if written and not is_unrecorded():
             for position, name in written:
@@ -113,28 +112,28 @@ class Writes(OperatorWatch):
             return func(*args, **kwargs)
 
 
-# How kernels that normalize call their "use the statistics of this batch" argument.
+# The argument names by which normalization kernels are told to use the statistics of the batch.
 _BATCH_STATISTICS = ("training", "train", "use_input_stats")
 _RUNNING = ("running_mean", "running_var")
 
 
 @functools.lru_cache(maxsize=4096)
 def _of_normalizing(func: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The arguments of an operator that has running statistics among them, and its flags; empty of others."""
+    """Returns the argument names of an operator with running statistics, and its batch flags; else empty tuples."""
     schema = getattr(func, "_schema", None)
     names = tuple(argument.name for argument in schema.arguments) if schema is not None else ()
     return (names, tuple(name for name in names if name in _BATCH_STATISTICS)) if _RUNNING[0] in names else ((), ())
 
 
 def takes_batch_statistics(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call normalizes by statistics of its batch, and moves the running ones if it is given any."""
+    """Whether a call normalizes by the statistics of its batch, and so updates running statistics if it has any."""
     names, flags = _of_normalizing(func)
     given = dict(zip(names, args, strict=False)) | kwargs if flags else {}
     return bool(names) and (not flags or any(given.get(flag) is True for flag in flags))
 
 
 def running_statistics(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """What a call moves that normalizes by statistics of its batch."""
+    """Returns the running statistics that a call updates; empty if it does not use the statistics of its batch."""
     if not takes_batch_statistics(func, args, kwargs):
         return []
     found = [args[at] if at < len(args) else kwargs.get(name) for at, name in _positions(func, _RUNNING)]
@@ -143,8 +142,8 @@ def running_statistics(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 @functools.lru_cache(maxsize=4096)
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """The position and name of each argument that an operator writes to."""
-    schema = getattr(func, "_schema", None)  # operators of higher order have none
+    """Returns the position and name of each argument that an operator writes to."""
+    schema = getattr(func, "_schema", None)  # higher-order operators have no schema
     if schema is None or not schema.is_mutable:
         return ()
     return tuple((index, argument.name) for index, argument in enumerate(schema.arguments) if argument.is_write)
@@ -157,7 +156,7 @@ def _positions(func: Any, names: tuple[str, ...]) -> tuple[tuple[int, str], ...]
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of its storage that `tensor` may lie on, and the one after its last."""
+    """Returns the half-open range of bytes [start, stop) that `tensor` may cover in its storage."""
     if tensor.numel() == 0:
         return 0, 0
     size = tensor.element_size()
@@ -173,24 +172,24 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How `tensor` lies in its storage, for `laid_out`."""
+    """Returns dtype, storage offset, size and stride of `tensor`, for `laid_out`."""
     return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def laid_out(storage: Any, lies: tuple[Any, ...]) -> torch.Tensor:
-    """The tensor that lies so in `storage`. Unrecorded, without gradients."""
+    """Returns the tensor with the layout `lies` (from `layout`) in `storage`. Callers hide it from recorders."""
     dtype, *place = lies
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
 
 
 def _former(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What gives an alias of `tensor` as it is now, whatever is assigned to it."""
+    """Returns a function that makes an alias of the present memory of `tensor`, even after `tensor.data = other`."""
     storage, is_plain = _storage_or_itself(tensor), type(tensor) in (torch.Tensor, torch.nn.Parameter)
     if storage is tensor or not is_plain or tensor.is_conj() or tensor.is_neg():
         with unrecorded(), torch.no_grad():
             alias = tensor.detach()
         return lambda: alias
-    # No alias before it is wanted: what has one does not leave for another tier, which a region inside may want.
+    # The alias is made late: a tensor with an alias cannot be offloaded, which a region inside may want to do.
     return functools.partial(laid_out, storage, layout(tensor))
 
 
@@ -198,7 +197,7 @@ def _former(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 def refused(
     tensors: Sequence[torch.Tensor], title: Callable[[int], str], how: object, why: str, *, watch: bool
 ) -> Iterator[None]:
-    """Run the body, part of a region of the transform `how`, and refuse hidden changes of `tensors`.
+    """Runs the body, part of a region of the transform `how`, and refuses hidden changes of `tensors`.
 
     >>> weight = torch.ones(2)
     >>> with refused([weight], lambda index: "the weight", "a transform", "is not to be", watch=True):
@@ -210,14 +209,14 @@ def refused(
     tensor([1., 1.])
 
     Args:
-        tensors: plain tensors, as the body finds them.
-        title: what an error calls the tensor at an index.
+        tensors: plain tensors, in the state before the body.
+        title: maps an index into `tensors` to the words for it in an error.
         how: the transform.
-        why: what would become of the change, in words that follow "which" and end with what to do instead.
-        watch: look for changes in place too, which is slow. For the first call of a region.
+        why: the end of the error after "which": the reason, and what to write instead.
+        watch: also detect changes in place through `.data`, which is slow. Meant for the first call of a region.
 
     Raises:
-        TransformError: the body changed one of them. All of them are as they were by then.
+        TransformError: the body changed one of the tensors. All of them have their old values back by then.
     """
     before = [_former(tensor) for tensor in tensors]
     held, versions = storages(tensors), [version(tensor) for tensor in tensors]

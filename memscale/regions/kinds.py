@@ -1,4 +1,4 @@
-"""How the things among the arguments of a region are remembered, by their class."""
+"""Decides by class how an object among the arguments of a region is recorded for a rerun."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ import torch
 from torch import nn
 
 from memscale.core import Assembled
-from memscale.regions.by_class import by_class
+from memscale.regions.class_cache import cached_by_class
 from memscale.regions.randomness import is_host_generator
 
-# These do not change while a region runs, and lead far: a logger to every other one, a mesh to groups of processes.
+# Packages whose objects are not followed: a region does not change them, and they refer to very many other objects (a
+# logger to every other logger, a device mesh to process groups).
 _LEFT_ALONE = {"concurrent", "logging", "multiprocessing", "numpy", "threading", "torch", "weakref"}
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type, types.ModuleType, enum.Enum)
 
 
 class Sort(enum.Enum):
-    """How a thing among the arguments is remembered."""
+    """How an object among the arguments is recorded."""
 
-    VALUE = "by reference: nothing in it can change"
+    VALUE = "by reference, since it is immutable"
     TUPLE = "by its items"
-    CONTAINER = "by its items; made again for a rerun"
-    OBJECT = "by its attributes, and its items if it is a container too"
-    SCOPE = "as if the region captured it"
-    ARRAY = "by a copy: of NumPy or of Python, which count no versions"
-    ITERATOR = "not at all: a rerun would go on where the run has stopped"
+    CONTAINER = "by its items; a rerun gets a new container"
+    OBJECT = "by its attributes, and by its items if it is a container too"
+    CAPTURED = "in the captures, as if the region captured it"
+    ARRAY = "by a copy, since arrays of NumPy and Python have no version counter"
+    ITERATOR = "refused, since a rerun would continue where the run stopped"
 
 
-@by_class
+@cached_by_class
 def sort_of(kind: Any) -> Sort:
-    """How instances of `kind`, which is no tensor, are remembered."""
+    """Returns how instances of `kind`, a class other than a tensor class, are recorded."""
     if kind in (list, dict, set):
         return Sort.CONTAINER
     if issubclass(kind, tuple):
         return Sort.VALUE if kind is torch.Size else Sort.TUPLE
     if kind in (types.FunctionType, types.MethodType, functools.partial) or issubclass(kind, Assembled):
-        return Sort.SCOPE
+        return Sort.CAPTURED
     if issubclass(kind, (nn.Module, torch.Generator)) or is_host_generator(kind):
-        return Sort.SCOPE
+        return Sort.CAPTURED
     if kind in (bytearray, array.array) or (kind.__module__ == "numpy" and kind.__name__ == "ndarray"):
         return Sort.ARRAY
     is_left_alone = issubclass(kind, _IMMUTABLE) or kind.__module__.partition(".")[0] in _LEFT_ALONE
     step = getattr(kind, "__next__", None)
-    if step is not None and (is_left_alone or type(step) is not types.FunctionType):  # what it is at, no attribute says
+    if step is not None and (is_left_alone or type(step) is not types.FunctionType):  # its position is in no attribute
         return Sort.ITERATOR
     if not is_left_alone and (kind.__dictoffset__ or slots(kind) or issubclass(kind, (list, dict, set, deque))):
         return Sort.OBJECT
@@ -57,11 +58,11 @@ def sort_of(kind: Any) -> Sort:
 
 
 def slots(kind: Any) -> list[tuple[str, Any]]:
-    """The attributes that Python classes declare in `__slots__`, each with what reads and writes it."""
+    """Returns the attributes that Python classes declare in `__slots__`, as (name, member descriptor)."""
     return [(name, kind.__mro__[at].__dict__[name]) for at, name in _slots(kind)]
 
 
-@by_class
+@cached_by_class
 def _slots(kind: Any) -> tuple[tuple[int, str], ...]:
     return tuple(
         (at, name)
@@ -72,46 +73,46 @@ def _slots(kind: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-@by_class
+@cached_by_class
 def can_be_made(kind: Any) -> bool:
-    """Whether nobody can tell an object of `kind` from another one with the same attributes, once it is gone."""
+    """Whether an object of `kind` can be replaced, once it is freed, by a new instance with the same attributes."""
     return kind.__new__ is object.__new__ and kind.__weakrefoffset__ != 0 and not hasattr(kind, "__del__")
 
 
-@by_class
+@cached_by_class
 def has_dictionary(kind: Any) -> bool:
-    """Whether instances of `kind` keep attributes in a dictionary of their own, and do not compute it."""
+    """Whether instances of `kind` store their attributes in a real `__dict__` rather than a computed one."""
     own = [cls.__dict__["__dict__"] for cls in kind.__mro__ if "__dict__" in cls.__dict__]
     return bool(own) and {*map(type, own)} <= {types.GetSetDescriptorType, types.MemberDescriptorType}
 
 
-@by_class
+@cached_by_class
 def is_plain(kind: Any) -> bool:
-    """Whether an object of `kind` is its attributes, all of them in a dictionary of its own, and can be made again."""
+    """Whether the whole state of an object of `kind` is its `__dict__`, and the object can be made again from it."""
     if sort_of(kind) is not Sort.OBJECT or issubclass(kind, (list, dict, set, deque)):
         return False
     return has_dictionary(kind) and not slots(kind) and can_be_made(kind)
 
 
 _NAMESPACES = {"argparse", "collections", "types"}
-_OURS = __name__.partition(".")[0]  # which remembers what the rerun must not forget
+_OURS = __name__.partition(".")[0]  # objects of memscale keep their present state in a rerun
 _OF_THREADS = {"_asyncio", "_queue", "_thread", "asyncio", "concurrent", "multiprocessing", "queue", "threading"}
 
 
-@by_class
+@cached_by_class
 def is_followed(kind: Any) -> bool:
-    """Whether what an instance of `kind` leads to, that a region captures, is state of the region."""
+    """Whether the attributes and items of a captured instance of `kind` are state of the region."""
     if issubclass(kind, torch.Tensor):
         return False
     package = kind.__module__.partition(".")[0]
-    if sort_of(kind) is Sort.OBJECT:  # of Python's own, only the plain ones: a queue is filled by others meanwhile
+    if sort_of(kind) is Sort.OBJECT:  # of the standard library only namespaces: other threads may fill a queue
         return package in _NAMESPACES or (package not in sys.stdlib_module_names and package != _OURS)
     return sort_of(kind) in (Sort.CONTAINER, Sort.TUPLE)
 
 
-@by_class
+@cached_by_class
 def is_of_threads(kind: Any) -> bool:
-    """Whether who holds an instance of `kind` (a lock, a thread, a queue) expects several threads to work with it."""
+    """Whether an instance of `kind` (a lock, a thread, a queue) marks its holder as shared between threads."""
     return kind.__module__.partition(".")[0] in _OF_THREADS
 
 
@@ -119,5 +120,5 @@ _CONSTANT = {bool, int, float, complex, str, bytes, type(None), torch.dtype, tor
 
 
 def is_constant(kind: Any) -> bool:
-    """Whether instances of `kind` can neither change nor lead to anything."""
+    """Whether instances of `kind` are immutable and refer to no other object."""
     return kind in _CONSTANT or issubclass(kind, enum.Enum)

@@ -1,9 +1,10 @@
-"""The modes of PyTorch that a region ran under, such as a default device: they decide what its operators do.
+"""The stacks of PyTorch modes that a region ran under, such as a default device, which decide what operators do.
 
-A recompute runs under those of the forward: a mode that was left meanwhile is called again, one that is on only now is
-not. Tools that only watch (counters of FLOPs, recorders of memscale) stay as they are: they count what runs where they
-are on. Composite operators take other ways as soon as a dispatch mode is on (`add` for `add_`, in `linear` and in
-attention), so that the recompute runs under one that does nothing if the forward ran under some.
+A recompute runs under the modes of the forward: a mode that has been exited since is active again, and a mode that was
+entered since is inactive. Modes that only observe (FLOP counters, recorders of memscale) are left as they are at the
+time of the recompute. Composite operators decompose differently as soon as any dispatch mode is active (`add` for
+`add_`, in `linear` and in attention). So if the forward ran under a dispatch mode, the recompute runs at least under
+one that does nothing.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ _WATCHING = ("memscale.", "torch.utils.", "torch.distributed.", "torch.testing."
 
 
 class Modes(NamedTuple):
-    """The stacks of modes, outermost first, without the dispatch modes that only watch.
+    """The stacks of modes, outermost first, without the dispatch modes that only observe.
 
-    A region that kept those until its backward would keep what they hold: `Writes` has the copies of another region.
+    Observing modes are left out because a region would keep them, and the tensors in them, alive until its backward;
+    a `Writes` mode holds the copies of another region.
     """
 
     function: tuple[Any, ...]
     dispatch: tuple[Any, ...]
-    dispatched: bool  # whether operators go to any dispatch mode
+    dispatched: bool  # whether any dispatch mode was active, observing ones included
 
     def enter(self, undo: list[Callable[[], Any]]) -> None:
-        """Go back to these modes; `undo` receives what returns to the present."""
+        """Switches to these modes. Appends to `undo` the calls that restore the present modes."""
         now = modes()
         if self is now:
             return
@@ -53,7 +55,7 @@ _NONE = Modes((), (), False)
 
 
 def modes() -> Modes:
-    """The modes that are on here now."""
+    """Returns the modes that are active in this thread."""
     functions, dispatches = _c._len_torch_function_stack(), _c._len_torch_dispatch_stack()
     if not functions and not dispatches:
         return _NONE
@@ -65,7 +67,7 @@ def modes() -> Modes:
 
 
 def dispatch_modes() -> tuple[Any, ...]:
-    """Those that are on here now, outermost first."""
+    """Returns the active dispatch modes of this thread, outermost first."""
     return tuple([_c._get_dispatch_stack_at(index) for index in range(_c._len_torch_dispatch_stack())])
 
 
@@ -85,7 +87,7 @@ def _set_function(stack: tuple[Any, ...]) -> None:
 
 
 def _set_dispatch(stack: tuple[Any, ...]) -> None:
-    # Held meanwhile: PyTorch frees a mode that nothing but its stack holds before it returns it (a crash on 2.10).
+    # Referenced here, since PyTorch 2.10 crashes when the stack holds the only reference to a mode that is popped.
     leaving = dispatch_modes()
     for _ in leaving:
         _pop_mode()

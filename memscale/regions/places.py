@@ -1,4 +1,4 @@
-"""Places: where what a region depends on is stored, and how that is read and written back."""
+"""Places: the locations of a region's state (dictionaries, closure cells, attributes); how to read and write them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from memscale.core import CorrectnessError
 from memscale.regions.kinds import has_dictionary, slots
 
-# What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
+# The attributes that every module has. Captures visit the relevant ones (parameters, buffers, children) by name.
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 CONTAINERS = (OrderedDict, dict, list, set, deque)
 
@@ -22,9 +22,9 @@ ABSENT: Any = object()
 
 
 class Names:
-    """The entries of a dictionary that some code names: globals, or attributes that a method reads.
+    """The entries of a dictionary that code refers to by name: globals, or attributes that a method reads.
 
-    Modules and classes of Python are left out.
+    Entries that are Python modules or classes are skipped.
     """
 
     __slots__ = ("mapping", "names")
@@ -34,7 +34,7 @@ class Names:
         self.names = names
 
     def items(self) -> dict[str, Any]:
-        """What is there now."""
+        """Returns the present entries."""
         found = [(name, self.mapping.get(name, ABSENT)) for name in self.names]
         return {name: value for name, value in found if value is not ABSENT and not isinstance(value, _CODE)}
 
@@ -43,17 +43,17 @@ _CODE = (types.ModuleType, type)
 
 
 class Attributes:
-    """The attributes that a module has of its own, `training` among them; torch's bookkeeping is left out."""
+    """The attributes that a user gave to a module, and `training`; other attributes of `nn.Module` are skipped."""
 
     __slots__ = ("bookkeeping", "mapping")
 
     def __init__(self, mapping: dict[str, Any], bookkeeping: int) -> None:
         self.mapping = mapping
-        self.bookkeeping = bookkeeping  # how many entries of the mapping are torch's
+        self.bookkeeping = bookkeeping  # how many entries of `mapping` belong to `nn.Module` itself
 
 
 class Fields:
-    """The attributes of an object that is no module, in its dictionary and in slots."""
+    """The attributes of an object other than a module, in its `__dict__` and in its `__slots__`."""
 
     __slots__ = ("has_dictionary", "members", "thing")
 
@@ -64,7 +64,7 @@ class Fields:
         self.has_dictionary = has_dictionary(kind)
 
     def own(self) -> dict[str, Any]:
-        """Its dictionary, past a `__getattribute__` of its own, as the configurations of transformers have."""
+        """Returns the `__dict__`, bypassing a custom `__getattribute__` (transformers' configurations have one)."""
         return object.__getattribute__(self.thing, "__dict__") if self.has_dictionary else {}
 
 
@@ -73,11 +73,11 @@ Content = dict[Any, Any] | list[Any]
 
 
 def read(place: Place) -> Content:
-    """A copy of what `place` holds now: a dictionary for named entries, a list otherwise."""
+    """Returns a copy of the contents of `place`: a dictionary for named entries, a list otherwise."""
     if type(place) is dict:
         return dict(place)
     if isinstance(place, dict):
-        # Past a `__getitem__` of its own: transformers' ACT2FN makes a new module of each class that it is asked for.
+        # Without a custom `__getitem__`: that of transformers' ACT2FN makes a new module in each call.
         own: Any = OrderedDict if isinstance(place, OrderedDict) else dict
         return dict(own.items(place))
     if isinstance(place, Attributes):
@@ -87,13 +87,13 @@ def read(place: Place) -> Content:
         for name, member in place.members:
             try:
                 fields[name] = member.__get__(place.thing)
-            except AttributeError:  # not set
+            except AttributeError:  # an unset slot
                 continue
         return fields
     if isinstance(place, types.CellType):
         try:
             return [place.cell_contents]
-        except ValueError:  # an empty cell: a local that is not assigned yet
+        except ValueError:  # an empty cell, of a local variable before its assignment
             return []
     if isinstance(place, Names):
         return place.items()
@@ -101,7 +101,7 @@ def read(place: Place) -> Content:
 
 
 def dictionary_of(place: Place) -> Any:
-    """The one dictionary that `place` is, or that is all that it holds; `None` if there is none."""
+    """Returns the dictionary that stores the whole contents of `place`, or `None` if no single dictionary does."""
     if isinstance(place, Attributes):
         return place.mapping
     if isinstance(place, Fields):
@@ -110,7 +110,7 @@ def dictionary_of(place: Place) -> Any:
 
 
 def write(place: Place, content: Content) -> None:
-    """Put back into `place` what `read` took from it."""
+    """Restores in `place` the contents that `read` returned for it."""
     if isinstance(place, Attributes):
         for key in read(place):
             if key not in content:
@@ -139,21 +139,21 @@ def write(place: Place, content: Content) -> None:
                 del place.mapping[name]
         place.mapping.update(content)
     elif type(place) is dict and list(place) == list(content):
-        place.update(content)  # others may be reading it
+        place.update(content)  # without `clear`, for other threads may be reading it
     elif isinstance(place, tuple):
         raise CorrectnessError(
             "a tensor in a tuple that the region captures was frozen or unfrozen since the region ran, and the "
             "recompute cannot have it as it was: a tuple cannot be written to. Keep the tensor in a list"
         )
     else:
-        # The methods of Python's own class: a subclass may do more (a Counter adds up), or forbid these.
+        # The methods of the builtin class: those of a subclass may do more (a Counter adds up) or raise.
         own: Any = next(base for base in CONTAINERS if isinstance(place, base))
         own.clear(place)
         (own.extend if own in (list, deque) else own.update)(place, content)
 
 
 def holds(place: Place, content: Content) -> bool:
-    """Whether `place` holds the very objects of `content`, in the same order if it has one."""
+    """Whether `place` holds exactly the objects of `content` (compared by `is`), in the same order if it has one."""
     kind = type(place)
     if kind is Names and len(place.names) == len(content) == 1:
         return place.mapping.get(place.names[0], ABSENT) is content[place.names[0]]
@@ -168,11 +168,11 @@ def holds(place: Place, content: Content) -> bool:
     return not isinstance(now, dict) or all(map(operator.is_, now.values(), content.values()))  # type: ignore[union-attr]
 
 
-_ABSENTS = itertools.repeat(object())  # None is a value that an attribute may have had
+_ABSENTS = itertools.repeat(object())  # the default for `mapping.get`: an attribute may have the value None
 
 
 def differing(a: Content, b: Content) -> list[str]:
-    """The names of what differs between the attributes `a` and `b`."""
+    """Returns the names whose objects differ between the attributes `a` and `b`."""
     assert isinstance(a, dict)
     assert isinstance(b, dict)
     return [name for name in {**a, **b} if a.get(name, ABSENT) is not b.get(name, ABSENT)]

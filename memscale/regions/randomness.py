@@ -1,4 +1,4 @@
-"""The states of random generators: taken, put back, and noticed to have moved without being taken again."""
+"""Reads and restores the states of random generators, and detects draws without reading a whole state again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from memscale.core import simulated_choices, simulated_device_type, simulated_randomness
-from memscale.regions.by_class import by_class
+from memscale.regions.class_cache import cached_by_class
 from memscale.regions.unrecorded import unrecorded
 
 
 def generators(devices: Iterable[torch.device]) -> list[Any]:
-    """What operators on the CPU and on `devices` draw from; PyTorch's generator for the CPU first."""
+    """Returns the generators of the CPU and of `devices`, PyTorch's generator for the CPU first."""
     simulated = simulated_randomness()
     found: list[Any] = [torch.default_generator if simulated is None else simulated.torch]
     for device in sorted(devices, key=str):
@@ -37,23 +37,26 @@ def generators(devices: Iterable[torch.device]) -> list[Any]:
 
 
 def counted_states(states: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a simulation of a CPU counts for `states`: it sees what operators make, and no operator makes a state."""
-    if simulated_device_type() != "cpu":  # beside an accelerator they lie on the host
+    """Returns, in a simulation of a CPU, empty tensors of the sizes of `states`, so that their bytes are counted.
+
+    A simulation counts the outputs of operators, and a state is the output of no operator.
+    """
+    if simulated_device_type() != "cpu":  # with an accelerator, the states are in host memory
         return []
-    with unrecorded():  # by a region whose run asks another one, or itself, to be recomputed
+    with unrecorded():  # not an operator of a region that happens to be recording
         return [torch.empty(state.shape, dtype=state.dtype) for state in states if isinstance(state, torch.Tensor)]
 
 
-@by_class
+@cached_by_class
 def is_host_generator(kind: Any) -> bool:
-    """Whether instances of `kind` draw random numbers for Python or NumPy, and can be put back."""
+    """Whether `kind` is a random generator class of Python or NumPy whose state can be restored."""
     if issubclass(kind, random.Random):
         return not issubclass(kind, random.SystemRandom)
     return kind.__module__.startswith("numpy.random.") and kind.__name__ in ("Generator", "RandomState")
 
 
 class HostGenerator:
-    """A generator of Python's or NumPy's that is the user's own, asked as a `torch.Generator` is."""
+    """Wraps a user's generator of Python or NumPy in the interface of `torch.Generator`."""
 
     __slots__ = ("_own",)
 
@@ -61,14 +64,14 @@ class HostGenerator:
         self._own = own
 
     def get_state(self) -> Any:
-        """What it would draw next."""
+        """Returns the state, in the generator's own format."""
         own = self._own
         if isinstance(own, random.Random):
             return own.getstate()
         return own.bit_generator.state if hasattr(own, "bit_generator") else own.get_state(legacy=False)
 
     def set_state(self, state: Any) -> None:
-        """Have it draw that."""
+        """Restores a state that `get_state` returned."""
         own = self._own
         if isinstance(own, random.Random):
             own.setstate(state)
@@ -79,18 +82,18 @@ class HostGenerator:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two states of a generator are the same."""
+    """Whether two states of a generator are equal."""
     return _bytes(a) == _bytes(b) if isinstance(a, torch.Tensor) else pickle.dumps(a) == pickle.dumps(b)
 
 
 def _bytes(state: torch.Tensor) -> bytes:
-    # Read as raw bytes (generator states live in host memory): any tensor operator here, `numpy()` included, would
-    # be seen by the caller's dispatch modes, and a fake mode refuses real tensors.
+    # Read as raw bytes (generator states live in host memory): the caller's dispatch modes would see any tensor
+    # operator here, `numpy()` included, and a fake mode refuses real tensors.
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def position() -> tuple[bytes, bytes] | None:
-    """What tells whether PyTorch's generator for the CPU was drawn from since; `None` if nothing does."""
+    """Returns bytes that change with each draw from PyTorch's CPU generator, or `None` if its layout is unknown."""
     simulated = simulated_randomness()
     if simulated is None:
         found = _position_of_torch()
@@ -100,25 +103,25 @@ def position() -> tuple[bytes, bytes] | None:
 
 
 def standing(generators: list[Any]) -> list[Any]:
-    """Where the generators of PyTorch stand, as `generators` gives them."""
+    """Returns a value for each of `generators`, the CPU's first, that changes when the generator is drawn from."""
     first = position()
     states = [each.get_state() for each in (generators if first is None else generators[1:])]
     return [first, *(_bytes(state) if isinstance(state, torch.Tensor) else state for state in states)]
 
 
-# A whole state is 5,056 bytes: taking it again and comparing it is a tenth of what a small region costs.
+# Reading and comparing a whole state (5,056 bytes) would be a tenth of the cost of a small region.
 @functools.cache
 def _position_of_torch() -> tuple[Any, Any] | None:
-    """Where the Mersenne twister keeps its position, with its first words, and the normal numbers that it has left."""
+    """Returns views of two fields of the CPU generator: position and first words, and the cached normal numbers."""
     at = _place_of_seed()
     return None if at is None else _looks(torch.default_generator, at)
 
 
 @functools.cache
 def _place_of_seed() -> int | None:
-    """How far into a generator that begins.
+    """Returns the byte offset of the seed in PyTorch's CPU generator, or `None` if the layout is not as expected.
 
-    Looked for in a generator of our own, and only believed if it changes as the state does.
+    The offset is found in a new generator, and used only if the bytes there change together with the state.
     """
     probe = torch.Generator("cpu")
     probe.manual_seed(_SEED)
@@ -146,7 +149,7 @@ def _place_of_seed() -> int | None:
 
 
 _SEED = 0x6D656D7363616C65
-_SEARCHED, _WORDS = 256, 20  # bytes of a generator where the seed may be, and from there to the words
+_SEARCHED, _WORDS = 256, 20  # bytes searched for the seed; bytes from the seed to the words of the twister
 
 
 def _implementation(generator: torch.Generator) -> int:
@@ -161,34 +164,35 @@ def _looks(generator: torch.Generator, at: int) -> tuple[Any, Any]:
 
 
 def _position_of_python(own: random.Random) -> Any:
-    """Where Python's generator keeps its position among the 624 words that it makes at a time, and the first of these
-    (CPython's layout).
+    """Returns views of a Python generator's position among its 624 words and of its first word (CPython's layout).
+
+    Returns `None` where the layout differs.
     """
     try:
         at = id(own) + object.__basicsize__
         position, word = ctypes.c_int.from_address(at), ctypes.c_uint32.from_address(at + 4)
         state: Any = own.getstate()[1]
-        # Their memory must outlive the pointers.
+        # The generator is returned too, since its memory must outlive the pointers.
         return (position, word, own) if (word.value, position.value) == (state[0], state[-1]) else None
     except (AttributeError, ValueError):
         return None
 
 
 def _position_of_numpy(own: Any) -> Any:
-    """The same for NumPy's legacy generator, by the address it publishes for C callers."""
+    """Returns the same views for NumPy's legacy generator, at the address that NumPy publishes for C callers."""
     try:
         bits = own._bit_generator
         at = bits.ctypes.state_address
         position, word = ctypes.c_int.from_address(at + 624 * 4), ctypes.c_uint32.from_address(at)
         state: Any = own.get_state(legacy=True)
-        # `numpy.random.set_bit_generator` may drop what they are in.
+        # The bit generator is returned too, since `numpy.random.set_bit_generator` may drop the last reference to it.
         return (position, word, bits) if (word.value, position.value) == (state[1][0], state[2]) else None
     except (AttributeError, ValueError):
         return None
 
 
-# Reading a whole state takes 10 to 40 microseconds, a position 0.1: enough to notice that numbers were drawn.
-@functools.cache  # found when a region first runs, for numpy.random takes 10 ms to import
+# Reading a position takes 0.1 microseconds, a whole state 10 to 40; the position is enough to detect a draw.
+@functools.cache  # on first use, for importing numpy.random takes 10 ms
 def _positions_of_process() -> list[Any]:
     return _positions_of(random._inst, np.random.mtrand._rand)
 
@@ -204,26 +208,29 @@ def _positions() -> list[Any]:
 
 
 def can_notice() -> bool:
-    """Whether `host_positions` tells when Python's or NumPy's generator was drawn from."""
-    return len(_positions()) == 2  # otherwise (another interpreter, another layout) whole states are always taken
+    """Whether `host_positions` detects draws from both Python's and NumPy's generator."""
+    return len(_positions()) == 2  # else (another interpreter, another layout) callers read whole states
 
 
 def host_positions() -> list[tuple[int, int]]:
-    """Where Python's and NumPy's generators are; the first word tells of draws that end where they began."""
+    """Returns (position, first word) of Python's and NumPy's generators.
+
+    The first word detects a number of draws after which the position is the same again.
+    """
     return [(position.value, word.value) for position, word, _ in _positions()]
 
 
 def host_state() -> tuple[Any, Any]:
-    """The states of Python's and NumPy's generators."""
+    """Returns the states of Python's and NumPy's global generators."""
     return random.getstate(), np.random.get_state()
 
 
 def set_host_state(state: tuple[Any, Any]) -> None:
-    """Put back what `host_state` gave."""
+    """Restores the states that `host_state` returned."""
     random.setstate(state[0])
     np.random.set_state(state[1])
 
 
 def differs(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
-    """Whether two states of these differ."""
+    """Whether two results of `host_state` differ."""
     return a[0] != b[0] or any(not np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))

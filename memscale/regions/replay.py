@@ -1,4 +1,4 @@
-"""Going back to the moment of a snapshot, for as long as a recompute runs, and to the present again."""
+"""Replay: restores the state of a snapshot while a recompute runs, and the present state afterwards."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from memscale.regions.captures import Captures
 from memscale.regions.hidden_changes import memory_of
 from memscale.regions.modes import modes
 from memscale.regions.places import Content, Place, holds, read, write
+from memscale.regions.recompute_lock import exclusive_recompute
 from memscale.regions.snapshot import Snapshot, is_sharded
 from memscale.regions.stand_ins import Note
-from memscale.regions.turns import my_turn
 from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import copies_ahead, unrecorded
 
 
 class Replay:
-    """A context in which a region runs as if no time had passed since `snapshot`. Afterwards all is as it was before.
+    """A context that restores the state of `snapshot` for a rerun, and the present state at its end.
 
-    Entering gives the arguments that the region changes and also has by other names, made again with these.
+    Entering returns, by argument index, new tensors for the arguments that the region changes and also reaches by other
+    names; these names get views of the same new memory.
 
     Args:
-        snapshot: of the run that is to be repeated.
-        last: whether no other rerun will follow this one if it succeeds, so that it may change the old values
-            themselves.
-        refused: the storages of changed arguments, each with what to say if the rerun uses it.
-        fresh: receives the tensors that the rerun may change: their version counters start anew.
-        made: receives the storages that the rerun makes, where it runs under a dispatch mode and the run did not.
+        snapshot: the snapshot of the run to repeat.
+        last: whether this is the last rerun if it succeeds. The last rerun may write to the saved old values directly.
+        refused: maps the storage of each argument changed since to the message to raise if the rerun uses it.
+        fresh: receives the tensors that the rerun may change; their version counters start anew.
+        made: receives the storages that the rerun makes, if it runs under a dispatch mode and the run did not.
 
     Raises:
-        CorrectnessError: a tensor that the region depends on was changed in place since, if only by a last rerun
-            that failed.
+        CorrectnessError: a tensor that the region depends on was changed in place since the run, for example by a last
+            rerun that failed.
     """
 
     __slots__ = ("_around", "_fresh", "_last", "_made", "_present", "_refused", "_snapshot", "_undo")
@@ -55,7 +55,7 @@ class Replay:
         self._made = made
         self._around: list[AbstractContextManager[Any]] = []
         self._undo: list[Callable[[], Any]] = []
-        # What each place holds, where that is not all as it was; what the rerun leaves there is undone.
+        # The present contents of the places, which `__exit__` restores. None: no place has changed since the snapshot.
         self._present: list[tuple[Place, Content]] | None = []
 
     def __enter__(self) -> dict[int, torch.Tensor]:
@@ -67,7 +67,7 @@ class Replay:
 
     def _enter(self) -> dict[int, torch.Tensor]:
         snapshot, environment = self._snapshot, self._snapshot.environment
-        self._enter_around(my_turn())
+        self._enter_around(exclusive_recompute())
         changed = snapshot.changed_since()
         changed.update(self._refused)
         arrived: Mapping[Note, torch.Tensor] = {}
@@ -77,10 +77,10 @@ class Replay:
         self._fresh.extend(renewed.values())
         self._go_back(self._trained_as_then(renewed), arrived)
         environment.enter(self._undo)
-        for tensor in snapshot.graded:  # else a backward inside would add to it again
+        for tensor in snapshot.graded:  # a backward inside the region would otherwise accumulate a second time
             self._undo.append(partial(setattr, tensor, "grad", tensor.grad))
             tensor.grad = None
-        # Under a mode, which the run was not, operators may leave other versions: those are told by `made`.
+        # If only the rerun is under a dispatch mode, operators may leave other versions; `made` lists such tensors.
         if changed or (not environment.dispatched and modes().dispatched):
             self._watch(_ChangedWatch(changed, self._made))
         if changed:
@@ -105,7 +105,7 @@ class Replay:
             captures = self._snapshot.captures
             if self._present is None and not captures.is_current:
                 self._present = _contents(captures)
-            for place, content in reversed(self._present or ()):  # two may be parts of one thing
+            for place, content in reversed(self._present or ()):  # reversed, since two places may share an object
                 if not holds(place, content):
                     write(place, content)
         finally:
@@ -113,27 +113,30 @@ class Replay:
                 context.__exit__(*error)
 
     def _old_values(self) -> dict[Name, torch.Tensor]:
-        """What the region changes in place, as it was; for the last rerun not copies, but what the snapshot keeps."""
+        """Returns the old values of tensors that the region changes in place; for the last rerun without a clone."""
         snapshot, last = self._snapshot, self._last
         if snapshot.is_running:
             snapshot.find_reassigned()
-        pieces = [piece for piece in snapshot.pieces() if piece.argument is None]
+        groups = [group for group in snapshot.groups() if group.argument is None]
         if snapshot.given_away:
             raise CorrectnessError(
                 "a checkpointed region cannot be recomputed again: its recompute failed in an earlier backward, and it "
-                f"may have changed the only copy of {snapshot.title(next(iter(pieces[0].names)))}, which the "
+                f"may have changed the only copy of {snapshot.title(next(iter(groups[0].names)))}, which the "
                 "region changes in place. Run the forward again; if a backward may fail and be repeated, give it "
                 "retain_graph=True, which spares that copy"
             )
-        if not pieces:
+        if not groups:
             return {}
-        # Said before, not when it fails: an interrupt can come at any moment.
+        # Set before the rerun and not on its failure, since an interrupt can come at any moment.
         snapshot.given_away = last
         with unrecorded():
-            return {name: tensor for piece in pieces for name, tensor in piece.again(last=last).items()}
+            return {name: tensor for group in groups for name, tensor in group.again(last=last).items()}
 
     def _trained_as_then(self, renewed: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
-        """`renewed`, and stand-ins for what was frozen or unfrozen since: the region must save again what it saved."""
+        """Returns `renewed` and stand-ins, with the old `requires_grad`, for tensors frozen or unfrozen since.
+
+        With another `requires_grad`, the region would save other tensors than in its first run.
+        """
         snapshot = self._snapshot
         if not renewed and [tensor.requires_grad for tensor in snapshot.tensors] == snapshot.trained:
             return renewed
@@ -146,11 +149,11 @@ class Replay:
                 if id(tensor) not in made:
                     made[id(tensor)] = _like(tensor, then)
                 found[position, key] = made[id(tensor)]
-        self._fresh.extend(made.values())  # a parameter that came to the device for the run is there as another tensor
+        self._fresh.extend(made.values())  # a parameter fetched for the run is another tensor in the rerun
         return found
 
     def _go_back(self, renewed: dict[Name, torch.Tensor], arrived: Mapping[Note, torch.Tensor]) -> None:
-        """Let every place hold what it held then."""
+        """Writes the snapshot's contents into every place that has changed since."""
         captures = self._snapshot.captures
         touched = {name[0] for name in renewed if not isinstance(name, int)}
         if not touched and captures.is_current:
@@ -174,7 +177,7 @@ def _as_then(
     renewed: dict[Name, torch.Tensor],
     arrived: Mapping[Note, torch.Tensor],
 ) -> Content:
-    """`content`, what the place held, with new tensors for those that are not there any more."""
+    """Returns a copy of `content`, the snapshot's contents of `place`, with replacements for tensors no longer held."""
     content = content.copy()
     for key, then in content.items() if isinstance(content, dict) else list(enumerate(content)):
         if (other := renewed.get((position, key))) is not None:
@@ -182,24 +185,24 @@ def _as_then(
         elif isinstance(then, Note):
             content[key] = arrived[then]
         elif is_sharded(then) and isinstance(present := read(place), dict):
-            # FSDP2 puts sharded and gathered parameters in turn into the same entry; what is there now is right.
+            # FSDP2 alternates sharded and gathered parameters in one entry; the present one is right.
             content[key] = present.get(key, then)
     return content
 
 
 class _ChangedWatch(OperatorWatch):
-    """Notes what a rerun makes, and raises `CorrectnessError` when it uses a tensor that was changed in place since.
+    """Records the storages that a rerun makes. Raises `CorrectnessError` when it uses a tensor changed since the run.
 
-    Not before: a captures can be wider than the region. A function that captures a whole model to call one block of it
-    is right to find that other blocks have moved their statistics on. Nor for a copy that a transform inside takes
-    of all that the region reaches: that is a changed tensor, too.
+    The error waits for a use, because captures can be wider than the region: a function that captures a whole model
+    and calls one block of it may find changed statistics in other blocks. A copy that a transform inside takes of
+    everything it captures is no use; the copy is then treated as changed, too.
     """
 
     def __init__(self, changed: dict[int, str], made: set[int]) -> None:
         super().__init__()
         self._changed = changed
         self._made = made
-        self._copies: list[Any] = []  # held, for other tensors must not get their addresses
+        self._copies: list[Any] = []  # kept alive, so that no other tensor gets the address of one
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = _storages((args, kwargs))
@@ -216,7 +219,7 @@ class _ChangedWatch(OperatorWatch):
 
 
 class _ListedWatch(TorchFunctionMode):
-    """Raises `CorrectnessError` when a rerun lists the values of a tensor that was changed: no operator does that."""
+    """Raises `CorrectnessError` when a rerun calls `tolist` of a changed tensor, which runs no operator."""
 
     def __init__(self, changed: dict[int, str]) -> None:
         super().__init__()

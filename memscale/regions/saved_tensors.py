@@ -1,4 +1,4 @@
-"""The saved-tensor hooks around a region."""
+"""Queries of the saved-tensor hooks that are active around a region."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def hooks_around() -> Any:
-    """What autograd calls here with each tensor that it would save, and with each that backward asks for; or `None`."""
+    """Returns the innermost active saved-tensor hooks as (pack, unpack), or `None`."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 class PacksSeveral:
-    """Saved-tensor hooks that take several tensors at once, in a method beside `pack`."""
+    """Saved-tensor hooks with a method that packs several tensors in one call, besides `pack`."""
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """What `pack` would return for each of `tensors`, which it is given with their graph."""
+        """Returns the result of `pack` for each of `tensors`, which are not detached."""
         raise NotImplementedError
 
 
 def pack_all(pack: Callable[[torch.Tensor], Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """What the hook `pack` returns for each of `tensors`."""
+    """Packs each of `tensors` by the hook `pack`, in one call if the hook's object is a `PacksSeveral`."""
     hooks = getattr(pack, "__self__", None)
     if isinstance(hooks, PacksSeveral):
         return hooks.pack_all(tensors)
@@ -34,10 +34,14 @@ def pack_all(pack: Callable[[torch.Tensor], Any], tensors: Sequence[torch.Tensor
 
 
 class naming_refused_hooks:
-    """Run a region of the transform `how`, which needs saved-tensor hooks for what it does, `doing`.
+    """A context that turns PyTorch's refusal of saved-tensor hooks under `torch.func` into an error about the region.
+
+    Args:
+        how: the transform of the region.
+        doing: the words for what the transform needs the hooks for.
 
     Raises:
-        TransformError: the region uses a transform of `torch.func`, which refuses hooks.
+        TransformError: the region uses a transform of `torch.func`, which refuses saved-tensor hooks.
     """
 
     __slots__ = ("_doing", "_how")
@@ -57,11 +61,11 @@ class naming_refused_hooks:
 
 
 def recomputing(unpack: F) -> F:
-    """`unpack`, known to `recomputes`: its hooks drop what they are given and run the region again."""
+    """Marks `unpack` as a hook of a checkpoint, for `recomputes`: its pack hook drops tensors and unpack recomputes."""
     unpack.__memscale_recomputes__ = True  # type: ignore[attr-defined]
     return unpack
 
 
 def recomputes(unpack: Any) -> bool:
-    """Whether `unpack` belongs to a checkpoint, ours or PyTorch's. Inside these there is nothing to keep anywhere."""
+    """Whether `unpack` belongs to a checkpoint, ours or PyTorch's, inside which no tensor is saved."""
     return hasattr(unpack, "__memscale_recomputes__") or getattr(unpack, "__module__", None) == "torch.utils.checkpoint"

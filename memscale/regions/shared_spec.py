@@ -1,12 +1,12 @@
-"""Plain arguments, and objects that are given to one region after the other, such as a cache of keys and values.
+"""A faster argument spec for objects that one region after the other receives, such as a cache of keys and values.
 
-To look through a cache of 48 layers in each of 48 blocks takes longer than to launch the blocks. Between two of them
-one layer has changed. So what an object was found to lead to is kept with it, as an *outline*, and the next call only
-compares: the attributes of each thing, by identity. What is the same keeps its marks, which all calls share.
+Walking a key-value cache of 48 layers in each of 48 blocks takes longer than launching the blocks, although only one
+layer changes between two blocks. So the result of the walk is kept per object as an *outline*, and the next call only
+compares attributes by identity. An object whose attributes are unchanged keeps its marks, which all calls share.
 
-An outline refers weakly to objects and tensors, so that it keeps nothing alive (see `argument_spec`), and belongs to
-one thread. What it does not understand is left to `ArgumentSpec`, which does: slots, tuples of tensors in objects,
-functions.
+An outline belongs to one thread and refers weakly to objects and tensors, so that it keeps nothing alive (see
+`argument_spec`). It covers objects with a plain `__dict__`, lists, dictionaries and tensors; for `__slots__`, tuples
+of tensors in objects, and functions, the caller falls back to `ArgumentSpec`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_OBJECTS = 4096
 
 
 class _Slot:
-    """Stands for a tensor, which an object of the class called `owner` holds, or the call itself."""
+    """Marks the position of a tensor. `owner` names the class of the object that holds it; `None` for an argument."""
 
     __slots__ = ("owner",)
 
@@ -37,10 +37,10 @@ class _Slot:
 
 
 class _Part:
-    """Stands for an object, a list or a dictionary.
+    """Marks the position of an object, a list or a dictionary.
 
     Attributes:
-        weak: the object; `None` for a container, which is found under `key` in what is at `parent` among the parts.
+        weak: a weak reference to the object; `None` for a container, which is reached by `key` in part `parent`.
     """
 
     __slots__ = ("key", "kind", "owner", "parent", "weak")
@@ -49,32 +49,35 @@ class _Part:
         self.kind, self.weak, self.parent, self.key, self.owner = kind, weak, parent, key, owner
 
     def find(self) -> Any:
-        """The object, if it is still there."""
+        """Returns the object if it still lives, else `None`; always `None` for a container."""
         return None if self.weak is None else self.weak()
 
     def make(self) -> Any:
-        """An empty thing of the kind."""
+        """Returns a new, empty instance of the same class."""
         return self.kind.__new__(self.kind)
 
 
 class _Tuple(NamedTuple):
-    """Stands for a tuple of tensors and values."""
+    """Marks the position of a tuple of tensors and values."""
 
     marks: list[Any]
 
 
 class _Held(NamedTuple):
-    """What a part held at some moment: values, or the marks that stand for them."""
+    """The recorded contents of a part: immutable values, and marks for everything else."""
 
-    keys: list[Any] | None  # of a dictionary, or of an object's
+    keys: list[Any] | None  # of a dictionary or an object; None for a list
     marks: list[Any]
     slots: list[_Slot]
-    tensors: list[weakref.ref[torch.Tensor]]  # behind the slots
-    ids: list[int]  # of keys and values, or of the items of a list
+    tensors: list[weakref.ref[torch.Tensor]]  # one for each of `slots`
+    ids: list[int]  # ids of the keys and the values, or of the items of a list
     tensor_ids: list[int]
 
     def is_still_in(self, thing: Any, found: dict[Any, Any]) -> bool:
-        """Whether `thing` is an object that holds this, tensors and values only, with those that `found` has."""
+        """Whether the object `thing` has these contents, with the tensors that `found` gives for the slots.
+
+        Contents with an object or a container in them never match.
+        """
         attributes = thing.__dict__
         return (
             [*map(id, attributes), *map(id, attributes.values())] == self.ids
@@ -87,27 +90,27 @@ _NOTHING = _Held([], [], [], [], [], [])
 
 
 class _NotPlain(Exception):
-    """An outline cannot say what was met."""
+    """Raised at a value that an outline cannot represent."""
 
 
 class _Outline:
-    """What an object leads to, as it was when it was last looked at."""
+    """The objects, containers and tensors reached from an object, as of the last `look`."""
 
     def __init__(self, root: Any) -> None:
         name = type(root).__name__
         self.parts = [_Part(type(root), weakref.ref(root), 0, None, name)]
         self.held: list[_Held] = [_NOTHING]
         self._ids: list[list[int] | None] = [None]
-        self._at: dict[int, int] = {id(root): 0}  # objects among the parts, by id
+        self._at: dict[int, int] = {id(root): 0}  # the index in `parts` of each object, by the object's id
         self._slots: dict[int, tuple[_Slot, weakref.ref[torch.Tensor]]] = {}
 
     def look(self, captures: Captures) -> dict[_Slot, torch.Tensor] | None:
-        """Bring it up to date; gives the tensors, or `None` if it cannot say what is there now."""
+        """Updates the outline and returns the tensor of each slot; `None` if an outline cannot represent the object."""
         contents: list[Any] = []
         things: list[int] = []
         parts, ids = self.parts, self._ids
         index = 0
-        while index < len(parts):  # which may grow
+        while index < len(parts):  # the list may grow during the loop
             part = parts[index]
             if part.weak is None:
                 thing = content = contents[part.parent][part.key]
@@ -126,7 +129,7 @@ class _Outline:
                     return None
                 ids[index] = now
             index += 1
-        # One container in two places, or one that the region captures: what becomes of it concerns both.
+        # An object in two places, or one that the region also captures, must stay one object in a rerun.
         if len(set(things)) < len(things) or not captures.covers_none(things):
             return None
         found = dict(
@@ -136,10 +139,10 @@ class _Outline:
                 strict=True,
             )
         )
-        # An address says nothing once what was there is gone.
+        # The ids of a freed tensor prove nothing: another object may have got its address.
         if any(tensor is None for tensor in found.values()):
             return None
-        if len(self._slots) > 64 + 4 * len(found):  # most are of tensors that are gone
+        if len(self._slots) > 64 + 4 * len(found):  # most slots belong to freed tensors
             self._slots = {id(tensor): self._slots[id(tensor)] for tensor in found.values()}
         return found  # type: ignore[return-value]
 
@@ -155,7 +158,7 @@ class _Outline:
         for key, value in enumerate(content) if is_list else content.items():
             held.marks.append(self._mark(value, index, key, held))
         if not before <= {id(mark) for mark in held.marks if type(mark) is _Part}:
-            raise _NotPlain  # what it led to may be gone
+            raise _NotPlain  # a part that is no longer referred to may be freed
         return held
 
     def _mark(self, value: Any, index: int, key: Any, held: _Held) -> Any:
@@ -182,7 +185,7 @@ class _Outline:
         raise _NotPlain
 
     def _container(self, value: Any, index: int, key: Any) -> _Part:
-        """The part for a list or dictionary: where there was one before, the same, whichever it is now."""
+        """Returns the part for a list or dictionary; a container at the same key as before gets the same part."""
         held = self.held[index]
         keys = range(len(held.marks)) if held.keys is None else held.keys
         for then, mark in zip(keys, held.marks, strict=True):
@@ -192,7 +195,7 @@ class _Outline:
 
     def _new(self, part: _Part, thing: Any) -> _Part:
         if len(self.parts) >= _MOST_OBJECTS:
-            raise _NotPlain  # `ArgumentSpec` says so
+            raise _NotPlain  # `ArgumentSpec` raises the error about too many objects
         if thing is not None:
             self._at[id(thing)] = len(self.parts)
         self.parts.append(part)
@@ -208,7 +211,7 @@ def _is_value(value: Any) -> bool:
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        # By the id of their objects, each with what ends it; none where there can be none.
+        # By the id of the object: a weak reference that removes the entry, and the outline; None: cannot be outlined.
         self.outlines: dict[int, tuple[weakref.ref[Any], _Outline | None]] = {}
 
 
@@ -217,7 +220,7 @@ _local = _Local()
 
 def _look(thing: Any, captures: Captures) -> tuple[_Outline, dict[_Slot, torch.Tensor]] | None:
     outlines, key = _local.outlines, id(thing)
-    known = outlines.pop(key, None)  # an interrupted look leaves none
+    known = outlines.pop(key, None)  # popped first, so that an interrupted look leaves no half-updated outline
     outline, found = _Outline(thing), None
     if known is not None and known[0]() is thing:
         if known[1] is None:
@@ -232,7 +235,10 @@ def _look(thing: Any, captures: Captures) -> tuple[_Outline, dict[_Slot, torch.T
 
 
 def shared_spec(args: tuple[Any, ...], kwargs: dict[str, Any], captures: Captures) -> SharedSpec | None:
-    """The arguments of a call, if they are tensors, values, tuples of these, and objects that have an outline."""
+    """Returns a spec of the arguments of a call; `None` if one of them is an object without an outline.
+
+    Tensors, immutable values and tuples of these need no outline.
+    """
     values = [*args, *kwargs.values()]
     objects: dict[int, Any] = {}
     for value in values:
@@ -244,7 +250,7 @@ def shared_spec(args: tuple[Any, ...], kwargs: dict[str, Any], captures: Capture
             kind is tuple and all(isinstance(item, torch.Tensor) or _is_value(item) for item in value)
         ):
             continue
-        # A dataclass is made again from its fields: see `FlatSpec`.
+        # `FlatSpec` records a dataclass by its fields.
         if not is_plain(kind) or hasattr(kind, "__dataclass_fields__") or not captures.covers_none([id(value)]):
             return None
         objects[id(value)] = value
@@ -258,7 +264,7 @@ def shared_spec(args: tuple[Any, ...], kwargs: dict[str, Any], captures: Capture
     of_tensor = {id(tensor): slot for slot, tensor in of_objects.items()}
     parts = [part for outline in outlines for part in outline.parts]
     if len(outlines) > 1:
-        # What several objects lead to is one thing, and has a part in each of their outlines.
+        # An object reached from two arguments has a part in both outlines, and would become two objects in a rerun.
         found = [id(thing) for part in parts if (thing := part.find()) is not None]
         if len(set(found)) < len(found) or len(of_tensor) < len(of_objects):
             return None
@@ -272,7 +278,7 @@ def shared_spec(args: tuple[Any, ...], kwargs: dict[str, Any], captures: Capture
         slots[slot] = tensor
         return slot
 
-    # No function that calls itself: it would keep the tensors until the next garbage collection.
+    # Without recursion: a recursive closure is a reference cycle and would keep the tensors until a garbage collection.
     marks = [
         slot_of(value)
         if isinstance(value, torch.Tensor)
@@ -288,11 +294,11 @@ def shared_spec(args: tuple[Any, ...], kwargs: dict[str, Any], captures: Capture
 
 
 class SharedSpec:
-    """What a call was given, remembered by marks that it shares with other calls.
+    """The arguments of a call, recorded by marks that several calls share.
 
     Attributes:
-        tensors: all that were reached.
-        direct: how many of these, the first ones, are arguments; the others are held by objects.
+        tensors: every tensor that was reached, arguments first.
+        direct: how many of `tensors` are arguments; objects hold the others.
     """
 
     __slots__ = ("_count", "_held", "_keys", "_marks", "_parts", "_slots", "direct", "tensors")
@@ -312,17 +318,17 @@ class SharedSpec:
         self.direct, self._parts, self._held = direct, parts, held
 
     def take_tensors(self) -> list[torch.Tensor]:
-        """The tensors, which are let go of here."""
+        """Returns the tensors and drops the references to them."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def owner(self, index: int) -> str | None:
-        """Which object holds tensor `index`, if it is not the call itself."""
+        """Returns the class name of the object that holds tensor `index`; `None` for an argument of the call."""
         return self._slots[index].owner
 
     @contextmanager
     def again(self, values: list[torch.Tensor]) -> Iterator[Any]:
-        """The arguments with `values` in place of `tensors`; afterwards objects are what they were before."""
+        """Gives the arguments with `values` in place of `tensors`, then restores the present state of the objects."""
         found: dict[Any, Any] = dict(zip(self._slots, values, strict=True))
         olds = [part.find() for part in self._parts]
         things = [part.make() if old is None else old for part, old in zip(self._parts, olds, strict=True)]
@@ -361,6 +367,6 @@ def _present(mark: Any, found: dict[Any, Any]) -> Any:
 def _write(thing: Any, state: dict[str, Any]) -> None:
     now = thing.__dict__
     if len(now) == len(state) and list(now) == list(state) and all(map(operator.is_, now.values(), state.values())):
-        return  # a frozen configuration, say, that other threads are reading
+        return  # no write: other threads may be reading it, say a frozen configuration
     now.clear()
     now.update(state)

@@ -1,12 +1,12 @@
-"""A region's dependencies at the moment it runs, of which `replay` makes a recompute's surroundings.
+"""Snapshots: the state that a region depends on, taken before it runs; `replay` restores it for a recompute.
 
-What a region changes while it runs (BatchNorm statistics, a counter, its own input) must start from the old value
-when it runs again. Python attributes are remembered by reference. A tensor changed in place has lost its old value
-unless it was copied *before*, so the first run of a region, in each combination of train/eval flags, copies every
-candidate and learns which ones it changes (`RegionEffects`); later runs copy those only.
+State that the region changes while it runs (BatchNorm statistics, a counter, its own input) must start from the old
+value in a recompute. Python attributes are recorded by reference. A tensor changed in place has lost its old value
+unless it was copied *before*. So the first run of a region, in each combination of train/eval flags, copies every
+candidate and learns which ones it changes (`RegionEffects`); later runs copy only these.
 
-A snapshot is taken in every call, and most change nothing: what is done for each tensor, and when nothing was changed,
-is written for speed (`benchmarks/bench_checkpoint.py`).
+Every call takes a snapshot, and most calls change nothing. The loops over tensors and the unchanged case are therefore
+written for speed (`benchmarks/bench_checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from memscale.regions.stand_ins import Note, any_stand_in, is_stand_in, origin_o
 from memscale.regions.unrecorded import copying_ahead, unrecorded
 
 NOTHING = nullcontext()
-_LARGEST_STATISTIC = 1 << 16  # numbers
+_LARGEST_STATISTIC = 1 << 16  # elements
 
 
 class RegionEffects(NamedTuple):
-    """What a region was seen to do in a watched run: which tensors it changes, and what it draws.
+    """The effects of a region that a watched run found: the tensors it changes, and the generators it draws from.
 
-    Tensors that it captures have their lasting names, arguments their numbers.
+    A captured tensor appears by its lasting name, an argument by its index.
     """
 
     changed: frozenset[LastingName | int]
-    reassigned: frozenset[LastingName | int]  # through `.data`: the old memory is still there, if somebody holds it
+    reassigned: frozenset[LastingName | int]  # by assigning `.data`, which leaves the old memory intact
     host_random: bool
-    drew: bool  # by operators of PyTorch; what it puts back itself, as `fork_rng` does, shows in no state
+    drew: bool  # from PyTorch's generators, also where the region restores their state itself, as `fork_rng` does
 
     @classmethod
     def of_all(cls, several: Iterable[RegionEffects]) -> RegionEffects:
-        """What was seen in any of `several` runs."""
+        """Returns the union of the effects of `several` runs."""
         changed, reassigned, host_random, drew = zip(*several, strict=True)
         return cls(frozenset().union(*changed), frozenset().union(*reassigned), any(host_random), any(drew))
 
@@ -58,30 +58,30 @@ class Snapshot:
     Args:
         captures: what the region's function depends on.
         arguments: the tensor arguments of the call, in order.
-        effects: what earlier calls learned, `None` on the first.
+        effects: the effects found in earlier calls; `None` on the first call.
 
     Attributes:
-        captures: the same. After the run it has notes of tensors that stood for others.
-        modules: those of the captures.
-        tensors: those of the captures.
-        trained: which of these require a gradient.
+        captures: the captures. After the run, notes replace the stand-in tensors in them.
+        modules: the modules of the captures.
+        tensors: the tensors of the captures.
+        trained: `requires_grad` of each of `tensors`.
         environment: random states, flags and modes.
-        notes: what the captures has in place of tensors that stood for others, after the run.
-        is_first: whether the run is to be learned from.
-        given_away: whether a rerun was given the old values themselves, and may have changed them.
-        graded: after the run, the tensors whose `.grad` it changed, by a backward of its own say.
+        notes: after the run, the notes that replaced stand-in tensors in the captures.
+        is_first: whether this run is watched in order to find the effects of the region.
+        given_away: whether a rerun got the saved old values without a clone, and may have changed them.
+        graded: after the run, the tensors whose `.grad` the region changed, for example by a backward of its own.
     """
 
     __slots__ = (
         "_before",
         "_everything",
         "_grads",
+        "_groups",
         "_held",
         "_in_tuples",
         "_kept",
         "_layouts",
         "_leaves",
-        "_pieces",
         "_reassigned",
         "_storages",
         "_taken",
@@ -99,23 +99,23 @@ class Snapshot:
 
     def __init__(self, captures: Captures, arguments: list[torch.Tensor], effects: RegionEffects | None) -> None:
         self.captures = captures
-        self.modules = captures.modules  # which captures that several calls share do not keep alive
+        self.modules = captures.modules  # kept alive here, since shared captures refer to the first one weakly
         self.is_first = effects is None
         self.tensors = [tensor for _, _, tensor in captures.tensors]
         self.trained = [tensor.requires_grad for tensor in self.tensors]
         self.notes: list[Note] = []
         self._everything = [*self.tensors, *arguments]
         self._before = versions(self._everything)
-        # Held until the region has run, so that what it makes cannot get the address of what it replaces.
+        # Kept until the region has run, so that no storage that it makes can get the address of one that it replaces.
         self._held = storages(self._everything)
-        self._versions = self._before[: len(self.tensors)]  # after the run, those that it left
-        self._storages: list[weakref.ref[Any]] | None = None  # after the run
-        self._pieces: AliasGroups | None = None
+        self._versions = self._before[: len(self.tensors)]  # after the run: the versions at its end
+        self._storages: list[weakref.ref[Any]] | None = None  # after the run: the storages at its end
+        self._groups: AliasGroups | None = None
         self._taken: list[AliasGroup] = []
         self._layouts: dict[Name, Any] = {}
         self._reassigned: list[AliasGroup] = []
         self._kept: list[AliasGroup] | None = None
-        self._in_tuples: list[tuple[int, Any]] = []  # after the run: what it changed in place, and has by a tuple
+        self._in_tuples: list[tuple[int, Any]] = []  # after the run: the tensors in tuples that it changed in place
         self.given_away = False
         self.graded: list[torch.Tensor] = []
         self._leaves = [each for each in self._everything if each.requires_grad and each.is_leaf]
@@ -140,7 +140,7 @@ class Snapshot:
         return self.captures.tensors[index][:2] if index < len(self.tensors) else index - len(self.tensors)
 
     def _named(self, wanted: Collection[int] | None = None) -> Iterator[tuple[Name, torch.Tensor, Any]]:
-        """Every tensor that a copy can be taken of, with its name and storage; of the `wanted` storages, by id."""
+        """Yields (name, tensor, storage) of every tensor that can be copied, in the storages with the ids `wanted`."""
         for index, (tensor, storage) in enumerate(zip(self._everything, self._held, strict=True)):
             if wanted is None or id(storage) in wanted:
                 name = self._name(index)
@@ -148,13 +148,13 @@ class Snapshot:
                     yield name, tensor, storage
 
     def _is_in_tuple(self, name: tuple[int, Any]) -> bool:
-        """Whether the tensor lies in a tuple, into which no old value can be put."""
+        """Whether the tensor is an item of a tuple, which a replay cannot write to."""
         return isinstance(self.captures.places[name[0]], tuple)
 
     def _take_all(self) -> None:
-        """Before a first run, of which everything is to be learned."""
+        """Copies every candidate, before a first run."""
         named = list(self._named())
-        self._pieces = AliasGroups(named)
+        self._groups = AliasGroups(named)
         for name, tensor, storage in named:
             if isinstance(name, int):
                 is_candidate = not tensor.is_leaf or not tensor.requires_grad
@@ -162,16 +162,16 @@ class Snapshot:
                 is_candidate = not isinstance(tensor, nn.Parameter)
             if is_candidate:
                 with copying_ahead(recorded=False):
-                    self._pieces.of(storage, tensor).take()
+                    self._groups.of(storage, tensor).take()
         self._layouts = {name: layout(tensor) for name, tensor, _ in named if isinstance(tensor, nn.Parameter)}
 
     def _take(self, effects: RegionEffects) -> None:
-        """Before a later run: what a watched one changed, by whatever other names it has by now, and small state."""
+        """Copies, before a later run, the tensors that the watched run changed, their alias groups, and small state."""
         held, count = self._held, len(self.tensors)
         looked_at = range(count) if effects.changed else self.captures.small
         found = [index for index in looked_at if self._is_to_be_taken(index, effects.changed)]
         found += [index for index in range(count, len(held)) if index - count in effects.changed]
-        if len({id(storage) for storage in held}) == len(held):  # no two share memory
+        if len({id(storage) for storage in held}) == len(held):  # no two tensors share memory
             with copying_ahead(recorded=False):
                 self._taken = [
                     AliasGroup([self._everything[index]], {self._name(index): 0}).take()
@@ -181,18 +181,21 @@ class Snapshot:
         elif found:
             names = {self._name(index) for index in found}
             named = list(self._named({id(held[index]) for index in found}))
-            self._pieces = AliasGroups(named)
+            self._groups = AliasGroups(named)
             with copying_ahead(recorded=False):
                 for name, tensor, storage in named:
                     if name in names:
-                        self._pieces.of(storage, tensor).take()
+                        self._groups.of(storage, tensor).take()
         if effects.reassigned:
             for name, tensor, _ in self._named():
                 if self._lasting(name) in effects.reassigned and self._lasting(name) not in effects.changed:
                     self._layouts[name] = layout(tensor)
 
     def _is_to_be_taken(self, index: int, changed: Collection[LastingName | int]) -> bool:
-        """Whether a watched run changed it; or a later one may, with no version counter to tell, as statistics."""
+        """Whether to copy tensor `index`: the watched run changed it, or it is small, like a running statistic.
+
+        A kernel can change a running statistic in any later run without a new version.
+        """
         tensor = self.tensors[index]
         is_statistic = tensor.dim() == 1 and tensor.is_floating_point() and tensor.numel() <= _LARGEST_STATISTIC
         if not self.trained[index] and (is_statistic or tensor.dim() == 0):
@@ -203,7 +206,7 @@ class Snapshot:
         return name if isinstance(name, int) else self.captures.lasting_name(*name)
 
     def watching(self) -> AbstractContextManager[Any]:
-        """What a first run is to be run in: it sees the changes that version counters do not show."""
+        """Returns the context for the run. A first run is watched for changes that leave no new version."""
         return self._watching() if self.is_watched else NOTHING
 
     @contextmanager
@@ -218,44 +221,44 @@ class Snapshot:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the run is watched. Operators may save other tensors then, so a rerun has to be, too."""
+        """Whether the run is watched. Its rerun must be watched too: under a mode, operators may save other tensors."""
         return self.is_first
 
     def _before_write(self, tensor: torch.Tensor) -> None:
-        if self._pieces is not None:
-            for piece in self._pieces.within(tensor):
-                piece.written = True
+        if self._groups is not None:
+            for group in self._groups.within(tensor):
+                group.written = True
                 with copying_ahead(recorded=False):
-                    piece.take()
+                    group.take()
 
     @property
     def is_running(self) -> bool:
-        """Whether the run is not over: a region that asks for gradients itself is run again in the middle of it."""
+        """Whether the run is still going on. A region that computes gradients itself is recomputed during its run."""
         return self._kept is None
 
-    def pieces(self) -> list[AliasGroup]:
-        """What there are old values of: after the run only what it changed."""
+    def groups(self) -> list[AliasGroup]:
+        """Returns the alias groups with old values; after the run, only those that the region changed."""
         return [*self._copied(), *self._reassigned] if self._kept is None else self._kept
 
     def _copied(self) -> list[AliasGroup]:
-        return self._taken if self._pieces is None else self._pieces.copied()
+        return self._taken if self._groups is None else self._groups.copied()
 
     def replaced(self) -> dict[int, torch.Tensor]:
-        """The old values of arguments that are known by no other name."""
-        return {index: piece.old() for piece in self.pieces() if (index := piece.argument) is not None}
+        """Returns the old values of changed arguments without another name, by argument index."""
+        return {index: group.old() for group in self.groups() if (index := group.argument) is not None}
 
     def take_replaced(self) -> dict[int, torch.Tensor]:
-        """The same, which are let go of here."""
+        """Returns `replaced()` and drops the references to these values."""
         replaced = self.replaced()
-        self._kept = [piece for piece in self.pieces() if piece.argument is None]
+        self._kept = [group for group in self.groups() if group.argument is None]
         return replaced
 
     def conclude(self) -> RegionEffects | None:
-        """After the run: keep copies of what changed only, and say what was learned on a first run.
+        """Drops, after the run, the copies of unchanged tensors. Returns the effects found by a first run, else `None`.
 
         Raises:
-            CorrectnessError: something changed in place of which no copy was taken, so that a recompute would
-                start from the wrong value.
+            CorrectnessError: a tensor without a copy changed in place, so that a recompute would start from the wrong
+                value.
         """
         self.environment.conclude()
         (now, versions_now), (before, versions_before) = _gradients(self._leaves), self._grads
@@ -265,36 +268,35 @@ class Snapshot:
         self._leaves, self._grads = [], ([], [])
         held = storages(self._everything)
         self.find_reassigned(held)
-        kept = self._changed_pieces()
+        kept = self._changed_groups()
         given = (
-            frozenset(self._lasting(name) for piece in self._reassigned for name in piece.names)
+            frozenset(self._lasting(name) for group in self._reassigned for name in group.names)
             if self._reassigned
             else frozenset()
         )
         self._kept = [*kept, *self._reassigned]
-        for piece in self._kept:
-            piece.let_go()
-        # Now and not before the run, in which a transform inside may have moved parameters to another tier.
-        # PyTorch makes one Python object for a storage and keeps it for as long as the storage lives.
+        for group in self._kept:
+            group.let_go()
+        # Taken after the run, since a transform inside may have moved parameters to another tier during it.
+        # A weak reference suffices: PyTorch keeps the one Python object of a storage as long as the storage lives.
         self._storages = [weakref.ref(storage) for storage in held[: len(self.tensors)]]
-        self._pieces, self._taken, self._held, self._everything, self._layouts = None, [], [], [], {}
+        self._groups, self._taken, self._held, self._everything, self._layouts = None, [], [], [], {}
         self._let_go_of_stand_ins()
         if not self.is_first:
             return None
-        changed = frozenset(self._lasting(name) for piece in kept for name in piece.names)
+        changed = frozenset(self._lasting(name) for group in kept for name in group.names)
         environment = self.environment
         return RegionEffects(changed, given, environment.uses_host_random, environment.drew)
 
     def changes_beyond_norms(self, effects: RegionEffects) -> bool:
-        """Whether a run with these `effects` changes something in place that is no running statistic of a norm."""
+        """Whether a run with these `effects` changes tensors in place besides the running statistics of norms."""
         norms = {id(m._buffers) for m in self.modules if isinstance(m, internals.NormBase)}
         captures = self.captures
         of_norms = {label for place, label in zip(captures.places, captures.labels, strict=True) if id(place) in norms}
         return any(isinstance(name, int) or name[0] not in of_norms for name in effects.changed)
 
     def made_tensors(self) -> bool:
-        """Whether the run has left a tensor where none was: a statistic that is made of the first batch and moved from
-        then on, say."""
+        """Whether the run put a tensor where there was none, such as a statistic made from the first batch."""
         for place, content in zip(self.captures.places, self.captures.contents, strict=True):
             if not holds(place, content):
                 now = read(place)
@@ -305,11 +307,11 @@ class Snapshot:
         return False
 
     def _let_go_of_stand_ins(self) -> None:
-        """Keep a note in place of each tensor that stands here for a value which lives elsewhere."""
+        """Replaces each stand-in tensor in the captures by a note of the value that it stood for."""
         if not any_stand_in(self.tensors):
             return
         kept = [not is_stand_in(tensor) for tensor in self.tensors]
-        captures = self.captures = self.captures.exchanged({})  # which others may hold
+        captures = self.captures = self.captures.exchanged({})  # a copy, for other calls may share the captures
         for keep, (position, key, tensor) in zip(kept, captures.tensors, strict=True):
             if not keep:
                 note = captures.contents[position][key] = origin_of(tensor).note(tensor)
@@ -319,7 +321,7 @@ class Snapshot:
         self._storages = list(compress(self._storages or (), kept))
 
     def find_reassigned(self, held: list[Any] | None = None) -> None:
-        """Keep what was there before the region assigned `tensor.data`; `held` are the storages now."""
+        """Saves the old memory of the tensors whose `.data` the region assigned; `held` are the present storages."""
         found: dict[int, tuple[torch.Tensor, Any, list[Name]]] = {}
         for index in assigned(storages(self._everything) if held is None else held, self._held):
             name, tensor = self._name(index), self._everything[index]
@@ -327,10 +329,10 @@ class Snapshot:
                 found.setdefault(id(tensor), (tensor, self._held[index], []))[2].append(name)
         if not found:
             return
-        copied = {name: piece for piece in self.pieces() for name in piece.names}
+        copied = {name: group for group in self.groups() for name in group.names}
         for tensor, storage, names in found.values():
-            if (piece := copied.get(names[0])) is not None:
-                piece.written = True
+            if (group := copied.get(names[0])) is not None:
+                group.written = True
             elif (lies := self._layouts.get(names[0])) is not None:
                 with unrecorded(), torch.no_grad():
                     then = laid_out(storage, lies)
@@ -339,26 +341,26 @@ class Snapshot:
             else:
                 raise self._lost(names[0], "through .data")
 
-    def _changed_pieces(self) -> list[AliasGroup]:
-        """The pieces that the run has changed, as far as that can be seen."""
+    def _changed_groups(self) -> list[AliasGroup]:
+        """Returns the copied groups that the run changed; in later runs all copied groups."""
         now, names = versions(self._everything), []
         if now != self._before:
             names = [self._name(index) for index, new in enumerate(now) if new != self._before[index]]
             self._versions = now[: len(self.tensors)]
         copied = self._copied()
-        of_name = {name: piece for piece in copied for name in piece.names} if names else {}
+        of_name = {name: group for group in copied for name in group.names} if names else {}
         lost = [name for name in names if name not in of_name]
         self._in_tuples = [name for name in lost if not isinstance(name, int) and self._is_in_tuple(name)]
         if len(lost) > len(self._in_tuples):
             raise self._lost(next(name for name in lost if name not in self._in_tuples), "in place")
         if not self.is_first:
-            return copied  # effects: kernels such as batch_norm do not bump the version
+            return copied  # all of them, since kernels such as batch_norm change tensors without a new version
         seen = {id(of_name[name]) for name in names if name in of_name}
-        return [piece for piece in copied if id(piece) in seen or piece.written or not self._same(piece)]
+        return [group for group in copied if id(group) in seen or group.written or not self._same(group)]
 
     def _lost(self, name: Name, how: str) -> CorrectnessError:
-        """The error about a change of what was not copied."""
-        problem = self._pieces and self._pieces.problem_of(name)
+        """Returns the error about a change of a tensor without a copy."""
+        problem = self._groups and self._groups.problem_of(name)
         if problem:
             return CorrectnessError(
                 f"the region changed {self.title(name)} {how} while it ran, {problem}; a recompute cannot repeat "
@@ -378,18 +380,18 @@ class Snapshot:
         )
 
     def title(self, name: Name) -> str:
-        """What an error calls the tensor with that name."""
+        """Returns the words by which an error names the tensor `name`."""
         return f"its tensor argument {name}" if isinstance(name, int) else self.captures.describe(*name)
 
-    def _same(self, piece: AliasGroup) -> bool:
-        """Whether `piece` still has its old values; asked on a first run only, for it waits for the device."""
-        if all(isinstance(name, int) for name in piece.names):
+    def _same(self, group: AliasGroup) -> bool:
+        """Whether `group` still has its old values. For first runs only, since the comparison waits for the device."""
+        if all(isinstance(name, int) for name in group.names):
             return True
-        for tensor, old in piece.pairs():
-            if tensor.shape != old.shape:  # a statistic that takes its shape from the first batch
+        for tensor, old in group.pairs():
+            if tensor.shape != old.shape:  # such as a statistic that takes its shape from the first batch
                 return False
             if simulating() or isinstance(tensor, internals.FakeTensor) or tensor.is_meta:
-                # No values to compare: fall back on the one family of kernels that changes buffers unseen.
+                # Without values to compare, assume a change where norms in training mode update their buffers.
                 if any(
                     isinstance(module, internals.NormBase)
                     and module.training
@@ -398,7 +400,7 @@ class Snapshot:
                 ):
                     return False
                 continue
-            if tensor.layout is not torch.strided:  # PyTorch compares no sparse ones; what changes them counts versions
+            if tensor.layout is not torch.strided:  # PyTorch cannot compare sparse tensors; their versions suffice
                 continue
             with copying_ahead(recorded=False), torch.no_grad():
                 if not (torch.equal(old, tensor) or bool(((old == tensor) | (old.isnan() & tensor.isnan())).all())):
@@ -406,7 +408,7 @@ class Snapshot:
         return True
 
     def changed_since(self) -> dict[int, str]:
-        """The storages that were changed or exchanged since the run, each with what to say if a rerun uses it."""
+        """Maps each storage that was changed or exchanged since the run to the message to raise if a rerun uses it."""
         held, now_at = storages(self.tensors), versions(self.tensors)
         then = held if self._storages is None else [storage() for storage in self._storages]
         changed = {}
@@ -414,7 +416,7 @@ class Snapshot:
             changed[memory_of(self.captures.contents[position][key])] = _IN_A_TUPLE
         if now_at == self._versions and all(map(operator.is_, held, then)):
             return changed
-        known = {name for piece in self.pieces() for name in piece.names}
+        known = {name for group in self.groups() for name in group.names}
         before = self._storages or [weakref.ref(storage) for storage in held]
         kept = zip(self.captures.tensors, self._versions, now_at, then, held, before, strict=True)
         for (position, key, tensor), expected, now, old, new, reference in kept:
@@ -453,16 +455,16 @@ def _refuse_step(optimizer: Any, *_: Any) -> None:
 
 
 def _gradients(leaves: list[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[int]]:
-    """The gradient of each leaf and its version."""
+    """Returns the gradient of each leaf, and the versions of these gradients (0 for none)."""
     found = [leaf.grad for leaf in leaves]
     return found, [0 if each is None else version(each) for each in found]
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether `tensor` is this process's part of one that several share."""
+    """Whether `tensor` is a DTensor, of which this process holds a shard."""
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "device_mesh")
 
 
 def _is_own(tensor: torch.Tensor) -> bool:
-    """Whether a copy of `tensor` can be put in its place: it stands for nothing else, and is whole."""
+    """Whether a copy can replace `tensor`, which holds unless `tensor` is a stand-in or a shard."""
     return not (is_stand_in(tensor) or is_sharded(tensor))

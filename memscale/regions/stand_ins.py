@@ -1,6 +1,6 @@
-"""Tensors that stand, while a region runs, for values that live elsewhere.
+"""Stand-in tensors: while a region runs, they take the place of values that live in another tier.
 
-A region that runs again has kept a note of each, which holds none of its bytes and brings it back.
+A region that will be recomputed keeps a `Note` of each stand-in instead of its bytes; the note can make it again.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ _ORIGIN = "_memscale_origin"
 
 
 class Note:
-    """What a region that runs again needs to know of a value that it had by a stand-in. Compared by identity."""
+    """Makes the stand-in of a value again for a recompute, without keeping its bytes. Compared by identity."""
 
     def bring_back(self, notes: Sequence[Any]) -> AbstractContextManager[Mapping[Any, torch.Tensor]]:
-        """New stand-ins for all `notes`, which are of this class, for as long as the context is open."""
+        """Gives a new stand-in for each of `notes`, all of this class, valid while the context is open."""
         raise NotImplementedError
 
 
 class Origin:
-    """The value that a tensor stands for."""
+    """The value in another tier whose place a stand-in tensor takes."""
 
     def note(self, stand_in: torch.Tensor) -> Note:
-        """A note of what `stand_in` stands for."""
+        """Returns a note from which `stand_in` can be made again."""
         raise NotImplementedError
 
 
 def stand_for(origin: Origin, tensor: torch.Tensor) -> None:
-    """Mark `tensor` as what a running region has in place of `origin`."""
+    """Marks `tensor` as the stand-in for `origin` in a running region."""
     setattr(tensor, _ORIGIN, origin)
 
 
 def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is what a running region has in place of another value."""
+    """Whether `tensor` is a stand-in."""
     return hasattr(tensor, _ORIGIN)
 
 
 def any_stand_in(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of `tensors` is."""
+    """Whether one of `tensors` is a stand-in."""
     return True in [hasattr(tensor, _ORIGIN) for tensor in tensors]
 
 
 def origin_of(stand_in: torch.Tensor) -> Any:
-    """What `stand_in` stands for."""
+    """Returns the `Origin` of `stand_in`."""
     return getattr(stand_in, _ORIGIN)

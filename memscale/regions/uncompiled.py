@@ -1,4 +1,4 @@
-"""What runs uncompiled under `torch.compile`, and what is constant there."""
+"""Keeps code of memscale out of `torch.compile`, and makes values constant to it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(run: Callable[..., Any], why: str, *arguments: Any, **named: Any) -> Any:
-    """``run(*arguments, **named)``, at the price of a graph break where Dynamo traces it, which reports `why`."""
-    # In a `try`, because Dynamo cannot resume in the middle of one, and so leaves this whole frame to Python.
+    """Returns ``run(*arguments, **named)``. Where Dynamo traces the call, it breaks the graph and reports `why`."""
+    # Inside a `try`, because Dynamo cannot resume in the middle of one, so it leaves this whole frame to Python.
     try:
         if torch.compiler.is_compiling():
             if functorch_state.active():
-                # Dynamo leaves all of the transform to Python. After a break inside a `vjp` PyTorch 2.10 gives zeros.
+                # An error, since after a graph break inside a `vjp` PyTorch 2.10 returns zero gradients.
                 raise TransformError(f"{why}, which torch.compile cannot trace inside a transform of torch.func")
             torch._dynamo.graph_break(msg=why)
     finally:
@@ -31,7 +31,7 @@ def uncompiled(run: Callable[..., Any], why: str, *arguments: Any, **named: Any)
 
 
 def without_dynamo(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` itself where Dynamo is not at work, else out of its reach; loading it takes longer than importing memscale.
+    """Returns `run`, disabled for Dynamo if Dynamo is active. Loading Dynamo takes longer than importing memscale.
 
     >>> without_dynamo(len)("abc")
     3
@@ -39,18 +39,18 @@ def without_dynamo(run: Callable[..., Any]) -> Callable[..., Any]:
     return run if _dynamo_callback() is None else _disabled(run)
 
 
-# What Dynamo may do with the frames of a function, and with those that these call.
+# PyTorch's private API that tells Dynamo what to do with the frames of a function and with the frames that they call.
 _set_strategy = internals.named("torch._C._dynamo.eval_frame.set_code_exec_strategy")
 _Strategy = internals.named("torch._C._dynamo.eval_frame._FrameExecStrategy")
 _Action = internals.named("torch._C._dynamo.eval_frame._FrameAction")
-_can_skip = internals.has("torch._C._dynamo.eval_frame.set_code_exec_strategy")  # and so the others
+_can_skip = internals.has("torch._C._dynamo.eval_frame.set_code_exec_strategy")  # implies the other two
 
 
 def never_compiled(entry: F) -> F:
-    """`entry`, a function that PyTorch calls from C++: Dynamo leaves it, and all that it calls, to Python.
+    """Marks `entry`, a function that PyTorch calls from C++, so that Dynamo never compiles it or a function it calls.
 
-    While a compiled function runs what lies between its graphs, a backward say, Dynamo takes every new frame for one to
-    compile. In a hook of ours it would take versions, bases and sizes for constants.
+    While a compiled function runs Python code between its graphs, such as a backward, Dynamo tries to compile every new
+    frame. In a hook of ours it would treat versions, bases and sizes as constants.
     """
     if _can_skip:
         _set_strategy(entry.__code__, _Strategy(_Action.SKIP, _Action.SKIP))
@@ -58,10 +58,10 @@ def never_compiled(entry: F) -> F:
 
 
 def floats_as_constants() -> AbstractContextManager[None]:
-    """Where Dynamo traces with ``dynamic=True``: what is read in here, an epsilon say, is a constant, with a guard.
+    """Returns a context in which Dynamo treats floats, such as an epsilon, as constants with a guard.
 
-    Else it makes each float that it meets an input, and the number of that in whichever body of a checkpoint read it
-    first, where no second body finds it: an AssertionError, with `torch.utils.checkpoint` as well.
+    With ``dynamic=True`` Dynamo makes each float a graph input, which it registers in the checkpoint body that reads
+    the float first. A second body that reads the float fails with an AssertionError, also in `torch.utils.checkpoint`.
     """
     if not internals.has("torch._dynamo.decorators.DynamoConfigPatchProxy"):
         return nullcontext()
@@ -69,18 +69,18 @@ def floats_as_constants() -> AbstractContextManager[None]:
     return torch._dynamo.decorators.DynamoConfigPatchProxy(patch)
 
 
-# Dynamo calls it, and takes what it returns for a patch that its trace enters.
+# Makes Dynamo call the function while tracing, and enter the returned patch in its trace.
 floats_as_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _c = torch._C
 
-# What CPython calls with each new frame.
+# Returns the callback that CPython calls with each new frame.
 _dynamo_callback = internals.named("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 
 
 @functools.cache
 def _disabled(run: Callable[..., Any]) -> Callable[..., Any]:
-    # What a compiled graph keeps is decided by its compiler, before any hook is asked.
+    # Hooks inside compiled code would have no effect: its compiler decides what a graph saves.
     return torch.compiler.disable(run)  # type: ignore[no-any-return]
 
 
@@ -88,9 +88,9 @@ _NO_KEYWORDS: dict[str, Any] = {}
 
 
 class OperatorWatch(internals.TorchDispatchMode):
-    """A dispatch mode of ours: `on_call` is called with each operator, and calls it.
+    """The base of memscale's dispatch modes: `on_call` gets each operator and must call it.
 
-    PyTorch keeps Dynamo away from a mode by loading it, at the first operator that the mode sees.
+    PyTorch's own way to exclude a mode from Dynamo loads Dynamo at the first operator; this class avoids that.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class OperatorWatch(internals.TorchDispatchMode):
         return _disabled(type(self).on_call)(self, func, args, kwargs or {})
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called in place of `func`."""
+        """Runs `func` and returns its result. A subclass observes or changes the call."""
         raise NotImplementedError
 
 
@@ -126,9 +126,9 @@ def _changes_lists(func: Any) -> bool:
 
 @contextmanager
 def _new_versions(changed: Iterable[Any]) -> Iterator[None]:
-    """Give tensors that an operator changes in place new versions, which under a mode PyTorch does not do for lists.
+    """Increments the versions of the tensors that the body changes in place.
 
-    Autograd, and whoever saves a tensor, would not notice that it was changed.
+    Under a mode PyTorch does not do so for lists of tensors, and autograd would miss the change of a saved tensor.
     """
     tensors = [each for each in changed if isinstance(each, torch.Tensor) and not each.is_inference()]
     before = [each._version for each in tensors]
@@ -139,10 +139,10 @@ def _new_versions(changed: Iterable[Any]) -> Iterator[None]:
 
 
 def _as_without_a_mode(func: Any) -> AbstractContextManager[Any]:
-    """Where an operator made of others takes the kernels that it takes when no mode sees it, in inference mode.
+    """Returns a context in which a composite operator, in inference mode, chooses the same kernels as without a mode.
 
-    There it comes to a mode whole, below the key that makes views. The view that `linear` makes of a weight would be
-    none of one that requires gradients, by which `matmul` chooses its kernel.
+    In inference mode a composite operator reaches a mode undecomposed, below the dispatch key that tracks views. The
+    view that `linear` makes of its weight would lose `requires_grad`, by which `matmul` chooses its kernel.
     """
     if not _is_made_of_others(func):
         return nullcontext()
@@ -155,7 +155,7 @@ def _as_without_a_mode(func: Any) -> AbstractContextManager[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_made_of_others(func: Any) -> bool:
-    # Operators of higher order have no kernels.
+    # Only an `OpOverload` has kernels; a higher-order operator has none.
     return isinstance(func, internals.OpOverload) and _c._dispatch_has_kernel_for_dispatch_key(
         func.name(), "CompositeImplicitAutograd"
     )

@@ -1,4 +1,4 @@
-"""Operators of our own, which those who record the operators of a region must not see."""
+"""Marks memscale's own operators, such as copies, so that recorders of a region's operators skip them."""
 
 from __future__ import annotations
 
@@ -33,24 +33,28 @@ _unrecorded_ahead = _Counted(depth=1, ahead=1)
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """Hide the body's operators from recorders: our own copies must not count as the region's operators."""
+    """Returns a context that hides its operators from recorders, for copies that are not operators of the region."""
     return _unrecorded
 
 
 def is_unrecorded(since: int = 0) -> bool:
-    """Whether the operators that run here now are our own; for a recorder that was made within such a body, `since`
-    that one.
+    """Whether this thread is inside `unrecorded()`, at a greater depth than `since`.
+
+    A recorder that was made inside `unrecorded()` passes the depth at which it was made.
     """
     return _local.depth > since
 
 
 def unrecorded_depth() -> int:
-    """In how many such bodies this is."""
+    """Returns how many `unrecorded()` contexts are open in this thread."""
     return _local.depth
 
 
 def copying_ahead(*, recorded: bool = True) -> AbstractContextManager[None]:
-    """Copy tensors in the body that the region may never use: who watches for a tensor watches for its copies then."""
+    """Returns a context for copies of tensors that the region may never use.
+
+    Inside the context, a copy of a changed tensor is no use of it: a replay then treats the copy as changed, too.
+    """
     return _ahead if recorded else _unrecorded_ahead
 
 

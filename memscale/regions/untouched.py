@@ -1,4 +1,4 @@
-"""Run a step and leave no trace: whatever its captures reach is put back, and the random generators with it."""
+"""Runs a step without side effects: the state in its captures and the random generators are restored afterwards."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of tensors
 def untouched(
     captures: Captures, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *, computes: bool
 ) -> Iterator[None]:
-    """Run the body without gradients at first, then put back attributes, containers, tensors and random states.
+    """Runs the body with every ``.grad`` unset, then restores attributes, containers, tensors and random states.
 
-    Each is put back whatever the body raised, and whatever putting back another one did.
+    Every part of the state is restored, even if the body raises or the restoring of another part raises.
 
     Args:
-        captures: what was reached before the body.
-        leaves: the tensors whose ``.grad`` is set aside meanwhile.
-        tensors: those that get their version counters back, and their values.
-        computes: whether the body changes values, and draws from the process's generators. The copies are in host
-            memory, where an accelerator's allocator, which the body may be measured by, does not count them.
+        captures: the captures of the step, read before the body.
+        leaves: the tensors whose ``.grad`` is set to `None` for the body and restored after it.
+        tensors: the tensors whose version counters, and with `computes` also values, are restored.
+        computes: whether the body changes values and draws from the process's generators. The copies of the values are
+            in host memory, so that a measurement of an accelerator's allocator does not include them.
     """
     devices = accelerators(tensors)
     versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
     values = [(tensor, _copy(tensor)) for tensor in tensors if _can_change(tensor)] if computes else []
     gradients = [(tensor, tensor.grad) for tensor in leaves if tensor.is_leaf and tensor.requires_grad]
-    # A forward may ask for the gradients of its batch, or freeze what has been trained enough.
+    # `requires_grad` is restored too: a forward may set it on its batch, or freeze a parameter.
     trained = [(tensor, tensor.requires_grad, tensor.grad) for tensor, _ in versions if tensor.is_leaf]
     with ExitStack() as stack:
-        # In the order that the last one is put back first.
+        # The stack runs its callbacks in reverse order, so the environment is restored last.
         environment = Environment(devices, host_random=computes, generators=captures.generators)
         if not computes:
             environment.leave_shared()
@@ -61,7 +61,7 @@ def untouched(
 
 
 def _can_change(tensor: torch.Tensor) -> bool:
-    """Whether operators in place are allowed on it: not where several elements are one number in memory."""
+    """Whether `tensor` can be written in place, which PyTorch refuses if elements share memory (an expanded tensor)."""
     if tensor.is_meta or tensor.is_inference():
         return False
     return (
@@ -87,11 +87,11 @@ def _set_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _set_hooks(tensor: torch.Tensor, name: str, hooks: dict[int, Any] | None, before: dict[int, Any]) -> None:
-    """Give back the same dict, for handles refer to it, with what it held."""
+    """Restores the hooks into the same dictionary `hooks`, since the handles of hooks refer to it."""
     now = getattr(tensor, name)
     if now is not hooks:
         if now is not None:
-            now.clear()  # autograd may hold it still
+            now.clear()  # autograd may still refer to this dictionary
         setattr(tensor, name, hooks)
     if hooks is not None and hooks != before:
         hooks.clear()

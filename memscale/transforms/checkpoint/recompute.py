@@ -346,9 +346,9 @@ class _Frame:
         """
         assert self._snapshot is not None
         assert self._inputs is not None
-        pieces = self._snapshot.pieces()
-        by_snapshot = {name for piece in pieces for name in piece.names if piece.argument is None} if pieces else ()
-        replaced = self._snapshot.replaced() if pieces else {}
+        groups = self._snapshot.groups()
+        by_snapshot = {name for group in groups for name in group.names if group.argument is None} if groups else ()
+        replaced = self._snapshot.replaced() if groups else {}
         return self._inputs.again(by_snapshot, replaced, self._call.owner, refused, fresh)
 
     def _forget(self) -> None:

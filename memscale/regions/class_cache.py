@@ -1,4 +1,4 @@
-"""Answers about classes, remembered for as long as the class lives."""
+"""A cache of results per class, which does not keep the class alive."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 _Answer = TypeVar("_Answer")
 
 
-def by_class(ask: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
-    """`ask`, which is asked once of each class; its answers must not lead to the class.
+def cached_by_class(ask: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
+    """Decorates `ask`, a function of one class, to run once per class. Its results must not refer to the class.
 
-    `functools.lru_cache` would keep the class, and with it a model: `torch.nn.utils.parametrize` makes a class for each
-    module, with a property that refers to the module.
+    `functools.lru_cache` would keep the class alive, and a model with it: `torch.nn.utils.parametrize` makes a class
+    for each module, with a property that refers to the module.
     """
     answers: dict[int, _Answer] = {}
     alive: dict[int, Any] = {}

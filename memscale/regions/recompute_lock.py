@@ -1,0 +1,64 @@
+"""A lock around recomputes, because a recompute temporarily restores old state that all threads see.
+
+A recompute needs the flags, attributes, buffers, hooks and random states of the forward. Where the present ones differ,
+it writes the old ones into the modules and restores the present ones at its end. Forwards and recomputes of regions in
+other threads wait meanwhile. Code outside of regions does not wait, and sees the old state.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+
+from memscale.core import CorrectnessError
+
+_get_ident = threading.get_ident
+_PATIENCE_SECONDS = 60.0
+
+
+class _RecomputeLock(AbstractContextManager[None]):
+    """A reentrant lock with a timeout, which knows the thread that holds it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+        self.thread = 0  # the identifier of the thread that holds the lock; 0 for none
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            raise CorrectnessError(
+                "the recompute of a region waited a minute for the recompute of another one in another thread, which "
+                "has put its own state back for that time; run the two backwards one after the other"
+            )
+        self.thread = _get_ident()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.thread = 0
+        self._lock.release()
+
+
+_lock = _RecomputeLock()
+
+
+def exclusive_recompute() -> AbstractContextManager[None]:
+    """Returns the context that excludes the recomputes of other threads while its body runs.
+
+    Raises:
+        CorrectnessError: another thread's recompute held the lock for more than `_PATIENCE_SECONDS`.
+    """
+    return _lock
+
+
+def wait_for_recomputes() -> None:
+    """Waits until no other thread recomputes. Called in a forward before the state of a region is read."""
+    if _lock.thread not in (0, _get_ident()):
+        with _lock:
+            pass
+
+
+def in_recompute() -> bool:
+    """Whether this thread is recomputing, so that modules may hold the old state of a forward."""
+    return _lock.thread == _get_ident()
