@@ -1,4 +1,4 @@
-"""The language: transforms and their compositions, modules as functions, plans, and the one interpreter of a plan."""
+"""Transforms and their compositions, modules as functions, plans, and `transform`, which applies a plan to a model."""
 
 from memscale.algebra.apply import PlanLike, find_regions, install, transform, uninstall
 from memscale.algebra.composition import Numbers, Transform, chain, compose, identity

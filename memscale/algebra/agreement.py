@@ -1,4 +1,4 @@
-"""Whether all processes that train one model run it under one plan: found out once, at the first step."""
+"""Checks once, at the first step, that all processes that train a model use the same plan."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from memscale.algebra.plan import Plan
 from memscale.algebra.region import Transformed, placing_in
 from memscale.core import PlanError, TransformError, assembled_in, fsdp_groups_of, simulating
 
-# The processes have met a moment ago, in the collectives of FSDP2's root or of DDP's buffers.
+# Generous: the processes synchronized just before, in the collectives of FSDP2's root or of DDP's buffers.
 _PATIENCE = timedelta(seconds=120)
 _LONGEST_PLAN = 200
 _DDP = "torch.nn.parallel.distributed"
 
-# How many models these processes have compared plans of, so that each has keys of its own in the store.
+# How many models each group of ranks has compared, which makes the keys in the store unique.
 _numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
 
 
 class Agreement:
-    """Compares the plan of `model`, the root of a transformed tree, with that of the other processes.
+    """Compares the plan of a transformed model with the plans of the other processes.
 
     Args:
-        model: the root.
-        plan: what it was transformed by.
+        model: the root of the transformed tree.
+        plan: the plan that `model` was transformed by.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -42,14 +42,15 @@ class Agreement:
         self.is_open = True
 
     def settle(self) -> None:
-        """Compare, the first time that a real step begins.
+        """Compares the plans, when the first real step begins.
 
-        Which processes train this model is known by then: those of the mesh that it is sharded over, or of DDP's group.
-        They write their plans to the store that they met in, which is no collective: nobody waits for what another one
-        does not do.
+        By then the processes that train the model are known: the ranks of its FSDP2 mesh, or of DDP's group. Each
+        writes its plan to the store of the process group and reads the others' from there. A collective would hang if
+        one process did not take part; the store has a timeout.
 
         Raises:
-            TransformError: they are not the same; on every process. Or FSDP2 has parameters that a region would move.
+            TransformError: the plans differ (raised in every process), a process has written none in time, or FSDP2
+                has sharded parameters that a region would move.
         """
         model = self._model()
         if model is None:
@@ -69,7 +70,7 @@ class Agreement:
             return
         parallel, ranks = _ranks_of(mesh) if is_several else ("", ())
         if is_several and not ranks:
-            return  # a look at `ddp.module` by one process, before they train together
+            return  # one process calls `ddp.module` by itself, before the training step
         self.is_open = False
         self._say_for_whom(parallel, len(ranks))
         if distributed is not None and len(ranks) > 1 and distributed.get_backend() != "fake":
@@ -102,7 +103,7 @@ def _refuse_around_sharded(model: nn.Module) -> None:
 
 
 def _mesh_of(model: nn.Module) -> Any:
-    """The mesh that FSDP2 has sharded parts of this model over, if it has; with that of weights split besides."""
+    """Returns the largest mesh over which FSDP2 has sharded the model, tensor parallelism included, or `None`."""
     found: list[Any] = []
     for module in model.modules():
         for group in fsdp_groups_of(module):
@@ -111,7 +112,7 @@ def _mesh_of(model: nn.Module) -> Any:
 
 
 def _ranks_of(mesh: Any) -> tuple[str, tuple[int, ...]]:
-    """How the processes of the model that runs share it, and which they are; ``("", ())`` where nothing says so."""
+    """Returns the parallelism of the model ("fsdp2" or "ddp") and its ranks; ``("", ())`` if there is neither."""
     if mesh is not None:
         return "fsdp2", tuple(mesh.mesh.flatten().tolist())
     replica = sys.modules[_DDP].DistributedDataParallel._active_ddp_module if _DDP in sys.modules else None
@@ -128,7 +129,7 @@ def _compare(distributed: Any, ranks: tuple[int, ...], text: str) -> None:
     store.set(keys[distributed.get_rank()], text)
     try:
         store.wait(list(keys.values()), _PATIENCE)
-    except RuntimeError as error:  # of the store: it took too long, or its host is gone
+    except RuntimeError as error:  # the store timed out, or its host is gone
         late = [rank for rank, key in keys.items() if not store.check([key])]
         raise TransformError(
             f"processes {late} have not begun a step of a transformed model {_PATIENCE.seconds} s after this one: give "
@@ -142,11 +143,11 @@ def _compare(distributed: Any, ranks: tuple[int, ...], text: str) -> None:
         plans.setdefault(digest, plan)
         having.setdefault(digest, []).append(rank)
     if len(plans) > 1:
-        told = "; ".join(f"{_numbered(having[each])} {each[:8]} {_shown(plan)}" for each, plan in plans.items())
+        differing = "; ".join(f"{_numbered(having[each])} {each[:8]} {_shown(plan)}" for each, plan in plans.items())
         raise TransformError(
-            f"the processes of this model run it under different plans, and would wait for each other: {told}. Make "
-            "the plan in one of them and send it to the others (torch.distributed.broadcast_object_list), or plan in "
-            "each with the same arguments"
+            f"the processes of this model run it under different plans, and would wait for each other: {differing}. "
+            "Make the plan in one of them and send it to the others (torch.distributed.broadcast_object_list), or plan "
+            "in each with the same arguments"
         )
 
 
@@ -162,5 +163,5 @@ def _shown(plan: str) -> str:
 def _hash(plan: Plan) -> str:
     try:
         return plan.hash
-    except PlanError:  # a rule that no file can hold: addresses are those of a process
+    except PlanError:  # a rule without a JSON form; the addresses in its repr differ between processes
         return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", repr(plan)).encode()).hexdigest()

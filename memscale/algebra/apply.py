@@ -1,7 +1,7 @@
-"""`transform` and `install`: the one interpreter of a plan.
+"""`transform` and `install`: the two functions that apply a plan to a model.
 
-A region is a module whose `forward` is replaced, as an instance attribute, by a transformed function. Nothing else
-about the module changes: not its class, its hooks, its parameters or its place in the tree.
+A region is a module whose `forward` is replaced, as an instance attribute, by a transformed function. The class, hooks
+and parameters of the module, and its path in the model, stay the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PlanLike = Plan | Mapping[str, Transform] | Iterable[tuple[str, Transform]]
 
 
 def _planned_first(given: Mapping[str, Any]) -> str:
-    """What to write where `transform` was given what `plan` takes: a plan is made once, and may be applied often."""
+    """Returns the call to write instead, for a call of `transform` with arguments of `plan` such as `budget`."""
     budget = shown(given["budget"]) if "budget" in given else "..."
     others = "".join(f", {name}=..." for name in given if name not in ("batch", "budget"))
     return f"transform(model, plan(model, batch, budget={budget}{others}))"
@@ -54,10 +54,10 @@ def transform(
     optimizer: torch.optim.Optimizer | None = None,
     runtime: Runtime | None = None,
 ) -> Any:
-    """A new module tree in which each region that `plan` names runs under its transform.
+    """Returns a copy of `model` in which each module that `plan` names runs under its transform.
 
-    The argument is left exactly as it is. The new tree has the same classes, the same names, the same parameter
-    objects and shares the buffers, so an optimizer or a `state_dict` of either works for both:
+    `model` itself does not change. The copy has the same classes and names, and shares the parameter objects and the
+    buffers, so an optimizer or a `state_dict` of either works for both:
 
     >>> import torch, memscale as ms
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
@@ -68,41 +68,41 @@ def transform(
     >>> torch.equal(fit(x), model(x))
     True
 
-    What the trees share and what not: parameters and buffers are shared (`.to()`, `load_state_dict`, in-place changes
-    are seen by both). Training mode, hooks, attributes and children belong to each tree from here on. Replacing a
-    parameter *object* (``load_state_dict(assign=True)``, assigning a new `nn.Parameter`) parts the trees: if it was
-    replaced in `model`, the next call of the new tree raises `TransformError` and names the parameter; in the new
-    tree it is taken as meant, as a new child is.
+    Parameters and buffers are shared: `.to()`, `load_state_dict` and in-place changes take effect in both. Training
+    mode, hooks, attributes and children are separate from then on. Replacing a parameter *object* in `model`
+    (``load_state_dict(assign=True)``, assigning a new `nn.Parameter`) ends the sharing: the next call of the copy
+    raises `TransformError` and names the parameter. Replacing a parameter of the copy is allowed and affects only the
+    copy.
 
-    Rules for optimizers, such as `step_in_backward`, take the optimizer too, and a new one comes back beside the module
-    (the given one if the plan has no such rule). They are for all parameters at and below the modules that they name,
-    or for parameters that they name, whose states go on where they are:
+    Rules for optimizers, such as `step_in_backward`, need the optimizer. `transform` then returns a pair of the model
+    and a new optimizer (the given one if the plan has no such rule). The path of such a rule names parameters, or
+    modules, which stand for all parameters in them. The states of the optimizer carry over:
 
     >>> plan = ms.Plan({"*": ms.checkpoint(), "**.weight": ms.step_in_backward()})
     >>> fit, optimizer = ms.transform(model, plan, optimizer=torch.optim.AdamW(model.parameters()))
     >>> fit(x).sum().backward()
-    >>> model[0].weight.grad, model[0].bias.grad.shape  # one has stepped already
+    >>> model[0].weight.grad, model[0].bias.grad.shape  # the weight has stepped already, in backward
     (SpentGradient(parameter 0 of group 0 [4, 4]), torch.Size([4]))
     >>> optimizer.step()
 
     Args:
         model: any module.
-        plan: a `Plan`, or what `Plan` takes.
-        optimizer: of the parameters of `model`; it is left as it is.
-        runtime: where `offload` and `offload_states` move tensors to; `None` is the process's own, for the device of
-            each tensor.
+        plan: a `Plan`, or any argument of `Plan`.
+        optimizer: an optimizer of the parameters of `model`; the optimizer itself does not change.
+        runtime: the runtime by which `offload` and `offload_states` move tensors; `None` is the process's own, for the
+            device of each tensor.
 
     Returns:
-        A module of the same class as `model`; with `optimizer` a pair of it and an optimizer of that one's class. A
-        model that ``fully_shard`` took, of which no copy would be one, comes back itself: a plan for it has rules for
-        its optimizer alone.
+        A module of the same class as `model`; with `optimizer`, a pair of the module and an optimizer of the class of
+        `optimizer`. A model that ``fully_shard`` took cannot be copied and is returned itself; its plan may have rules
+        for the optimizer only.
 
     Raises:
-        TransformError: `model` is not a module, a region cannot be one (a container without a forward, a scripted
-            module), `model` was sharded by ``fully_shard``, or the optimizer has parameters that the model lacks, or
-            is none that the rules can change.
-        PlanError: patterns that match no module, nor a parameter where the rule is for an optimizer; all at once, with
-            the nearest paths. Rules for an optimizer without one.
+        TransformError: `model` is not a module; a path names a module that cannot be transformed (a container without
+            a forward, a scripted module); ``fully_shard`` took `model` before; the optimizer has parameters that
+            the model lacks, or is of a class that the rules cannot change.
+        PlanError: patterns match no module (or, for an optimizer, no parameter); the error lists all of them with the
+            nearest paths. Or the plan has rules for an optimizer and none is given.
 
     Cost: one Python object for each module; no tensor is copied.
     """
@@ -113,7 +113,7 @@ def transform(
         )
     plan = as_plan(plan)
     regions = find_regions(model, plan.of_functions(), modules)
-    # Before anything is made: what is wrong with the rules for the optimizer is said first.
+    # First, so that an error in the rules for the optimizer is raised before any module is copied.
     stepping = under_rules(model, plan.of_optimizers(), optimizer, runtime)
     if (sharded := _sharded_in(modules)) is not None:
         if regions:
@@ -129,8 +129,8 @@ def transform(
         attach(memo[id(module)], how.on(runtime))
     name_regions(copies)
     _keep_shared_parameters(copies)
-    _tell_of_its_own_checkpointing(copies)
-    # A process whose plan is empty answers the others, too.
+    _warn_of_own_checkpointing(copies)
+    # A process with an empty plan takes part in the comparison of plans, too.
     if regions or plan.parallel is not None or _is_one_of_several():
         links = _links(modules) if regions else []
         agreement = Agreement(copy, plan)
@@ -147,13 +147,13 @@ def install(
     around_root: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     wrapped: Iterable[ForwardPatch] = (),
 ) -> list[ForwardPatch]:
-    """Apply `plan` to `model` itself, and return what `uninstall` takes it off with.
+    """Applies `plan` to `model` itself, in place, and returns the patches that `uninstall` takes.
 
     Args:
         model, plan, runtime: as in `transform`.
-        over: makes of each region's path and its transformed forward what runs in its place.
-        around_root: makes of the root's forward, a region or not, what runs in its place.
-        wrapped: patches of an earlier plan, over whose forward somebody has put another: regions go inside of that.
+        over: wraps the transformed forward of each region: ``over(path, forward)`` returns the function to run.
+        around_root: wraps the forward of the root, which may be a region or not.
+        wrapped: patches of an earlier plan whose forward other code has wrapped since. Regions go inside the wrapper.
     """
     modules = _modules_of("install", model)
     regions = dict(find_regions(model, as_plan(plan), modules))
@@ -180,22 +180,22 @@ def _layered(layers: list[Callable[..., Any]], fn: Callable[..., Any]) -> Callab
 
 
 def uninstall(patches: Iterable[ForwardPatch]) -> list[tuple[ForwardPatch, Callable[..., Any]]]:
-    """Take off what `install` put on: every attribute is the object that it was.
+    """Undoes `install`: every attribute of the modules is the same object as before.
 
     Returns:
-        The forwards that somebody else has put over a region since then, which stay.
+        The patches whose region other code has wrapped since, each with the wrapping forward, which stays.
     """
     return [(patch, on_top) for patch in patches if (on_top := patch.put_back()) is not None]
 
 
 def find_regions(model: nn.Module, plan: Plan, modules: Modules | None = None) -> list[tuple[nn.Module, Transform]]:
-    """The modules that `plan` names, each with the composition of its rules.
+    """Returns the modules that `plan` names, each with the composition of its rules.
 
-    A module reachable by several paths is one region, under the rules of all of them.
+    A module with several paths is one region, under the rules of all its paths.
 
     Args:
         model, plan: as in `transform`.
-        modules: what `walk` gives for `model`, if that is known.
+        modules: the result of `walk(model)`, if the caller has it.
     """
     under_rules(model, plan.of_optimizers(), None, None)
     paths = walk(model) if modules is None else modules
@@ -218,7 +218,7 @@ def find_regions(model: nn.Module, plan: Plan, modules: Modules | None = None) -
 
 
 def _modules_of(verb: str, model: Any) -> Modules:
-    """The modules of what `verb` was given, which must be a module whose parameters have shapes."""
+    """Returns the modules of `model`. Raises `TransformError` if it is no module or has lazy parameters."""
     if not isinstance(model, nn.Module):
         raise TransformError(
             f"{verb}(model, plan) takes a torch.nn.Module, got {type(model).__name__}; "
@@ -240,7 +240,7 @@ def _modules_of(verb: str, model: Any) -> Modules:
 
 
 def _sharded_in(modules: Modules) -> str | None:
-    """The path of the first module that ``fully_shard`` has taken."""
+    """Returns the path of the first module that ``fully_shard`` took, or `None`."""
     taken = (path for path, each in modules if any(c.__name__ == "FSDPModule" for c in type(each).__mro__))
     return next(taken, None)
 
@@ -277,7 +277,7 @@ def _misfit(module: nn.Module, path: str) -> str | None:
 
 
 def _keep_shared_parameters(modules: Modules) -> None:
-    """Make regions that place their parameters leave those alone which modules outside of all of them use too."""
+    """Tells the regions that move parameters which ones to keep in place: those also used outside of all regions."""
     distinct = {id(module): module for _, module in modules}.values()
     regions = [(module, placing) for module in distinct if (placing := placing_in(module))]
     if not regions:
@@ -290,19 +290,19 @@ def _keep_shared_parameters(modules: Modules) -> None:
         for parameter in module._parameters.values()
         if parameter is not None
     }
-    told: list[str | None] = []
+    reasons: list[str | None] = []
     for module, placing in regions:
         resident = tuple([parameter for parameter in module.parameters() if id(parameter) in outside])
         for region in placing:
             region.resident = resident
-            told.append(region.why_none_leaves(list(module.parameters())))
-        module.__dict__["_apply"] = Relocation(module, placing[0])  # where several do, the outermost has the word
-    if told and None not in told:
-        warnings.warn(f"{max(map(str, told), key=len)}; this is said once", RuntimeWarning, stacklevel=3)
+            reasons.append(region.why_none_leaves(list(module.parameters())))
+        module.__dict__["_apply"] = Relocation(module, placing[0])  # of several such transforms, the outermost decides
+    if reasons and None not in reasons:
+        warnings.warn(f"{max(map(str, reasons), key=len)}; this is said once", RuntimeWarning, stacklevel=3)
 
 
-def _tell_of_its_own_checkpointing(modules: Modules) -> None:
-    """Warn of a Hugging Face model that recomputes layers itself, in or around which regions are to be recomputed."""
+def _warn_of_own_checkpointing(modules: Modules) -> None:
+    """Warns if a Hugging Face model's own checkpointing is on inside or around a region that recomputes."""
     own = {id(module): path for path, module in reversed(modules) if module.__dict__.get("gradient_checkpointing")}
     for path, region in modules if own else ():
         made_of = assembled_in(region.__dict__.get("forward"))
@@ -325,9 +325,9 @@ _Link = tuple["weakref.ref[nn.Module]", str, dict[str, nn.Parameter | None]]
 
 
 class Shared(Assembled):
-    """`fn`, the root's forward, after a look whether the model still holds the parameters that it shared.
+    """The forward of the root: checks that the original model still holds the shared parameters, then calls `fn`.
 
-    And, the first time, whether other processes have the same plan.
+    The first call also compares the plan with the other processes.
     """
 
     def __init__(self, fn: Callable[..., Any], links: list[_Link], agreement: Agreement) -> None:
@@ -336,11 +336,11 @@ class Shared(Assembled):
         self.agreement = agreement
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In a `try`, so that between two graphs this frame is Python's, which looks before it calls.
+        # In a `try`, so that Dynamo leaves this frame to Python, which checks before each call.
         try:
             if torch.compiler.is_compiling():
-                # Dynamo makes a guard of each comparison. Afterwards, for it takes a parameter that it first meets
-                # outside of a module for an input like any other, of a size that may change.
+                # Dynamo makes a guard of each comparison. The check comes after the call, because Dynamo treats a
+                # parameter that it first meets outside of a module as an input of dynamic size.
                 result = self.fn(*args, **kwargs)
                 self._check()
                 return result
@@ -356,7 +356,7 @@ class Shared(Assembled):
         return self.fn
 
     def _check(self) -> None:
-        # Only the original is looked at: in this tree, functional_call replaces entries for the time of a call.
+        # Checks only the original model: in the copy, functional_call replaces entries for the time of a call.
         for reference, path, shared in self.links:
             original = reference()
             if original is None:
@@ -376,7 +376,7 @@ class Shared(Assembled):
         return Shared(remap(self.fn), self.links, self.agreement)
 
     def __reduce__(self) -> Any:
-        # A deep copy or a pickle is independent of the model it was made from: nothing is shared any more.
+        # A deep copy or a pickle shares no parameters with the original model, so it needs no check.
         return (_alone, (self.fn,))
 
 
@@ -391,7 +391,7 @@ def _links(modules: Modules) -> list[_Link]:
         if module._parameters and id(module) not in seen:
             seen.add(id(module))
             shared = dict(module._parameters)
-            # With the model its parameters go: FSDP2 puts shards in their place, and nobody else would hold them.
+            # The link is emptied when the model is freed, or it would keep parameters alive that FSDP2 has replaced.
             links.append((weakref.ref(module, partial(_let_go, shared)), f"{path}." if path else "", shared))
     return links
 

@@ -1,7 +1,7 @@
-"""The algebra: transforms are frozen values that map a function to a function, or an optimizer to an optimizer.
+"""Transforms and their composition. A transform is a frozen value that maps a function, or an optimizer, to another.
 
-``compose(a, b)(f) == a(b(f))``: the leftmost is the outermost, as in stacked decorators. `identity` is the empty
-composition, and compositions flatten as they are made, so the monoid laws hold as ``==`` on data.
+``compose(a, b)(f) == a(b(f))``: the leftmost transform is the outermost, as in stacked decorators. `identity` is the
+empty composition, and `compose` flattens, so the monoid laws hold as ``==`` on data.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from memscale.core import ConfigError, TransformError, Value, factory, shown
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
-#: What a transform does to the numbers of a step: equal bit for bit; the same sums in another order or rounded
-#: otherwise; computed or kept in fewer bits.
+#: The effect of a transform on the numbers of a step. "exact": equal bit for bit. "rounds": the same sums in another
+#: order or with another rounding. "lossy": computed or stored in fewer bits.
 Numbers = Literal["exact", "rounds", "lossy"]
 _NUMBERS: tuple[Numbers, ...] = ("exact", "rounds", "lossy")
 
 
 class Transform(Value):
-    """A memory technique as data. Calling it maps a function to a function that computes the same values.
+    """A memory technique as a value. Calling a transform maps a function to one that computes the same result.
 
     Subclasses are frozen dataclasses that implement `apply`. Use the factories (`checkpoint`, ...), which validate.
 
@@ -39,19 +39,19 @@ class Transform(Value):
     own_numbers: ClassVar[Numbers] = "exact"
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` under this transform; `fn` is any callable, its tensors anywhere in its arguments."""
+        """Returns `fn` under this transform. `fn` is any callable; tensors may be anywhere in its arguments."""
         raise NotImplementedError
 
     def on(self, runtime: Any) -> Transform:
-        """This transform with `runtime` as the one it uses, where it uses one; `None` is the process's own."""
+        """Returns this transform bound to `runtime`, if it uses a runtime; `None` is the process's own."""
         return On(self, runtime) if self.uses_runtime and runtime is not None else self
 
     @property
     def numbers(self) -> Numbers:
-        """What the transform does to the numbers of a step.
+        """The effect of the transform on the numbers of a step.
 
-        ``"exact"``: they are equal, bit for bit. ``"rounds"``: sums are in another order, or rounded otherwise.
-        ``"lossy"``: something is computed or kept in fewer bits.
+        ``"exact"``: equal, bit for bit. ``"rounds"``: sums in another order or with another rounding. ``"lossy"``:
+        some tensors are computed or stored in fewer bits.
 
         >>> import torch, memscale as ms
         >>> [how.numbers for how in (ms.checkpoint(), ms.tile(chunks=4), ms.cast(compute=torch.bfloat16))]
@@ -61,11 +61,11 @@ class Transform(Value):
 
     @property
     def moves(self) -> bool:
-        """Whether tensors may go to another memory tier under this transform."""
+        """Whether this transform may move tensors to another memory tier."""
         return False
 
     def misfit(self, subject: Any) -> str | None:
-        """Why `subject` is not what this transform maps; `None` if it is."""
+        """Returns why this transform cannot be applied to `subject`, or `None` if it can."""
         if not callable(subject):
             remedy = "pass a callable, or use memscale.transform(model, plan) for a whole model"
             return f"{self!r} maps a function to a function, got {type(subject).__name__} {subject!r}; {remedy}"
@@ -85,7 +85,7 @@ class Transform(Value):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class On(Transform):
-    """A transform and the runtime that it uses. A means to apply it: what goes into a plan holds no resources."""
+    """A transform bound to the runtime that it uses. Made to apply a plan; plans themselves hold no runtime."""
 
     transform: Transform
     runtime: Any
@@ -138,9 +138,9 @@ identity = Compose()
 
 
 def compose(*transforms: Transform) -> Transform:
-    """One transform that applies `transforms`, the leftmost outermost: ``compose(a, b)(f) == a(b(f))``.
+    """Returns one transform that applies `transforms`, the leftmost outermost: ``compose(a, b)(f) == a(b(f))``.
 
-    Compositions flatten, and `identity` disappears, so that equal programs are equal values:
+    `compose` flattens nested compositions and drops `identity`, so that equal compositions are equal values:
 
     >>> import memscale as ms
     >>> a, b = ms.checkpoint(), ms.checkpoint(policy=ms.policies.dots_saveable)
@@ -153,7 +153,7 @@ def compose(*transforms: Transform) -> Transform:
         transforms: any number of transforms.
 
     Raises:
-        ConfigError: an argument is not a transform, or some transform functions and others optimizers.
+        ConfigError: an argument is not a transform, or the arguments mix transforms of functions and of optimizers.
     """
     flat: list[Transform] = []
     for position, transform in enumerate(transforms):
@@ -175,19 +175,19 @@ def compose(*transforms: Transform) -> Transform:
 
 
 def what_to_write(given: Any) -> str:
-    """What messages say to do about something that is no transform, after a semicolon; nothing where nobody knows."""
+    """Returns the end of an error message about `given`, which is no transform: ``"; write ..."``, or ``""``."""
     if isinstance(given, (list, tuple)) and given and all(isinstance(each, Transform) for each in given):
         return f"; write compose({', '.join(map(repr, given))})"
     return "; call the factory" if inspect.isroutine(given) else ""
 
 
 def chain(transform: Transform) -> tuple[Transform, ...]:
-    """The transforms that `transform` composes, outermost first; empty for `identity`."""
+    """Returns the transforms that `transform` composes, outermost first; empty for `identity`."""
     return transform.transforms if isinstance(transform, Compose) else (transform,)
 
 
 def is_of_optimizers(transform: Transform) -> bool:
-    """Whether `transform` maps optimizers, not functions."""
+    """Whether `transform` maps optimizers rather than functions."""
     return any(each.of_optimizers for each in chain(transform))
 
 

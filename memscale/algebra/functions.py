@@ -17,9 +17,9 @@ from memscale.core import Assembled, TransformError, internals
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
-    """The module as a pure function, and the state that it is a function of.
+    """Returns a pure function that computes `module`, and the state that the function takes first.
 
-    ``fn(state, *args, **kwargs)`` is what ``module(*args, **kwargs)`` would return with those parameters and buffers:
+    ``fn(state, *args, **kwargs)`` returns the result of ``module(*args, **kwargs)`` with the tensors of `state`:
 
     >>> import torch, memscale as ms
     >>> fn, state = ms.functional(torch.nn.Linear(2, 1))
@@ -65,10 +65,10 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
 
 
 def _taken_twice(module: nn.Module, state: dict[str, torch.Tensor]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """The places that `functional_call` fills for each path of a module that has several, with what they hold.
+    """Returns the entries (dictionary, name, tensor) of modules with several paths, for the caller to restore.
 
-    It takes `state` in for each path and gives back in the same order, so that the first value it took for its own,
-    that of `state`, is the last that it puts there (PyTorch 2.10 to 2.14): the model would keep it for good.
+    For such a module `functional_call` (PyTorch 2.10 to 2.14) swaps `state` in once per path and restores in the same
+    order. The second swap saves the tensor from `state` as the original, so the model would keep that tensor.
     """
     seen: set[nn.Module] = set()
     shared: list[nn.Module] = []
@@ -90,11 +90,11 @@ def _taken_twice(module: nn.Module, state: dict[str, torch.Tensor]) -> list[tupl
 
 
 Modules = list[tuple[str, nn.Module]]
-"""The modules of a tree, each under every path that it has."""
+"""Pairs (path, module) of a tree; a module with several paths occurs once for each."""
 
 
 def walk(root: nn.Module) -> Modules:
-    """What ``root.named_modules(remove_duplicate=False)`` gives, in a fifth of the time."""
+    """Returns ``list(root.named_modules(remove_duplicate=False))``, in a fifth of the time."""
     found: Modules = []
     _walk("", root, found)
     return found
@@ -108,12 +108,12 @@ def _walk(path: str, module: nn.Module, found: Modules) -> None:
 
 
 def copy_tree(modules: Modules) -> dict[int, Any]:
-    """A new module tree over the same parameters and buffers, as the map from each old module's id to its copy.
+    """Copies a module tree without its parameters and buffers. Returns a map from the id of each module to its copy.
 
     Every module is a new object of the same class. References from one module of the tree to another (children,
-    attributes, lists, bound methods, hooks) lead to copies; everything else is shared. Containers among the attributes
-    are copied, so that a list that `forward` appends to belongs to one tree only. What a hook or a partial holds is the
-    user's: it stays the same object, unless it is such a container, or leads to modules of the tree.
+    attributes, lists, bound methods, hooks) point to the copies; everything else is shared. Containers among the
+    attributes are copied, so that a list that `forward` appends to belongs to one tree only. An object held by a hook
+    or a partial stays the same object, unless it is such a container or refers to modules of the tree.
     """
     memo: dict[int, Any] = {}
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -121,9 +121,9 @@ def copy_tree(modules: Modules) -> dict[int, Any]:
         if id(module) in memo:
             continue
         if isinstance(module, torch.jit.ScriptModule):
-            memo[id(module)] = module  # lives in C++: it is shared, and cannot be a region
+            memo[id(module)] = module  # shared, since it lives in C++; it cannot be a region either
             continue
-        # A graph module's own `__new__` makes another class, which lacks its forward.
+        # `GraphModule.__new__` makes a new class without the generated forward.
         new = object.__new__ if isinstance(module, torch.fx.GraphModule) else module.__class__.__new__
         copy = memo[id(module)] = new(module.__class__)
         pairs.append((module.__dict__, copy.__dict__))
@@ -143,22 +143,22 @@ def copy_tree(modules: Modules) -> dict[int, Any]:
                 target[key] = value
                 continue
             _copy_entry(target, key, value, memo, others)
-    # By now every container of the tree has its copy, which hooks and partials may hold, too.
+    # Last, since hooks and partials may refer to containers of the tree, which all have a copy by now.
     for holder, key, value in others:
         holder[key] = remapped(value, memo, copies=True)
     return memo
 
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.device})
-# `.to()` and plain assignment replace buffers in the dictionary, and both trees must see it.
+# Shared between the trees, since `.to()` and plain assignment replace buffers in the dictionary.
 _SHARED = frozenset({"_buffers", "_non_persistent_buffers_set"})
 _TABLES = frozenset(nn.Module().__dict__) - {"training", "_is_full_backward_hook"} - _SHARED
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
-_Entry = tuple[Any, Any, Any]  # a container, a key or an index in it, and what is to be there
+_Entry = tuple[Any, Any, Any]  # a container, a key or an index in it, and the new value there
 
 
 def _copy_entry(holder: Any, key: Any, value: Any, memo: dict[int, Any], others: list[_Entry]) -> None:
-    """Put the copy of `value` into `holder`; of what is neither a module nor a container, the entry into `others`."""
+    """Puts the copy of `value`, a module or container, into `holder`; other values are appended to `others`."""
     kind: Any = type(value)
     if kind in _PLAIN or (known := memo.get(id(value))) is not None:
         holder[key] = value if kind in _PLAIN else known
@@ -175,7 +175,7 @@ def _copy_entry(holder: Any, key: Any, value: Any, memo: dict[int, Any], others:
 
 
 def _compiled(fn: types.FunctionType, method: types.MethodType) -> Callable[..., Any]:
-    """What `torch.compile` makes of `method` with the settings of `fn`, which it made of the original's."""
+    """Compiles `method`, of a copied module, with the settings of `fn`, the compiled method of the original."""
     settings = inspect.getclosurevars(fn).nonlocals.get("self")
     if settings is None:
         raise TransformError(
@@ -187,12 +187,12 @@ def _compiled(fn: types.FunctionType, method: types.MethodType) -> Callable[...,
 
 
 def remapped(value: Any, memo: dict[int, Any], *, copies: bool = False) -> Any:
-    """`value` with every reference to a module of the tree replaced by its copy; `value` itself if there is none.
+    """Replaces every reference to a module of the tree in `value` by its copy. Returns `value` itself without any.
 
     Args:
-        value: what a module holds.
-        memo: by id, the copies of modules, and of containers that have one.
-        copies: whether sets, and containers in tuples, are copied in any case.
+        value: an attribute of a module.
+        memo: maps the id of a module or container to its copy.
+        copies: whether to copy sets, and containers in tuples, even without references to modules.
     """
     kind: Any = type(value)
     if kind in _PLAIN:
@@ -212,7 +212,7 @@ def remapped(value: Any, memo: dict[int, Any], *, copies: bool = False) -> Any:
         if not copies and all(entries[key] is item for key, item in value.items()):
             return value
         copy = value.copy()
-        dict.update(copy, entries)  # a Counter's own adds
+        dict.update(copy, entries)  # `Counter.update` would add to the counts
         return copy
     if kind in (list, set, deque) or (issubclass(kind, tuple) and (kind is tuple or hasattr(kind, "_make"))):
         items = [remapped(item, memo, copies=copies) for item in value]

@@ -1,4 +1,4 @@
-"""The rules of a plan that are for an optimizer: which of its parameters they are for, by their paths in the model."""
+"""Applies the rules of a plan for an optimizer, by matching them with the paths of its parameters in the model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from memscale.runtime import Runtime
 def under_rules(
     model: nn.Module, rules: Plan, optimizer: torch.optim.Optimizer | None, runtime: Runtime | None
 ) -> torch.optim.Optimizer | None:
-    """`optimizer` with each of its parameters under the transforms that `rules` have for it; itself without rules.
+    """Returns a transformed optimizer, each parameter under its `rules`; `optimizer` itself if there are no rules.
 
     Raises:
-        PlanError: there are rules and no optimizer, or patterns match none of its parameters.
-        TransformError: the optimizer has parameters that the model lacks, or is none that can be transformed.
+        PlanError: there are rules and no optimizer, or patterns that match none of its parameters.
+        TransformError: the optimizer has parameters that the model lacks, or is of a class that cannot be transformed.
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TransformError(
@@ -48,7 +48,9 @@ def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 def rules_by_parameter(
     model: nn.Module, rules: Plan, optimizer: torch.optim.Optimizer | None, runtime: Runtime | None
 ) -> list[tuple[str, torch.Tensor, list[Transform]]]:
-    """Each parameter of `model`, also those that a group brings later: a path, itself, its transforms, innermost first.
+    """Returns (path, parameter, transforms innermost first) of each parameter of `model`.
+
+    Parameters without a group are included, because `add_param_group` may add them later.
 
     Raises:
         PlanError, TransformError: as `under_rules`.
@@ -59,7 +61,7 @@ def rules_by_parameter(
             + "; pass it too: model, optimizer = transform(model, plan, optimizer=optimizer)"
         )
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    # A parameter that several modules use is under the rules for all of its paths.
+    # A shared parameter is under the rules of all its paths.
     paths: dict[int, list[str]] = {}
     parameters = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
@@ -98,7 +100,7 @@ def _check_known(model: nn.Module, optimizer: torch.optim.Optimizer, paths: dict
 
 
 def _upwards(path: str) -> list[str]:
-    """A parameter's path and those of the modules around it.
+    """Returns a parameter's path and the paths of the modules around it, innermost first.
 
     >>> _upwards("layers.0.weight")
     ['layers.0.weight', 'layers.0', 'layers', '']

@@ -1,4 +1,4 @@
-"""`Plan`: which transform goes where, as data. A plan knows no tensors and no model."""
+"""`Plan`: a mapping from module paths to transforms, as data. A plan refers to no tensors and to no model."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Plan:
         return "\n".join(table_lines(rows, "<<<"))
 
     def explain(self, path: str | None = None) -> str:
-        """The plan as a table, and what each of its transforms does. Figures are those of a plan of `memscale.plan`.
+        """Returns the plan as a table, and what each of its transforms does. A plan from `memscale.plan` adds figures.
 
         >>> import memscale as ms
         >>> print(ms.Plan({"layers.*": ms.checkpoint()}).explain())
@@ -130,14 +130,14 @@ class Plan:
         checkpoint: A transform that keeps a function's inputs for backward and recomputes the rest.
 
         Args:
-            path: of a module, for the rules that match it alone; None for all.
+            path: the path of a module, to show only the rules that match it; `None` shows all rules.
         """
         rules = Plan([(rule.pattern, rule.transform) for rule in self if path is None or rule.matches(path)])
         names = dict.fromkeys(each.spelling for rule in rules for each in chain(rule.transform))
         return "\n".join([str(rules), *(f"{name}: {first_line(name)}" for name in names)])
 
     def diff(self, other: Plan) -> str:
-        """What `other` does differently, a line for each path pattern; empty where it does nothing else.
+        """Returns the differences from this plan to `other`, one line per path pattern; empty if there are none.
 
         >>> import memscale as ms
         >>> print(ms.Plan({"layers.*": ms.checkpoint()}).diff(ms.Plan({"layers.*": ms.offload()})))
@@ -155,15 +155,15 @@ class Plan:
 
     @property
     def parallel(self) -> Any:
-        """How the step that it was made for is one process's of several, where it knows (`memscale.plan`)."""
+        """The parallelism of the step that the plan was made for; `None` unless `memscale.plan` made the plan."""
         return None
 
     def of_functions(self) -> Plan:
-        """The rules for modules alone."""
+        """Returns the plan with the rules for modules only."""
         return Plan([(rule.pattern, rule.transform) for rule in self if not is_of_optimizers(rule.transform)])
 
     def of_optimizers(self) -> Plan:
-        """The rules for optimizers alone.
+        """Returns the plan with the rules for optimizers only.
 
         >>> import memscale as ms
         >>> ms.Plan({"layers.*": ms.checkpoint(), "": ms.step_in_backward()}).of_optimizers()
@@ -173,7 +173,7 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """The sha256 of the rules, in hexadecimal: equal plans have it alike in every process and on every machine.
+        """The SHA-256 of the rules, in hexadecimal. Equal plans have equal hashes on every machine.
 
         >>> import memscale as ms
         >>> ms.Plan({"layers.*": ms.checkpoint()}).hash[:12]
@@ -189,20 +189,21 @@ class Plan:
         return [{"path": rule.pattern, "transform": rule.transform.to_data()} for rule in self.rules]
 
     def to_json(self) -> str:
-        """The plan as JSON text, with a schema version.
+        """Returns the plan as JSON text, with a schema version.
 
         Raises:
-            PlanError: a transform holds something that has no JSON form, such as a policy of the user's own.
+            PlanError: a transform has an argument without a JSON form, such as a policy of the user's own.
         """
         return _DOCUMENT.write({"rules": self._rules_data()}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote.
+        """Returns the plan that `to_json` wrote.
 
         Raises:
             PlanError: the text is truncated or not JSON, is of another schema version, or names a transform or
-                policy that this version does not know. ConfigError: a known one with arguments out of range.
+                policy that this version does not know.
+            ConfigError: a transform or policy has arguments out of range.
         """
         rules = _DOCUMENT.read(text).get("rules")
         if not isinstance(rules, list) or not all(
@@ -212,7 +213,7 @@ class Plan:
         return cls([(rule["path"], from_data(rule["transform"])) for rule in rules])
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan to a file, as JSON.
+        """Writes the plan to a file, as JSON.
 
         Raises:
             PlanError: as `to_json`, or the file cannot be written.
@@ -227,7 +228,7 @@ class Plan:
 
     @classmethod
     def load(cls: type[_Plan], path: str | PathLike[str]) -> _Plan:
-        """Read the plan of a file that `save` wrote.
+        """Reads a plan from a file that `save` wrote.
 
         >>> import os, tempfile, memscale as ms
         >>> plan = ms.Plan({"layers.*": ms.checkpoint()})
@@ -246,7 +247,7 @@ class Plan:
         return cls.from_json(text)  # type: ignore[return-value]
 
     def to_python(self) -> str:
-        """The code that makes and applies this plan by hand, ready to paste.
+        """Returns Python code that makes and applies this plan, ready to paste.
 
         >>> import memscale as ms
         >>> print(ms.Plan({"layers.*": ms.checkpoint()}).to_python())
@@ -258,7 +259,7 @@ class Plan:
         fit = transform(model, plan)
         """
         text = repr(self)
-        # Without the path patterns and names. Both kinds of quotes, or the one in "it's" would pair with the next.
+        # Removes string literals (paths and names). Both kinds of quotes, or the one in "it's" would pair with another.
         code = re.sub(r"'(?:[^'\\]|\\.)*'" r'|"(?:[^"\\]|\\.)*"', "", text)
         roots = {spelling.partition(".")[0] for spelling in spellings()} | {"identity"}
         names = [name for name in sorted(roots) if re.search(rf"\b{name}\b", code)]
@@ -278,7 +279,7 @@ class Plan:
 
 
 def as_plan(plan: Any) -> Plan:
-    """`plan` as a `Plan`: itself, or made from a mapping or pairs."""
+    """Returns `plan` itself if it is a `Plan`, else a `Plan` made from the mapping or pairs."""
     if isinstance(plan, (str, os.PathLike)):
         is_text = isinstance(plan, str) and plan.lstrip().startswith("{")
         write = "Plan.from_json(text)" if is_text else f"Plan.from_json(Path({str(plan)!r}).read_text())"

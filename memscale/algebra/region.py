@@ -1,8 +1,9 @@
-"""What a transform makes of a function, and how that becomes the forward of a module.
+"""Transformed functions, and the classes that install one as the forward of a module.
 
-``module.forward`` of a region is a `Method` of a `Transformed` function of the module's `OwnForward`. Each says what
-it is made of, and copies and pickles with its parts. None keeps the module alive: it is in the module's attributes,
-and a reference back would be a cycle, which holds the weights until Python's garbage collector runs.
+``module.forward`` of a region is a `Method`, which calls a `Transformed` function, which calls the module's
+`OwnForward`. Each lists its parts (`Assembled`), and copies and pickles with them. All of them refer to the module
+weakly: they are attributes of the module, and a strong reference would make a cycle, which would keep the weights until
+Python's garbage collector runs.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ _ATTACHED = (
     "_apply",
     "_replicate_for_data_parallel",
     "__getstate__",
-)  # the attributes of a module that make it a region
+)  # the instance attributes by which a module becomes a region
 
 
 class Transformed(Assembled):
     """A function under a transform. Copies and pickles with the function it holds.
 
     Attributes:
-        fn: the function underneath.
+        fn: the original function.
         how: the transform.
-        runtime: the one that it uses, where it uses one; `None` is the process's own.
-        title: how statistics call it: the path of the module that it is the forward of.
+        runtime: the runtime that the transform uses, if it uses one; `None` is the process's own.
+        title: the name in statistics, which is the path of the module.
     """
 
-    how: Any  # each transform's own class
-    keeps_inputs_only = False  # whether it runs its function again for backward, from inputs that it owns
-    not_around_sharded = ""  # why not around modules whose parameters FSDP2 gathers and frees, if that is so
+    how: Any  # subclasses narrow the type to their transform
+    keeps_inputs_only = False  # whether it saves only the inputs and recomputes its function in backward
+    not_around_sharded = ""  # why it cannot be around modules that FSDP2 shards; empty if it can
 
     def __init__(self, fn: Callable[..., Any], how: Transform) -> None:
         self.fn = fn
@@ -53,12 +54,12 @@ class Transformed(Assembled):
         self.title = getattr(fn, "__qualname__", type(fn).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `fn` returns, computed another way."""
+        """Returns the result of `fn`, computed under the transform."""
         raise NotImplementedError
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        return self.fn  # `inspect.signature` and friends see the function underneath
+        return self.fn  # `inspect.signature` then shows the signature of the original function
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not isinstance(self.__dict__.get("fn"), nn.Module):
@@ -82,11 +83,11 @@ class Transformed(Assembled):
 
 
 class Placing(Transformed):
-    """A transformed function that decides where the parameters which it uses live.
+    """A transformed function that decides in which tier its parameters live.
 
     Attributes:
-        resident: those that stay where they are, since others outside of every such region use them too. None for the
-            region of a bare function, which no model has looked at.
+        resident: the parameters that stay in place, because modules outside of all such regions use them too. `None`
+            for a bare function, which belongs to no model.
     """
 
     def __init__(self, fn: Callable[..., Any], how: Transform) -> None:
@@ -94,11 +95,11 @@ class Placing(Transformed):
         self.resident: tuple[nn.Parameter, ...] | None = None
 
     def place(self, parameters: Sequence[torch.Tensor], device: torch.device) -> Any:
-        """Let `parameters`, which are those of a module on `device`, live where they are to live."""
+        """Moves `parameters`, those of a module on `device`, to the tiers that the transform chooses."""
         raise NotImplementedError
 
     def why_none_leaves(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Why nothing of `parameters` would live elsewhere; None where something would."""
+        """Returns why the transform would move none of `parameters`, or `None` if it would move some."""
         raise NotImplementedError
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Any:
@@ -108,7 +109,7 @@ class Placing(Transformed):
 
 
 class OfModule:
-    """Something in the attributes of a module, which it does not keep alive. Copies and pickles with the module."""
+    """The base of attributes that refer to their module weakly. Copies and pickles with the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Callable[[], nn.Module | None] = weakref.ref(module)
@@ -118,7 +119,7 @@ class OfModule:
         """The module.
 
         Raises:
-            TransformError: it is gone.
+            TransformError: the module was freed.
         """
         module = self._module()
         if module is None:
@@ -142,13 +143,13 @@ def _new(kind: type[OfModule]) -> OfModule:
 
 
 def _nowhere() -> None:
-    """Where a module is that is gone."""
+    """Replaces the weak reference to a module that was freed; returns `None`, as a dead reference does."""
 
 
 class OwnForward(OfModule, Assembled):
-    """A module's own forward as a function: that of its class, or one that somebody put into this object.
+    """A module's original forward as a function: the method of its class, or a forward that other code assigned.
 
-    A bound method would not do: it pickles as "the attribute `forward` of the module", which is the region itself.
+    A bound method would pickle as "the attribute `forward` of the module", which is the region itself.
     """
 
     def __init__(self, module: nn.Module, patched: Callable[..., Any] | None) -> None:
@@ -173,26 +174,27 @@ class OwnForward(OfModule, Assembled):
 
 
 class Method(OfModule, Assembled):
-    """`fn` as a method of `module`: to whoever asks it is a bound one, as `module.forward` is of any other module.
+    """`fn` as a method of `module`, which looks like the bound method that `module.forward` normally is.
 
-    Libraries ask. They take its `__func__`, to bind it to a copy of the module or to wrap it, and its signature. It is
-    none of Python's own, since that would keep the module alive, and would be lost when the module is pickled.
+    Libraries read its `__func__`, to bind it to a copy of the module or to wrap it, and its signature. A real bound
+    method would keep the module alive, and would be lost when the module is pickled.
     """
 
     def __init__(self, module: nn.Module, fn: Callable[..., Any]) -> None:
         OfModule.__init__(self, module)
         self.fn = fn
-        self._taken: tuple[list[Callable[..., Any]], Callable[..., Any]] | None = None  # what `__func__` calls, itself
+        # The cached `__func__`, preceded by the one-item list that holds the function it calls.
+        self._taken: tuple[list[Callable[..., Any]], Callable[..., Any]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # accelerate's unwrap_model makes types.MethodType(forward, model) of a forward that is bound already.
-        # Not under a compiler, which fails at a look at an argument that is a tensor of torch.func.
+        # accelerate's unwrap_model calls types.MethodType(forward, model) with a forward that is bound already.
+        # Skipped under a compiler, which fails at an isinstance check of a torch.func tensor.
         if not torch.compiler.is_compiling() and args and isinstance(args[0], nn.Module) and args[0] is self._module():
             args = args[1:]
         return self.fn(*args, **kwargs)
 
     def rebind(self, fn: Callable[..., Any]) -> None:
-        """Call `fn` from here on, also for those who have taken `__func__` before."""
+        """Replaces the function by `fn`, also in a `__func__` that other code already holds."""
         self.fn = fn
         if self._taken is not None:
             self._taken[0][0] = fn
@@ -207,10 +209,10 @@ class Method(OfModule, Assembled):
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """The function of the module and the arguments of `fn`. Given another module, it runs as that one's forward."""
+        """The function of the module and the arguments of `fn`. With another module, it runs that module's forward."""
         if self._taken is not None:
             return self._taken[1]
-        # A cell that this and the function share: either of them in the other would be a cycle.
+        # A list that this object and the function share: a reference from one to the other would make a cycle.
         own, cell = self._module, [self.fn]
         others: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
@@ -224,9 +226,9 @@ class Method(OfModule, Assembled):
 
         original = inspect.unwrap(self.fn)
         functools.update_wrapper(forward, original)
-        # Who follows this would arrive at the module's own forward.
+        # Removed, since `inspect.unwrap` would otherwise bypass the transform.
         del forward.__wrapped__  # type: ignore[attr-defined]
-        # A method has the attributes of its function, and Dynamo of PyTorch 2.10 asks the function for them.
+        # A method has the attributes of its function, and Dynamo of PyTorch 2.10 reads them from the function.
         forward.fn = self.fn  # type: ignore[attr-defined]
         module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         signature = inspect.signature(self.fn)
@@ -235,7 +237,7 @@ class Method(OfModule, Assembled):
         return forward
 
     def __getattr__(self, name: str) -> Any:
-        # A method has the attributes of its function. One that is being unpickled is still empty.
+        # A method has the attributes of its function. While it is unpickled, it has no `fn` yet.
         if "fn" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.__func__, name)
@@ -252,9 +254,9 @@ class Method(OfModule, Assembled):
 
 
 class Relocation(OfModule, Assembled):
-    """What ``.to()`` and its like call: moves all of a region but the parameters that live elsewhere.
+    """Replaces ``module._apply``, which ``.to()`` and similar methods call: offloaded parameters stay in their tier.
 
-    Region by region, so that a model larger than the device can be moved there too.
+    Works region by region, so that ``.to()`` also works for a model larger than the device.
     """
 
     def __init__(self, module: nn.Module, region: Placing) -> None:
@@ -277,9 +279,9 @@ class Relocation(OfModule, Assembled):
 
 
 class Replication(OfModule, Assembled):
-    """What `nn.DataParallel` calls: refuses, since a replica has the attributes of its original.
+    """Replaces the method that `nn.DataParallel` calls, and raises `TransformError`.
 
-    Its forward would be that of the original, with the original's weights.
+    A replica has the attributes of its original, so its forward would run with the original's weights.
     """
 
     def __call__(self) -> nn.Module:
@@ -297,9 +299,9 @@ class Replication(OfModule, Assembled):
 
 
 class State(OfModule, Assembled):
-    """What a module's copies and pickles are made of, ``__getstate__``: its attributes, those of a region to be copied.
+    """Replaces ``__getstate__``, from which copies and pickles of a module are made: wraps the attributes of a region.
 
-    `copy.copy` takes them as they are, and its copy would run as the original, whatever was changed in it since.
+    `copy.copy` would otherwise share the forward, and the copy would run as the original after changes to the copy.
     """
 
     def __call__(self) -> Any:
@@ -311,7 +313,7 @@ class State(OfModule, Assembled):
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        return _state  # for libraries that bind the methods of a module to their copy of it, as those of `Method`
+        return _state  # for libraries that bind a module's methods to their copy of the module
 
     def parts(self) -> tuple[Any, ...]:
         return (self.module,)
@@ -321,7 +323,7 @@ class State(OfModule, Assembled):
 
 
 class _Lent:
-    """A method of a region on the way to a copy. A deep copy and a pickle of this is one of the method."""
+    """A method of a region inside a copied state. Its deep copy or pickle is a copy of the method itself."""
 
     def __init__(self, method: Method | State) -> None:
         self._method = method
@@ -353,7 +355,7 @@ def _itself(method: Method | State) -> Method | State:
 
 def _state(module: nn.Module) -> Any:
     own: Any = getattr(type(module), "__getstate__", None)
-    plain = own is getattr(object, "__getstate__", None)  # which Python 3.10 has not
+    plain = own is getattr(object, "__getstate__", None)  # Python 3.10 has no `object.__getstate__`
     state = module.__dict__ if plain else own(module)
     if not isinstance(state, dict):
         return state
@@ -361,9 +363,9 @@ def _state(module: nn.Module) -> Any:
 
 
 class ForwardPatch(OfModule):
-    """What makes a module a region, and takes that off again: every attribute is then the object that it was.
+    """Makes a module a region, and undoes it: every attribute is then the same object as before.
 
-    Others may wrap or replace the forward in between. Theirs stays, over the module's forward of before.
+    Other code may wrap or replace the forward in between. Its wrapper stays, around the module's original forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -372,7 +374,7 @@ class ForwardPatch(OfModule):
         self.method: Method | None = None
 
     def apply(self, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let the module's forward run under `how`: inside the forward that others have put over it, where they did."""
+        """Puts the module's forward under `how`; inside the wrapper, if other code has wrapped the forward."""
         module, before = self.module, self.attributes.get("forward")
         if self.method is None:
             self.method = attach(module, how)
@@ -383,11 +385,11 @@ class ForwardPatch(OfModule):
         _refuse_copies(module)
 
     def put_back(self) -> Callable[..., Any] | None:
-        """Let every attribute be the object that it was, unless the module is gone. `apply` may follow.
+        """Restores every attribute to the object before `apply`, unless the module was freed. `apply` may follow.
 
         Returns:
-            A forward that somebody else has put over the region, which stays; the region under it becomes what was
-            there before. None if there is none.
+            The wrapper that other code has put around the region, or `None`. A wrapper stays in place, and calls the
+            original forward from then on.
         """
         module = self._module()
         if module is None:
@@ -400,10 +402,10 @@ class ForwardPatch(OfModule):
             return None
         self.method.rebind(OwnForward(module, before))
         while isinstance(now, Method) and isinstance(now.fn, OwnForward):
-            now = now.fn.patched  # of this region, or of a former one that somebody has kept and put back
+            now = now.fn.patched  # of this region, or of an earlier one that other code kept and restored
         if now is before or _is_of(now, self.method):
             return None
-        if now is None:  # somebody took off what was there, and the region over it
+        if now is None:  # other code deleted the forward, and the region with it
             del module.__dict__["forward"], self.attributes["forward"]
             return None
         on_top: Callable[..., Any] = now
@@ -412,13 +414,13 @@ class ForwardPatch(OfModule):
 
 
 def _is_of(forward: Any, method: Method) -> bool:
-    """Whether `forward` is `method`, or what Python binds of it or of its function."""
+    """Whether `forward` is `method`, or a bound method made from it or from its function."""
     function = getattr(forward, "__func__", None)
     return forward is method or function is method or (method._taken is not None and function is method._taken[1])
 
 
 def attach(module: nn.Module, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Method:
-    """Make `module` a region: let its forward run under `how`."""
+    """Makes `module` a region: its forward runs under `how`."""
     now = module.__dict__.get("forward")
     inside = now.fn if isinstance(now, Method) and now.module is module else OwnForward(module, now)
     method = Method(module, how(inside))
@@ -433,7 +435,7 @@ def _refuse_copies(module: nn.Module) -> None:
 
 
 def name_regions(modules: Modules, patches: Iterable[ForwardPatch] = ()) -> None:
-    """Give the regions among `modules` their first paths, also those of `patches` that others have wrapped."""
+    """Sets the title of each region to its first path, also for `patches` whose forward other code has wrapped."""
     wrapped = {patch.module: patch.method for patch in patches}
     for path, module in reversed(modules):
         for part in assembled_in(wrapped.get(module) or module.__dict__.get("forward")):
@@ -442,12 +444,12 @@ def name_regions(modules: Modules, patches: Iterable[ForwardPatch] = ()) -> None
 
 
 def placing_in(module: nn.Module) -> list[Placing]:
-    """The functions that `module`'s forward is made of which decide where its parameters live, outermost first."""
+    """Returns the `Placing` functions in `module`'s forward, outermost first."""
     return [part for part in assembled_in(module.__dict__.get("forward")) if isinstance(part, Placing)]
 
 
 def is_transformed(model: nn.Module) -> bool:
-    """Whether a module of `model` is a region."""
+    """Whether any module of `model` is a region."""
     forwards = (module.__dict__.get("forward") for module in model.modules())
-    # What somebody has kept of a region, and put back after it was taken off, is the module's own forward.
+    # A `Method` that other code kept and assigned again after `put_back` calls the module's own forward.
     return any(isinstance(each, Method) and not isinstance(each.fn, OwnForward) for each in forwards)
