@@ -1,4 +1,4 @@
-"""What every floor stands on: errors, units, pytrees, values as data, patterns over paths, host memory, caches."""
+"""The base of all other folders: errors, units, pytrees, values as data, path patterns, host memory, caches."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ from memscale.core.validation import TIERS, Check, Misfit, boolean, check_count,
 
 if TYPE_CHECKING:
     from memscale.core import batches, internals, pytrees
-    from memscale.core.of_torch import (
+    from memscale.core.torch_names import (
         Assembled,
         Loss,
         Value,
@@ -171,10 +171,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs PyTorch when the first of these names is asked for: a server of run history needs none."""
+    """Imports the names that need PyTorch on first use, so that a server of run history works without PyTorch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from memscale.core import of_torch
+    from memscale.core import torch_names
 
-    globals().update({each: getattr(of_torch, each) for each in of_torch.__all__})
+    globals().update({each: getattr(torch_names, each) for each in torch_names.__all__})
     return globals()[name]

@@ -1,4 +1,4 @@
-"""Functions that say what they are made of."""
+"""`Assembled`: functions that list the functions and modules that they are made of."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import nn
 
 
 class Assembled:
-    """A function made of others, and perhaps of a module. Whoever looks for what it depends on goes on at its parts."""
+    """A function that calls other functions or modules, its parts. Captures of the function follow its parts."""
 
     def parts(self) -> tuple[Any, ...]:
-        """What is called in the end."""
+        """Returns the functions and modules that this function calls."""
         raise NotImplementedError
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Any:
-        """The same of other parts, those that `remap` gives: as a copy of a module needs it."""
+        """Returns a copy with each part replaced by ``remap(part)``, as needed for a copy of a module."""
         raise NotImplementedError
 
 
 def assembled_in(thing: Any) -> Iterator[Assembled]:
-    """`thing` and all that it is made of, outermost first; without what modules among them call."""
+    """Yields the `Assembled` functions in `thing`, outermost first, without those inside its modules."""
     if isinstance(thing, Assembled):
         yield thing
         for part in thing.parts():
@@ -29,14 +29,14 @@ def assembled_in(thing: Any) -> Iterator[Assembled]:
 
 
 def is_of_modules(thing: Any) -> bool:
-    """Whether `thing` is a module, or made of modules only."""
+    """Whether `thing` is a module, or an `Assembled` function all of whose parts are."""
     if thing is None or isinstance(thing, nn.Module):
         return True
     return isinstance(thing, Assembled) and all(map(is_of_modules, thing.parts()))
 
 
 def modules_in(thing: Any) -> Iterator[nn.Module]:
-    """The modules that `thing` is made of."""
+    """Yields the modules in `thing` and its parts."""
     if isinstance(thing, nn.Module):
         yield thing
     elif isinstance(thing, Assembled):

@@ -1,6 +1,6 @@
-"""Batches and losses: what a model is called with, and the one number that its backward begins from.
+"""Batches and losses: the arguments of a model call, and the scalar from which its backward begins.
 
-The same three kinds of batch and the same loss everywhere, and for each mistake the same words.
+Every verb accepts the same three kinds of batch and the same kind of loss, with the same error messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 def check_batch(batch: Any) -> None:
-    """Do nothing for what a model can be called with.
+    """Checks that `batch` is a tensor, a tuple or list, or a mapping.
 
     Raises:
         ConfigError: `batch` is none of the three kinds.
@@ -32,10 +32,10 @@ def check_batch(batch: Any) -> None:
 
 
 def check_call(model: Callable[..., Any], batch: Any) -> None:
-    """Do nothing for a batch that `model` has arguments for: labels are often not among them.
+    """Checks that the forward of `model` accepts `batch`. A frequent mistake is a batch with labels.
 
     Raises:
-        ConfigError: it is none of the three kinds, or not what a module's forward takes.
+        ConfigError: `batch` is none of the three kinds, or does not fit the signature of the forward.
     """
     check_batch(batch)
     if not has_forward(model):
@@ -55,14 +55,14 @@ def check_call(model: Callable[..., Any], batch: Any) -> None:
 
 
 def has_forward(module: Any) -> bool:
-    """False of a module that has the forward which `nn.ModuleList` and `nn.ModuleDict` inherit: it only raises."""
+    """Whether `module` has a forward besides the inherited one of `nn.Module`, which only raises."""
     return "forward" in getattr(module, "__dict__", ()) or (
         getattr(type(module), "forward", None) is not torch.nn.Module.forward
     )
 
 
 def call(model: Callable[..., Any], batch: Any) -> Any:
-    """``model`` of ``batch``: a tensor is one argument, a tuple or list the arguments, a mapping keywords.
+    """Calls `model` with `batch`: a tensor is one argument, a tuple or list the arguments, a mapping the keywords.
 
     >>> call(max, (3, 4)), call(dict, {"a": 1}), call(torch.numel, torch.ones(5))
     (4, {'a': 1}, 5)
@@ -73,7 +73,7 @@ def call(model: Callable[..., Any], batch: Any) -> Any:
         return model(**batch) if isinstance(batch, Mapping) else model(*batch)
     except NotImplementedError as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        # A LightningModule's own forward calls the one that only raises.
+        # The forward of LightningModule calls that of `nn.Module`, which only raises.
         if frames[-1].f_code is torch.nn.Module.forward.__code__:
             raise _no_forward(frames[-1].f_locals["self"]) from None
         raise
@@ -87,21 +87,21 @@ def _no_forward(module: Any) -> ConfigError:
 
 
 def flatten(batch: Any) -> tuple[list[Any], Any]:
-    """The leaves of a batch in order, and what puts them back: `pytrees.flatten` of it."""
-    # A tokeniser's BatchEncoding is a mapping that no pytree library knows.
+    """Returns the leaves of a batch in order, and the spec for `pytrees.unflatten`."""
+    # A tokeniser's BatchEncoding is a mapping that pytree libraries treat as a leaf.
     return pytrees.flatten(dict(batch) if isinstance(batch, Mapping) else batch)
 
 
 def tensors(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch, in order."""
+    """Returns the tensors of a batch, in order."""
     return [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def check_loss(loss: Any) -> None:
-    """Do nothing for a function, and for None, which leaves the loss to the output.
+    """Checks that `loss` is a function ``loss(output, batch)``, or `None` for the loss of the output.
 
     Raises:
-        ConfigError: `loss` is neither, or does not take the two of ``loss(output, batch)``.
+        ConfigError: `loss` is neither, or does not take two arguments.
     """
     if isinstance(loss, type):
         name = loss.__name__
@@ -118,7 +118,7 @@ def check_loss(loss: Any) -> None:
         return
     try:
         signature = inspect.signature(loss)
-    except (TypeError, ValueError):  # one in C says nothing about what it takes
+    except (TypeError, ValueError):  # a function in C may have no signature
         return
     try:
         signature.bind(None, None)
@@ -131,15 +131,16 @@ def check_loss(loss: Any) -> None:
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that an output brings along, as those of transformers do; None without one."""
+    """Returns the loss in a model's output (outputs of transformers have one), or `None`."""
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def given_loss(output: Any, batch: Any, loss: Loss) -> torch.Tensor:
-    """What the caller's ``loss(output, batch)`` returns.
+    """Returns the result of the caller's ``loss(output, batch)``.
 
     Raises:
-        ConfigError: not a tensor with one element, or a loss of PyTorch's, which takes targets and not a batch.
+        ConfigError: the result is not a tensor with one element, or the loss is one of PyTorch's, which take targets
+            instead of a batch.
     """
     if getattr(loss, "__module__", "") not in ("torch.nn.modules.loss", "torch.nn.functional"):
         return _one_element(loss(output, batch), "loss(output, batch)")
@@ -149,7 +150,7 @@ def given_loss(output: Any, batch: Any, loss: Loss) -> torch.Tensor:
         f"loss={name} compares an output with targets, and a loss is called as loss(output, batch), here with the "
         f"whole {type(batch).__name__}; write loss=lambda output, _: {call}, with your labels for y"
     )
-    if not isinstance(batch, torch.Tensor):  # of an autoencoder the batch is the target
+    if not isinstance(batch, torch.Tensor):  # a tensor may be the target, as in an autoencoder
         raise fault
     try:
         return _one_element(loss(output, batch), "loss(output, batch)")
@@ -160,10 +161,10 @@ def given_loss(output: Any, batch: Any, loss: Loss) -> torch.Tensor:
 
 
 def scalar_loss(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
-    """The loss of a training step: the caller's, else the output's own, else the output.
+    """Returns the loss of a training step: the caller's, else the output's own, else the output itself.
 
     Raises:
-        ConfigError: there is none, or it is not a scalar that depends on a parameter.
+        ConfigError: there is no loss, or the loss is not a scalar that depends on a parameter.
     """
     if loss is not None:
         value, source = given_loss(output, batch, loss), "loss(output, batch)"

@@ -1,4 +1,4 @@
-"""What is kept on disk from one run to the next: JSON of this user's own, written whole, bounded, never relied on."""
+"""A cache on disk between runs: JSON files that only this user can write, bounded in size, and safe to delete."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from memscale.core.errors import ConfigError, MemscaleError
 VARIABLE = "MEMSCALE_CACHE"
 
 _DOCUMENT = Document("cache_entry", version=1, writer="DiskCache.write", error=ConfigError)
-_MOST_BYTES = 64 << 20  # of one kind of entries
-_PART = ".part-"  # how files begin that are being written
-_ABANDONED_SECONDS = 3600  # after which such a file is of a process that was killed
+_MOST_BYTES = 64 << 20  # for all entries of one kind
+_PART = ".part-"  # the prefix of files that are being written
+_ABANDONED_SECONDS = 3600  # age at which such a file is taken for one of a killed process
 
 
 def cache_folder() -> Path | None:
-    """Where caches are: ``$MEMSCALE_CACHE``, or the user's cache folder; None if the variable is empty."""
+    """Returns the cache folder: ``$MEMSCALE_CACHE``, else the user's; `None` if the variable is set and empty."""
     chosen = os.environ.get(VARIABLE)
     if chosen is not None:
         return Path(chosen) if chosen else None
@@ -38,15 +38,15 @@ def cache_folder() -> Path | None:
 
 
 class DiskCache:
-    """JSON values by name, a file each. What cannot be read or written is as good as never kept.
+    """Stores JSON values by name, one file each. Failed reads count as misses, and failed writes are ignored.
 
-    A file that was cut off or changed, is of another version, or that another user could have written is no entry.
-    Files are written beside and renamed, so that no process reads half of one; only their owner may read them. Beyond
-    `most_bytes` the ones that were used least lately go.
+    A file that is truncated, changed, of another version, or writable by another user counts as a miss. A write goes to
+    a temporary file that is then renamed, so that no process reads a partial file. Only the owner may read the files.
+    Beyond `most_bytes` the least recently used entries are deleted.
 
     Args:
-        kind: of the entries, which have a folder of their own.
-        most_bytes: that they may take together.
+        kind: the name of the folder for these entries.
+        most_bytes: the limit for all entries of this kind, in bytes.
     """
 
     def __init__(self, kind: str, *, most_bytes: int = _MOST_BYTES) -> None:
@@ -55,7 +55,7 @@ class DiskCache:
         self.most_bytes = most_bytes
 
     def read(self, name: str) -> Any:
-        """The value of this name, None without one."""
+        """Returns the value of this name, or `None`."""
         if self.folder is None:
             return None
         path = self.folder / f"{name}.json"
@@ -70,11 +70,11 @@ class DiskCache:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, MemscaleError):
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # used now
+            os.utime(path)  # marks the entry as used
         return value
 
     def write(self, name: str, value: Any) -> None:
-        """Keep a value, in place of the one of this name."""
+        """Stores a value, replacing any value of this name."""
         if self.folder is None:
             return
         body = json.dumps(value)
@@ -84,7 +84,7 @@ class DiskCache:
         with contextlib.suppress(OSError):
             self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            descriptor, part = tempfile.mkstemp(dir=self.folder, prefix=_PART)  # for its owner only
+            descriptor, part = tempfile.mkstemp(dir=self.folder, prefix=_PART)  # readable by its owner only
             try:
                 with open(descriptor, "w", encoding="utf-8") as file:
                     file.write(text)
@@ -96,7 +96,7 @@ class DiskCache:
     def _make_room(self, folder: Path) -> None:
         found = []
         for path in folder.iterdir():
-            with contextlib.suppress(OSError):  # another process was faster
+            with contextlib.suppress(OSError):  # another process may have deleted it
                 about = path.lstat()
                 if path.name.startswith(_PART) and time.time() - about.st_mtime > _ABANDONED_SECONDS:
                     path.unlink()
@@ -115,8 +115,8 @@ def _checksum(body: str) -> str:
 
 
 def _is_ours(about: os.stat_result) -> bool:
-    """Whether a file is one that nobody but this user could have written."""
+    """Whether only this user could have written the file."""
     if not stat.S_ISREG(about.st_mode):
         return False
-    mine = getattr(os, "getuid", lambda: about.st_uid)()  # Windows has no such numbers
+    mine = getattr(os, "getuid", lambda: about.st_uid)()  # Windows has no user ids
     return about.st_uid == mine and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

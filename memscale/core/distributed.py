@@ -1,4 +1,4 @@
-"""Several processes: whether this is one of a group, and what FSDP2 keeps of a module; nothing is imported of it."""
+"""Queries about process groups and FSDP2, without importing `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def in_process_group() -> bool:
-    """Whether this process is one of a group that `torch.distributed` has made.
+    """Whether this process has an initialized `torch.distributed` process group.
 
     >>> in_process_group()
     False
@@ -18,9 +18,9 @@ def in_process_group() -> bool:
 
 
 def fsdp_groups(state: Any) -> list[Any]:
-    """The groups of parameters that FSDP2 gathers for a module with this state.
+    """Returns the parameter groups of an FSDP2 module state.
 
-    Before torch 2.12 a module had one at most, under another name.
+    Before torch 2.12 a module had at most one group, in an attribute of another name.
     """
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -29,7 +29,7 @@ def fsdp_groups(state: Any) -> list[Any]:
 
 
 def fsdp_groups_of(module: Any) -> list[Any]:
-    """Those of a module that ``fully_shard`` took; none of any other.
+    """Returns the FSDP2 parameter groups of a module; empty unless ``fully_shard`` took the module.
 
     >>> fsdp_groups_of(object())
     []

@@ -1,4 +1,4 @@
-"""JSON documents: each says first what it is and in which version; anything else is one clear error."""
+"""JSON documents with a header that names their kind and version; reading anything else raises one clear error."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Document:
     {'eggs': 3}
 
     Args:
-        name: what messages call it.
-        version: of the form that is written, the only one that is read.
-        writer: what writes it, for messages.
-        error: raised for a text that is not one.
+        name: the name of the document in messages and in its header.
+        version: the version that is written, and the only one that can be read.
+        writer: the function that writes the document, for messages.
+        error: the error class for a text that is no such document.
     """
 
     name: str
@@ -36,14 +36,14 @@ class Document:
     error: type[MemscaleError]
 
     def write(self, fields: Mapping[str, Any], *, indent: int | None = None) -> str:
-        """The document with these fields, as JSON text."""
+        """Returns the document with these fields, as JSON text."""
         return json.dumps({f"memscale_{self.name}": self.version, **fields}, indent=indent)
 
     def read(self, text: str) -> dict[str, Any]:
-        """The fields of the document that `write` wrote, less the header.
+        """Returns the fields of a document that `write` wrote, without the header.
 
         Raises:
-            MemscaleError: `error`; the text is not JSON, or no document of this kind and version.
+            MemscaleError: of class `error`, if the text is not JSON, or no document of this kind and version.
         """
         try:
             data = json.loads(text)
@@ -63,7 +63,7 @@ class Document:
 
     @contextmanager
     def parts(self) -> Iterator[None]:
-        """Build what the document holds in the body: a part too few, too many or of another kind is `error`."""
+        """A context for reading the fields: turns errors about missing, unknown or wrong fields into `error`."""
         try:
             yield
         except MemscaleError:

@@ -9,15 +9,15 @@ _Error = TypeVar("_Error", bound="MemscaleError")
 
 
 class Argument(NamedTuple):
-    """An argument that a message advises, as data: its ``str`` is Python, and a command line spells it as an option.
+    """An argument that a message recommends. Its ``str`` is Python; a command line can spell it as an option instead.
 
     >>> str(Argument("Config", "enable_tiling", True)), str(Argument("tune", "at_most"))
     ('Config(enable_tiling=True)', 'tune(at_most=...)')
 
     Attributes:
-        of: what takes it; ``""`` for the call that failed.
-        name: of the argument.
-        value: ``...`` where the caller has to choose one.
+        of: the function or class that takes the argument; ``""`` for the call that failed.
+        name: the name of the argument.
+        value: the value; ``...`` if the caller has to choose one.
     """
 
     of: str
@@ -30,21 +30,21 @@ class Argument(NamedTuple):
 
 
 class MemscaleError(Exception):
-    """The root of every error that memscale raises on purpose.
+    """The base of every error that memscale raises on purpose.
 
     Attributes:
-        arguments: those that the message advises.
+        arguments: the arguments that the message recommends.
     """
 
     arguments: tuple[Argument, ...] = ()
 
     def naming(self: _Error, *arguments: Argument) -> _Error:
-        """This error, with the arguments that its message advises."""
+        """Returns this error, with `arguments` as those that its message recommends."""
         self.arguments = arguments
         return self
 
     def spelled(self, spell: Callable[[Argument], str]) -> str:
-        """The message with its arguments as `spell` writes them.
+        """Returns the message with each recommended argument written by `spell`.
 
         >>> error = MemscaleError(f"give {Argument('tune', 'at_most')}").naming(Argument("tune", "at_most"))
         >>> error.spelled(lambda argument: f"--{argument.name}")
@@ -61,7 +61,7 @@ class ConfigError(MemscaleError, ValueError):
 
 
 class PlanError(MemscaleError, ValueError):
-    """A plan does not describe this model, or its text cannot be read back."""
+    """A plan does not fit the model, or its text cannot be read."""
 
 
 class TransformError(MemscaleError, RuntimeError):
@@ -72,8 +72,8 @@ class BudgetError(MemscaleError, RuntimeError):
     """No composition of transforms fits the byte budget.
 
     Attributes:
-        peak_bytes: the smallest peak that can be reached, None where that was not looked for.
-        plan: the plan that reaches it.
+        peak_bytes: the smallest peak found, in bytes; `None` if none was searched for.
+        plan: the plan with this peak, or `None`.
     """
 
     peak_bytes: int | None = None
@@ -81,11 +81,11 @@ class BudgetError(MemscaleError, RuntimeError):
 
 
 class RuntimeUnavailable(MemscaleError, RuntimeError):
-    """The part of the runtime that a transform needs is not there (no CuPy, no device, not built yet)."""
+    """A part of the runtime that a transform needs is missing (no CuPy, no device, a private name of PyTorch)."""
 
 
 class CorrectnessError(MemscaleError, RuntimeError):
-    """Going on would give a gradient that differs from the untransformed model's."""
+    """Continuing would compute a gradient that differs from the untransformed model's."""
 
 
 class PolicyFallbackNeeded(MemscaleError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What the host has for a process: RAM, as the system and the cgroups around it say, and folders that are on a disk."""
+"""Queries of the host: the RAM available to this process under its cgroup limits, and folders on a disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEMBERSHIP, _MOUNT, _MEMINFO = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"
 
 
 def available_host_bytes() -> int | None:
-    """RAM that the process can take now without swapping or meeting a limit; None where nothing says so.
+    """Returns the bytes of RAM that the process can allocate without swapping or reaching a limit; `None` if unknown.
 
     Read from ``/proc`` and the cgroups on Linux; elsewhere from psutil, where it is installed.
 
@@ -29,12 +29,12 @@ def available_host_bytes() -> int | None:
 
 
 def cgroup_limit_bytes() -> int | None:
-    """The smallest memory limit of the cgroups that this process is in; None where there is none."""
+    """Returns the smallest memory limit, in bytes, of the cgroups of this process; `None` without a limit."""
     return min((limit_bytes for limit_bytes, _ in cgroup_limits(_MEMBERSHIP, _MOUNT)), default=None)
 
 
 def cgroup_limits(membership: Path, mount: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit bytes, used bytes) of every memory cgroup, v1 or v2, that this process is in.
+    """Yields (limit bytes, used bytes) of every memory cgroup, v1 or v2, of this process.
 
     A limit binds everything below it, so each group up to the root counts. Inside a container the path that
     the kernel reports may not exist under the container's own mount; the root, which is the container, does.
@@ -53,16 +53,16 @@ def cgroup_limits(membership: Path, mount: Path) -> Iterator[tuple[int, int]]:
         for depth in range(len(parts), -1, -1):
             group = root.joinpath(*parts[:depth])
             limit = read_or_empty(group / limit_name).strip()
-            # v2 writes "max" for no limit; v1 writes a number near 2**63, which never is the smaller one.
+            # For no limit v2 writes "max"; v1 writes a number near 2**63, which is larger than any real limit.
             if limit.isdigit() and int(limit) > 0:
                 usage = read_or_empty(group / usage_name).strip()
-                # The usage counts the page cache too, which the kernel drops before it refuses memory.
+                # The usage includes the page cache, which the kernel drops before it refuses memory.
                 cached_bytes = _field(group / "memory.stat", cache_name) or 0
                 yield int(limit), max(0, (int(usage) if usage.isdigit() else 0) - cached_bytes)
 
 
 def read_or_empty(path: Path) -> str:
-    """The text of a system file, empty where this system has no such file."""
+    """Returns the text of a system file, or ``""`` if it does not exist."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -70,10 +70,10 @@ def read_or_empty(path: Path) -> str:
 
 
 def folder_on_disk() -> str:
-    """The first folder for temporary files that is not in RAM.
+    """Returns the first folder for temporary files that is on a disk.
 
     Raises:
-        RuntimeUnavailable: there is none.
+        RuntimeUnavailable: all of them are in RAM.
     """
     candidates = list(dict.fromkeys([tempfile.gettempdir(), "/var/tmp"]))
     for candidate in candidates:
@@ -86,12 +86,12 @@ def folder_on_disk() -> str:
 
 
 def is_in_memory(folder: str) -> bool:
-    """Whether a folder is on a filesystem that lives in RAM; False where the system does not say."""
+    """Whether a folder is on a filesystem in RAM; `False` if the kind of filesystem is unknown."""
     return filesystem_of(folder) in ("tmpfs", "ramfs")
 
 
 def filesystem_of(folder: str) -> str:
-    """The kind of filesystem that a folder is on, such as ``"ext4"``; ``""`` where the system does not say."""
+    """Returns the kind of filesystem of a folder, such as ``"ext4"``; ``""`` if unknown."""
     try:
         device = os.stat(folder).st_dev
     except OSError:

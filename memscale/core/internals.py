@@ -1,8 +1,8 @@
-"""The private names of PyTorch that memscale relies on, what each is for, and what happens without them.
+"""The private names of PyTorch that memscale uses, the purpose of each, and what happens without it.
 
-PyTorch promises nothing about these, and each release may drop one. A part of memscale that needs a missing one is
-refused when it is first asked for, before anything runs (`needs`); the rest works, importing memscale included
-(`named`). `tests/core/test_internals.py` holds the list against the source: a new private name has to be added here.
+PyTorch gives no guarantee for these names, and any release may drop one. If a name is missing, the parts of memscale
+that need it raise an error on their first use, before anything runs (`needs`). Everything else works, including
+importing memscale (`named`). `tests/core/test_internals.py` checks the list against the source: add new names here.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 
 from memscale.core.errors import RuntimeUnavailable
 
-# The oldest and the newest release that the suite was run with; docs/compatibility.md says what came of it.
+# The oldest and the newest release that the test suite was run with; docs/compatibility.md has the results.
 OLDEST_TESTED, NEWEST_TESTED = (2, 10), (2, 15)
-# This one, (major, minor): for what differs between releases and shows in nothing else, as what a CUDA build does.
+# The installed release, (major, minor), for differences between releases that cannot be detected otherwise.
 TORCH_VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 
 
 class Internal(NamedTuple):
-    """A private name: what it is for, the folders that use it, the first supported release that has it.
+    """A private name with its purpose, the folders that use it, and the first supported release that has it.
 
-    Without it those folders are refused, unless `without` says what they do then.
+    If PyTorch lacks the name, these folders raise an error, unless `without` describes what they do instead.
     """
 
     name: str
@@ -258,7 +258,7 @@ _EVERYWHERE = "core algebra regions policies"
 _TRANSFORMS = f"{_EVERYWHERE} runtime transforms/checkpoint transforms/offload transforms/tile transforms/cast"
 _SIMULATING = f"{_TRANSFORMS} optimizers hardware simulation"
 
-#: The folders that each part of memscale stands on.
+#: The folders that each part of memscale needs.
 PARTS = {
     "checkpoint": f"{_EVERYWHERE} runtime transforms/checkpoint",
     "offload": f"{_EVERYWHERE} runtime transforms/offload",
@@ -276,12 +276,12 @@ PARTS = {
 
 @functools.cache
 def needs(part: str) -> None:
-    """Make sure that this PyTorch has what `part` of memscale stands on.
+    """Checks that the installed PyTorch has every private name that `part` of memscale needs.
 
     >>> needs("checkpoint")
 
     Raises:
-        RuntimeUnavailable: it lacks a private name; the message lists all that are missing, with their purpose.
+        RuntimeUnavailable: names are missing; the message lists all of them with their purpose.
     """
     _say_if_newer()
     folders = set(PARTS[part].split())
@@ -299,7 +299,7 @@ def needs(part: str) -> None:
 
 
 def named(name: str) -> Any:
-    """What PyTorch calls `name`; if it has no such name, a class that refuses to be used.
+    """Returns the object that PyTorch calls `name`, or, if there is none, a class that raises on any use.
 
     >>> named("torch._ops.OpOverload").__name__
     'OpOverload'
@@ -311,7 +311,7 @@ def named(name: str) -> Any:
 
 
 class _Missing(type):
-    """The class of what stands for a missing name. Subclasses can be made, since files make some when they load."""
+    """The metaclass of placeholders for missing names. A placeholder can be subclassed, as files do when they load."""
 
     def _refuse(cls, *_: Any, **__: Any) -> Any:
         for missing in cls.__mro__:
@@ -324,7 +324,7 @@ class _Missing(type):
     __call__ = __instancecheck__ = __subclasscheck__ = _refuse
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):  # asked for by Python itself while a class is made
+        if name.startswith("__"):  # Python itself reads these while it makes a class
             raise AttributeError(name)
         return cls._refuse()
 
@@ -347,7 +347,7 @@ def _found(name: str) -> Any:
 
 
 def has(name: str) -> bool:
-    """Whether this PyTorch has what is called `name`.
+    """Whether the installed PyTorch has an object called `name`.
 
     >>> has("torch._ops.OpOverload"), has("torch._ops.Nothing")
     (True, False)
@@ -357,7 +357,7 @@ def has(name: str) -> bool:
         found = _found(holder)
     except AttributeError:
         return False
-    # Modules set theirs when they are made; the class only says so.
+    # The class of a module only annotates attributes that its instances set.
     return hasattr(found, last) or last in getattr(found, "__annotations__", ())
 
 
@@ -382,7 +382,7 @@ def _spelled(release: tuple[int, int]) -> str:
     return ".".join(map(str, release))
 
 
-# What files ask for when they load, so that they load without it.
+# Names that other files need while they load; placeholders let them load without these.
 if TYPE_CHECKING:
     from torch._C import _autograd, _functorch
     from torch._ops import OpOverload as OpOverload

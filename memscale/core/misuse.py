@@ -1,4 +1,4 @@
-"""What is easily written and means something else: how messages show it, and what they say to write instead."""
+"""Errors about frequent misuse of the API, which say what to write instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def by_name(make: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The factory `make` of transforms, which refuses whatever is given to it without a name or by a wrong one.
+    """Decorates a factory of transforms: positional and unknown arguments raise an error that says what to write.
 
     >>> @by_name
     ... def shrink(*, size=1):
@@ -45,7 +45,7 @@ def by_name(make: Callable[_P, _T]) -> Callable[_P, _T]:
 def takes_no(
     names: Iterable[str], write: Callable[[Mapping[str, Any]], str]
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Of a function that lacks arguments that are easily guessed: `write` says where those that it was given belong.
+    """Decorates a function: arguments `names`, which users pass by mistake, raise an error that shows `write(given)`.
 
     >>> @takes_no(["size"], lambda given: f"paint(shrink(size={given['size']}))")
     ... def paint(picture):
@@ -62,18 +62,18 @@ def takes_no(
         lacks = known - inspect.signature(function).parameters.keys()
 
         @functools.wraps(function)
-        def told(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             if given := {name: value for name, value in kwargs.items() if name in lacks}:
                 raise ConfigError(f"{function.__name__}() takes no {', '.join(given)}; write {write(given)}")
             return function(*args, **kwargs)
 
-        return told
+        return checked
 
     return around
 
 
 def shown(value: Any) -> str:
-    """How a message shows `value`: by its class where its `repr` has lines, as of modules and optimizers.
+    """Returns the text for `value` in a message: its `repr`, or its class if the `repr` has several lines.
 
     >>> shown(3), shown(__import__("torch").nn.Linear(1, 1))
     ('3', 'a Linear')

@@ -1,4 +1,4 @@
-"""Facts about PyTorch that are found by trying, once, and not by what happens to be going on then."""
+"""Facts about PyTorch that memscale finds by an experiment, once per process, outside of all modes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def found_once(find: Callable[[], T]) -> Callable[[], T]:
-    """`find`, which makes tensors to see how PyTorch treats them, called once and outside of all dispatch modes.
+    """Decorates `find`, an experiment with tensors, so that it runs once, outside of all dispatch modes.
 
-    Whoever asks first may be a region of a simulated step, or of one under a user's mode: it would be told of tensors
-    that no later step makes, and what it answers would stay for the whole process.
+    The first call may come from a simulated step or under a user's mode. The mode would see tensors that no later step
+    makes, and could change the result, which is cached for the whole process.
 
     >>> calls = []
     >>> fact = found_once(lambda: calls.append("tried") or 4)
@@ -25,7 +25,7 @@ def found_once(find: Callable[[], T]) -> Callable[[], T]:
     """
 
     answers: list[T] = []
-    lock = threading.RLock()  # what is registered with PyTorch is refused the second time
+    lock = threading.RLock()  # run once: PyTorch refuses to register the same thing a second time
 
     def found() -> T:
         if not answers:

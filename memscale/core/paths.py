@@ -1,6 +1,6 @@
-"""Patterns over module paths: ``*`` is a segment or a part of one, ``**`` any number of them, ``""`` the root.
+"""Patterns over module paths: ``*`` matches a segment or a part of one, ``**`` any number of segments, ``""`` the root.
 
-``[0-3]`` is one of these characters.
+``[0-3]`` matches one of these characters.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def matches(pattern: str, path: str) -> bool:
     >>> [number for number in range(12) if matches("layers.[0-37]", f"layers.{number}")]
     [0, 1, 2, 3, 7]
 
-    ``torch.compile`` wraps a module, which is then its ``_orig_mod``. A pattern that does not say so is one for the
-    wrapper, and for what is inside as if there were none:
+    ``torch.compile`` wraps a module, which becomes the wrapper's child ``_orig_mod``. A pattern without
+    ``_orig_mod`` matches the wrapper, and the modules inside as if there were no wrapper:
 
     >>> matches("layers.*", "_orig_mod.layers.0"), matches("layers.*", "layers.0"), matches("*", "_orig_mod")
     (True, True, False)
@@ -41,7 +41,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def written(path: str) -> str:
-    """`path` as users write it: without ``_orig_mod``, the wrapper of ``torch.compile`` around a module on the way.
+    """Returns `path` without the ``_orig_mod`` segments of ``torch.compile``, except one at its end.
 
     >>> written("_orig_mod.layers.0._orig_mod.mlp"), written("layers.0._orig_mod")
     ('layers.0.mlp', 'layers.0._orig_mod')
@@ -50,7 +50,7 @@ def written(path: str) -> str:
 
 
 def template(path: str) -> str:
-    """`path` with a star for each number: the pattern of all that differ from it in numbers alone.
+    """Returns `path` with a star for each number: a pattern for the paths that differ only in numbers.
 
     >>> template("layers.0.mlp"), numbers("layers.12.mlp.3")
     ('layers.*.mlp', [12, 3])
@@ -59,14 +59,14 @@ def template(path: str) -> str:
 
 
 def numbers(path: str) -> list[int]:
-    """The numbers in `path`."""
+    """Returns the numbers in `path`."""
     return [int(number) for number in _NUMBER.findall(path)]
 
 
 def in_rows(
     items: Iterable[_Item], path: Callable[[_Item], str], same: Callable[[_Item], object]
 ) -> Iterator[list[_Item]]:
-    """Items that follow each other, whose paths differ in numbers only and of which the same is to be said."""
+    """Groups consecutive items whose paths differ only in numbers and whose `same(item)` are equal."""
     row: list[_Item] = []
     key: object = None
     for item in items:
@@ -83,7 +83,7 @@ def in_rows(
 def in_runs(
     items: Sequence[_Item], path: Callable[[_Item], str], same: Callable[[_Item], object]
 ) -> Iterator[list[_Item]]:
-    """`in_rows` whose last numbers follow each other.
+    """Groups as `in_rows` does, and also splits where the last number does not increase by one.
 
     >>> list(in_runs(["h.0", "h.1", "h.3", "head"], lambda path: path, lambda _: None))
     [['h.0', 'h.1'], ['h.3'], ['head']]
@@ -97,7 +97,7 @@ def in_runs(
 
 
 def row_label(paths: Sequence[str]) -> str:
-    """What a row of parts is called.
+    """Returns the label of a row of parts.
 
     >>> row_label(["layers.2"]), row_label(["layers.0", "layers.1", "layers.2"]), row_label(["a.0.mlp", "a.1.mlp"])
     ('layers.2', 'layers.0 to 2', 'a.0.mlp to a.1.mlp')
@@ -110,7 +110,7 @@ def row_label(paths: Sequence[str]) -> str:
 
 
 def misfit(pattern: Any) -> str | None:
-    """Why `pattern` is not a path pattern; `None` if it is one."""
+    """Returns why `pattern` is not a path pattern, or `None` if it is one."""
     if not isinstance(pattern, str):
         return f"a path pattern is a string such as 'layers.*', got {shown(pattern)}"
     if pattern and any(not segment for segment in pattern.split(".")):
@@ -125,13 +125,13 @@ def misfit(pattern: Any) -> str | None:
 
 
 def _piece(piece: str) -> str:
-    """A star, a class of letters such as ``[0-3]``, or text, as a regular expression within a segment."""
+    """Returns the regular expression for one piece of a segment: a star, a class such as ``[0-3]``, or text."""
     return "[^.]*" if piece == "*" else piece if _CLASS.fullmatch(piece) else re.escape(piece)
 
 
 @functools.lru_cache(maxsize=1024)
 def _regex(pattern: str) -> re.Pattern[str]:
-    """`pattern` as a regular expression over the path with a dot put before every segment (the root is "")."""
+    """Compiles `pattern` to a regular expression over paths with a dot before every segment (the root is "")."""
     regex = ""
     for segment in pattern.split(".") if pattern else []:
         if segment == "**":

@@ -1,7 +1,7 @@
 """Pytrees: optree, plus the containers that models return and optree does not know.
 
-Hugging Face outputs are subclasses of `OrderedDict`, and plain dataclasses are common as outputs. Both are
-registered in optree the first time they are seen, under our own namespace so that nobody else's flattening changes.
+Hugging Face outputs are subclasses of `OrderedDict`, and plain dataclasses are common as outputs. Both are registered
+in optree on first use, in the namespace of memscale, so that other users of optree see no change.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _KNOWN: set[type] = set()
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of `tree` in order, and what puts them back; `None` is structure, not a leaf."""
-    if torch.compiler.is_compiling():  # Dynamo follows torch's own pytrees only
+    """Returns the leaves of `tree` in order, and the spec for `unflatten`; `None` is structure, not a leaf."""
+    if torch.compiler.is_compiling():  # Dynamo can only trace torch's own pytrees
         return internals.pytree.tree_flatten(tree)
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     if any(_learn(type(leaf)) for leaf in leaves):
@@ -30,19 +30,19 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(spec: Any, leaves: list[Any]) -> Any:
-    """The tree of `spec` with `leaves` in place."""
+    """Rebuilds the tree of `spec` with `leaves`."""
     if isinstance(spec, internals.pytree.TreeSpec):
         return internals.pytree.tree_unflatten(leaves, spec)
     return optree.tree_unflatten(spec, leaves)
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of `tree`, in order."""
+    """Returns the tensors of `tree`, in order."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _learn(cls: Any) -> bool:
-    """Register `cls` if it is a container that optree took for a leaf; says whether the tree must be read again."""
+    """Registers `cls` if it is a container that optree treated as a leaf. Returns whether to flatten the tree again."""
     if cls is torch.Tensor or cls in _KNOWN:
         return False
     read: Any
@@ -65,7 +65,7 @@ def _read_mapping(node: Any) -> tuple[Any, Any, Any]:
 
 
 def _rebuild_mapping(cls: Any, keys: Any, values: Any) -> Any:
-    # Hugging Face's ModelOutput mirrors its items as attributes, so it must go through its own constructor.
+    # By its constructor, since Hugging Face's ModelOutput mirrors its items as attributes.
     items = dict(zip(keys, values, strict=True))
     by_field: bool = dataclasses.is_dataclass(cls)
     return cls(**items) if by_field else cls(items)
@@ -77,7 +77,7 @@ def _read_dataclass(node: Any) -> tuple[Any, Any, Any]:
 
 
 def _rebuild_dataclass(cls: Any, names: Any, values: Any) -> Any:
-    # Not the constructor: __post_init__ has run once, and may reject or change what it is given again.
+    # Without the constructor: __post_init__ has run already, and may reject or change its own results.
     node: Any = object.__new__(cls)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(node, name, value)

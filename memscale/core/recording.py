@@ -1,4 +1,4 @@
-"""Whether a call is to be recorded, and in which file: read before the call does anything."""
+"""Decides whether a call is recorded in the run history, and in which file."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from memscale.core.errors import ConfigError
 
 HISTORY = "MEMSCALE_HISTORY"
 
-#: Whether a call is recorded: None where the variable names a file, True there and nowhere else, or the file itself.
+#: The argument `record=`: None records if $MEMSCALE_HISTORY names a file, True requires that it does, False never
+#: records, and a path is the file itself.
 Record = bool | str | os.PathLike[str] | None
 
 
 def history_path(record: Record) -> str | None:
-    """The file that a call asks to be recorded in, None for none.
+    """Returns the file in which to record a call, or `None`.
 
     Raises:
-        ConfigError: it asks, and names no file.
+        ConfigError: `record` is True and the variable names no file, or `record` is of another type.
     """
     if record is False:
         return None

@@ -1,12 +1,12 @@
-"""Whether a step is being simulated here, and on which device its tensors are to be thought.
+"""Whether the present thread simulates a step, and which device it simulates.
 
-A simulated step computes nothing: its tensors are on the CPU, have sizes and no values. What moves bytes is told by the
-runtime that the simulation passes in. This is for what has no runtime: code that compares values to learn what a region
-changes, over ordinary tensors of memory that nothing may touch; and code that goes another way on another device, which
-must go the way of the device that is simulated.
+A simulated step computes nothing: its tensors are on the CPU, with sizes but without values. Code that moves bytes gets
+the simulation's own runtime. This file is for code without a runtime: code that compares values to find the effects of
+a region, which must not read memory without values; and code that depends on the device, which must behave as on the
+simulated one.
 
-All of that is answered to the threads of the simulation alone: to the one that simulates, to those that its step
-starts, and to autograd's, to which PyTorch hands on what it keeps for each thread. One simulation runs at a time.
+Only the threads of a simulation see it: the thread that simulates, threads that its step starts, and the threads of
+autograd, to which PyTorch copies thread-local state. One simulation runs at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memscale.core import internals
 _lock = threading.RLock()
 _waiting: set[int] = set()  # threads that wait for the lock, by their identity
 _numbers = itertools.count()
-_keys: list[str] = []  # of the simulations that run, by which PyTorch knows their threads; the outermost first
+_keys: list[str] = []  # thread-local keys that mark the threads of each running simulation, outermost first
 
 
 class _Simulated(NamedTuple):
@@ -43,7 +43,7 @@ _running: list[_Simulated] = []
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Run the body when no other thread is in such a body: what simulations share is used by one after the other."""
+    """Runs the body while no other thread is in this context, since simulations share process-wide state."""
     if not _lock.acquire(blocking=False):
         _waiting.add(threading.get_ident())
         try:
@@ -57,10 +57,10 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def is_alone() -> bool:
-    """Whether no other thread of this process runs code that has PyTorch at hand.
+    """Whether no other thread of this process runs code that uses PyTorch.
 
-    Those that wait to simulate do not, nor do those of pools without work, of progress bars and of test runners, nor
-    PyTorch's own that wait for what processes beside this one hand back.
+    Threads that do not count: those that wait for a simulation, idle threads of pools, progress bars, test runners, and
+    PyTorch's own threads that wait for results of other processes.
 
     >>> from threading import Event, Thread
     >>> done = Event()
@@ -81,7 +81,7 @@ def is_alone() -> bool:
 
 
 def _computes(frame: types.FrameType | None) -> bool:
-    """Whether this frame or one that called it has PyTorch in its file, or imports it."""
+    """Whether this frame, or a frame that called it, runs a file that uses PyTorch or is importing PyTorch."""
     while frame is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_HANDED_BACK) and (
             "torch" in frame.f_code.co_names or any(map(_is_of_torch, list(frame.f_globals.values())))
@@ -103,13 +103,13 @@ def _is_of_torch(value: object) -> bool:
 _WITH_TENSORS = frozenset({"torch", "memscale"})
 
 
-# The compiler's processes, and the loader's: what a thread of these does is to wait for them.
+# Files whose threads only wait for other processes: those of the compiler and of data loaders.
 _HANDED_BACK = ("torch._inductor.compile_worker", "torch.utils.data._utils.pin_memory")
 
 
 @contextmanager
 def own_threads() -> Iterator[None]:
-    """Let this thread, and those that it starts, be the simulation's in the body.
+    """Marks this thread, and threads started in the body, as threads of the simulation.
 
     >>> with own_threads():
     ...     is_own_thread()
@@ -131,12 +131,12 @@ def own_threads() -> Iterator[None]:
 
 
 def is_own_thread() -> bool:
-    """Whether this is a thread of the simulation that runs."""
+    """Whether this thread belongs to a running simulation."""
     return bool(_keys) and torch._C._is_key_in_tls(_keys[0])
 
 
 def joining(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` for another thread, which is the simulation's while it runs that, as long as there is the simulation.
+    """Wraps `function` for another thread, which belongs to this thread's simulation while it runs the function.
 
     >>> from threading import Thread
     >>> found = []
@@ -163,10 +163,10 @@ def joining(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave(key: str) -> None:
-    """Let this thread be the simulation's no longer.
+    """Removes the mark `key` of a simulation from this thread.
 
-    PyTorch before 2.13 has no way to take a key out: there a thread keeps it, which says nothing once the simulation
-    that has it, the only one to have it ever, has ended.
+    PyTorch before 2.13 cannot remove a key. The thread keeps it, which is harmless: every simulation has a key of its
+    own, and the key has no meaning after that simulation has ended.
     """
     if internals.has(_REMOVING):
         torch._C._remove_obj_from_tls(key)
@@ -180,7 +180,7 @@ def _here() -> _Simulated | None:
 
 
 def simulating() -> bool:
-    """Whether code runs in a simulation, where comparing values means nothing.
+    """Whether this thread is simulating, so that tensors have no values to compare.
 
     >>> simulating()
     False
@@ -189,7 +189,7 @@ def simulating() -> bool:
 
 
 def simulated_device_type() -> str | None:
-    """The type of the device that is simulated, None outside of simulations.
+    """Returns the type of the simulated device, or `None` outside of simulations.
 
     >>> with simulation("cuda", lambda tensor: "cuda"):
     ...     simulated_device_type()
@@ -200,7 +200,9 @@ def simulated_device_type() -> str | None:
 
 
 def device_type(tensor: torch.Tensor) -> str:
-    """The type of the device that `tensor` is on, as everything in memscale that decides by it must ask.
+    """Returns the type of the device of `tensor`, in a simulation the simulated one.
+
+    Code that decides by the device must call this function instead of reading ``tensor.device.type``.
 
     >>> device_type(torch.ones(1))
     'cpu'
@@ -213,7 +215,7 @@ def device_type(tensor: torch.Tensor) -> str:
 
 
 def compute_capability(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """That of the CUDA device that `tensor` is on; None on any other.
+    """Returns the compute capability of the CUDA device of `tensor`; `None` on any other device.
 
     >>> with simulation("cuda", lambda tensor: "cuda", (7, 5)):
     ...     compute_capability(torch.ones(1))
@@ -226,15 +228,15 @@ def compute_capability(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def simulated_choices() -> Any:
-    """What the simulation that runs draws from for itself; None where it draws nothing."""
+    """Returns the generator that the running simulation uses for its own choices, or `None`."""
     here = _here()
     return None if here is None else here.choices
 
 
 def simulated_randomness() -> Any:
-    """The generators in place of the process's own, as its `torch`, `python` and `numpy`; None outside of simulations.
+    """Returns the simulation's generators, as attributes `torch`, `python` and `numpy`; `None` outside of simulations.
 
-    Those are all threads', and none of them has to see that a step was simulated.
+    A simulation has generators of its own because all threads share those of the process.
     """
     here = _here()
     return None if here is None else here.randomness
@@ -248,10 +250,14 @@ def simulation(
     choices: Any = None,
     randomness: Any = None,
 ) -> Iterator[None]:
-    """Simulate a device of this type in the body, where `type_of` says it of a tensor: some lie beside the device.
+    """Simulates a device in the body.
 
-    `capability` is the compute capability of a CUDA device. From its `choices`, which have `get_state` and `set_state`,
-    the simulation draws random numbers for itself, from the generators of `randomness` those of the step.
+    Args:
+        device_type: the type of the device.
+        type_of: maps a tensor to the type of its device, since some tensors are on the host.
+        capability: the compute capability of a CUDA device.
+        choices: the generator for choices of the simulation itself, with `get_state` and `set_state`.
+        randomness: the generators for the random numbers of the step.
     """
     with own_threads():
         _running.append(_Simulated(device_type, type_of, capability, choices, randomness))
@@ -262,7 +268,7 @@ def simulation(
 
 
 def _forget() -> None:
-    """In the child of a fork, which has none of the other threads: one may have held the lock."""
+    """Resets the state in the child of a fork. Another thread may have held the lock, and does not exist there."""
     global _lock
     if not is_own_thread():
         _lock = threading.RLock()

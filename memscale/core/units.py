@@ -1,4 +1,4 @@
-"""How numbers are written for and by people. Everything else in memscale counts in bytes and seconds."""
+"""Formats numbers for people and parses their sizes. All other code counts in bytes and seconds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from memscale.core.errors import ConfigError
 from memscale.core.misuse import shown
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_MOST_DIGITS = 12  # behind the point: a byte of a TiB
+_MOST_DIGITS = 12  # after the decimal point, enough for one byte in TiB
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return ``nbytes`` with three digits in the binary unit that suits it.
+    """Returns `nbytes` with three significant digits in the largest fitting binary unit.
 
     >>> format_bytes(512), format_bytes(1536), format_bytes(3 * 2**30), format_bytes(1023.9 * 2**20)
     ('512 B', '1.50 KiB', '3.00 GiB', '1.00 GiB')
@@ -28,9 +28,9 @@ def format_bytes(nbytes: float) -> str:
 
 
 def _in_unit(nbytes: float, digits: int | None) -> str:
-    """With so many digits behind the point, or with three in all."""
+    """Formats `nbytes` with `digits` digits after the point; `None` means three significant digits."""
     power = 0
-    # 999.5 and not 1024, so that no number needs a fourth digit before its point.
+    # 999.5 instead of 1024, so that no number has four digits before the point.
     while abs(nbytes) >= 999.5 and power < len(_UNITS) - 1:
         nbytes /= 1024
         power += 1
@@ -40,7 +40,7 @@ def _in_unit(nbytes: float, digits: int | None) -> str:
 
 
 def format_unlike(*sizes: float) -> tuple[str, ...]:
-    """Return `sizes`, which a sentence compares, with so many digits that different sizes read differently.
+    """Formats `sizes` that a sentence compares, with enough digits that different sizes have different texts.
 
     >>> format_unlike(134 * 2**20, 134.004 * 2**20), format_unlike(3 * 2**30, 2**20)
     (('134.000 MiB', '134.004 MiB'), ('3.00 GiB', '1.00 MiB'))
@@ -54,7 +54,7 @@ def format_unlike(*sizes: float) -> tuple[str, ...]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return ``seconds`` with three digits in the unit that suits them.
+    """Returns `seconds` with three significant digits in s, ms or µs.
 
     >>> format_seconds(0.25), format_seconds(3.14159), format_seconds(4.2e-6)
     ('250 ms', '3.14 s', '4.20 µs')
@@ -66,7 +66,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """Return a number of floating point operations with three digits in the decimal unit that suits it.
+    """Returns a number of floating point operations with three significant digits and a decimal prefix.
 
     >>> format_flops(12), format_flops(4.096e9), format_flops(9.999e11)
     ('12 FLOP', '4.10 GFLOP', '1.00 TFLOP')
@@ -84,7 +84,7 @@ def _three_digits(value: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str, gap: str = "  ") -> list[str]:
-    """Each row as a line whose columns begin (``<``) or end (``>``) where those of the others do.
+    """Returns each row as a line, with its columns aligned left (``<``) or right (``>``).
 
     >>> aligned([("tier", "out"), ("disk", "7")], "<>")
     ['tier  out', 'disk    7']
@@ -95,7 +95,7 @@ def aligned(rows: Sequence[Sequence[str]], sides: str, gap: str = "  ") -> list[
 
 
 def table_lines(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """`aligned` for a terminal of 80 columns: the texts of the last column go on under themselves.
+    """Returns `aligned` rows for a terminal of 80 columns: the last column wraps within itself.
 
     >>> print("\\n".join(table_lines([("memory", "plan"), ("1 GiB", "checkpoint() on layers.* " * 4)], "><")))
     memory  plan
@@ -116,7 +116,7 @@ def table_lines(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 
 def wrapped(text: str) -> str:
-    """Each line of `text` at 80 columns: what goes on is two letters further in.
+    """Wraps each line of `text` at 80 columns, with continuations indented by two more spaces.
 
     >>> print(wrapped("  " + "word " * 17))
       word word word word word word word word word word word word word word word
@@ -132,21 +132,21 @@ def wrapped(text: str) -> str:
 
 _SIZES = {"b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
-    # "24G" is binary, as to `ulimit`, to containers and to batch systems.
+    # "24G" is binary, as in containers and batch systems.
     _SIZES |= {f"{_prefix}b": 1000**_power} | dict.fromkeys((_prefix, f"{_prefix}i", f"{_prefix}ib"), 1024**_power)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 _NUMBER = re.compile(r"\s*([+-]?\d+)(\.\d+)?\s*", re.ASCII)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 _RULE = "bytes as an int, a string such as '6GiB' or '6GB', or a share of the memory: '90%' or a float in (0, 1]"
-COLUMNS = 80  # of a terminal
+COLUMNS = 80  # the width of printed tables and texts
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
-_LEAST_ROOM = 24  # of a table's last column
-_FEWEST_BYTES = 1024  # of a device that has GiB
+_LEAST_ROOM = 24  # the smallest width of a table's last column
+_FEWEST_BYTES = 1024  # a smaller int is a slip, since devices have GiB
 _GIB = 1 << 30
 
 
 def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str = "budget") -> int:
-    """The bytes that a caller's ``budget`` means, rounded down.
+    """Converts a caller's budget to bytes, rounded down.
 
     >>> budget_bytes("6GiB", 1) - budget_bytes("6GB", 1)
     442450944
@@ -157,13 +157,13 @@ def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str =
 
     Args:
         budget: an int is bytes; a string is a number with a unit, ``"6GiB"`` or ``"6G"`` (binary) or ``"6GB"``
-            (decimal), in any case; a float in (0, 1] is that share of `whole_bytes`, and so is ``"90%"``. A number in
-            a string is that number.
-        whole_bytes: of the device's memory.
-        argument: what messages call it.
+            (decimal), in any case; a float in (0, 1] is a share of `whole_bytes`, and so is ``"90%"``. A string
+            without a unit means the same as the number.
+        whole_bytes: the bytes of the device's memory.
+        argument: the name of the argument in messages.
 
     Raises:
-        ConfigError: it is none of these, less than one byte, or an int that cannot be meant as bytes.
+        ConfigError: `budget` is none of these, less than one byte, or an int too small to mean bytes.
     """
     if isinstance(budget, str) and (number := _NUMBER.fullmatch(budget)):
         budget = float(budget) if number[2] else int(budget)

@@ -1,4 +1,4 @@
-"""Checks of what a user configures: the values in their one normal form, or one error that names all bad ones."""
+"""Checks of a user's settings: each returns a normalized value, or one error lists all bad ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Misfit(Exception):
     """The rule that a value breaks and the remedy; becomes one line of a ConfigError."""
 
 
-# A check returns the value in its one normal form, so that equal settings are equal data.
+# A check returns the normalized value, so that equal settings are equal data.
 Check = Callable[[object], Any]
 
 
@@ -28,7 +28,7 @@ def integer(low: int, high: int | None = None) -> Check:
     rule = f"at least {low}" if high is None else f"between {low} and {high}"
 
     def check(value: object) -> int:
-        # bool is an int in Python: Config(warmup_steps=True) is a slip, never a 1.
+        # A bool is an int in Python, and Config(warmup_steps=True) is a mistake.
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise Misfit(f"must be an int {rule}; pass a whole number")
         number = int(value)
@@ -40,7 +40,7 @@ def integer(low: int, high: int | None = None) -> Check:
 
 
 def check_count(what: str, value: object, least: int = 1) -> None:
-    """Raise `ConfigError`, which begins with `what`, unless `value` is an int of at least `least`; True is none.
+    """Raises `ConfigError`, which begins with `what`, unless `value` is an int (no bool) of at least `least`.
 
     >>> check_count("profile(accumulate=0)", 0)
     Traceback (most recent call last):
@@ -58,7 +58,7 @@ def optional(check: Check) -> Check:
 
 
 def validate(record: Any, checks: Mapping[str, Check]) -> None:
-    """Put every field of a frozen ``record`` in its normal form, or raise one error for all bad ones."""
+    """Normalizes every field of a frozen `record`, or raises one error for all bad ones."""
     owner = type(record).__name__
     lines = []
     for name in (field.name for field in dataclasses.fields(record)):
@@ -72,11 +72,11 @@ def validate(record: Any, checks: Mapping[str, Check]) -> None:
 
 
 TIERS = ("pinned", "pageable", "disk")
-"""Every tier that some device has, nearest first."""
+"""The names of all memory tiers besides the device, fastest first."""
 
 
 def check_tier(where: str, tier: object) -> None:
-    """Raise `ConfigError`, which begins with `where`, unless `tier` is the name of a tier or ``"auto"``."""
+    """Raises `ConfigError`, which begins with `where`, unless `tier` is the name of a tier or ``"auto"``."""
     if tier not in ("auto", *TIERS):
         names = ", ".join(map(repr, ("auto", *TIERS)))
         raise ConfigError(f"{where} must be the name of a memory tier, one of {names}, got {tier!r}")

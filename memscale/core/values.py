@@ -1,9 +1,9 @@
-"""Frozen values that print as the Python that makes them and travel as JSON.
+"""Frozen values whose `repr` is the Python that makes them, and which convert to and from JSON.
 
 Transforms, policies and tiers are all `Value` s. A value has a *spelling*, the public name of the factory that
 makes it (``"checkpoint"``, ``"policies.save_only_these_names"``), and its dataclass fields are that factory's
-arguments. From this one fact follow `repr`, equality, hashing, pickling and both directions of JSON, so that no
-subclass writes any of them.
+arguments. `repr`, equality, hashing, pickling and both directions of JSON follow from the spelling and the fields, so
+subclasses implement none of them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Value:
 
     @property
     def _spelled(self) -> str:
-        # A policy of a user's own needs none.
+        # A user's own policy may have no spelling.
         return getattr(type(self), "spelling", type(self).__name__)
 
     def _shown_fields(self) -> list[dataclasses.Field[Any]]:
-        """The fields that differ from their default: what a caller would have written."""
+        """Returns the fields that differ from their defaults, which `repr` shows."""
         fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
         return [f for f in fields if f.name != self.positional and getattr(self, f.name) != f.default]
 
@@ -50,10 +50,10 @@ class Value:
         return f"{self._spelled}({', '.join(shown)})"
 
     def to_data(self) -> dict[str, Any]:
-        """The value as plain JSON types.
+        """Returns the value as plain JSON types.
 
         Raises:
-            PlanError: a field holds something with no JSON form, such as a policy that is a bare function.
+            PlanError: a field has no JSON form, such as a policy that is a bare function.
         """
         if self._spelled not in _FACTORIES:
             raise PlanError(f"{self!r} is of a kind of your own, which has no JSON form; keep such a plan as Python")
@@ -65,7 +65,7 @@ class Value:
 
 
 def factory(spelling: str, make: Callable[..., Any]) -> None:
-    """Register what `from_data` calls for `spelling`: the public, validating factory, or a constant's getter."""
+    """Registers the function that `from_data` calls for `spelling`: the public factory, or a getter of a constant."""
     _FACTORIES[spelling] = make
 
 
@@ -75,7 +75,7 @@ def spellings() -> list[str]:
 
 
 def first_line(spelling: str) -> str:
-    """The first line of what a factory's documentation says.
+    """Returns the first line of a factory's docstring.
 
     >>> import memscale as ms
     >>> first_line("checkpoint")
@@ -85,10 +85,10 @@ def first_line(spelling: str) -> str:
 
 
 def from_data(data: Any) -> Any:
-    """The inverse of `Value.to_data`. Values are made by their public factories, so they are validated again.
+    """Returns the value that `Value.to_data` wrote, made and validated by its public factory.
 
     Raises:
-        PlanError: an unknown spelling, or arguments that the factory does not take.
+        PlanError: the spelling is unknown, or the factory does not take the arguments.
     """
     if isinstance(data, list):
         return tuple(from_data(item) for item in data)
@@ -96,7 +96,7 @@ def from_data(data: Any) -> Any:
         return data
     spelling = data.get("type")
     if isinstance(spelling, str) and spelling not in _FACTORIES:
-        # It may be of a kind that nobody has asked for yet in this process.
+        # The module that registers the factory may not be imported yet.
         for home in ("transforms", "policies", "optimizers"):
             importlib.import_module(f"memscale.{home}")
     if not isinstance(spelling, str) or spelling not in _FACTORIES:

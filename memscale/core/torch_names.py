@@ -1,4 +1,4 @@
-"""The names of `memscale.core` that need PyTorch, which the door loads when one of them is asked for."""
+"""The names of `memscale.core` that need PyTorch; `memscale.core` imports them on first use."""
 
 from memscale.core import batches, internals, pytrees
 from memscale.core.assembled import Assembled, assembled_in, is_of_modules, modules_in
