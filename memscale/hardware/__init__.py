@@ -1,4 +1,4 @@
-"""Devices as data: cards, measured speeds, and how long an operator takes by its FLOPs and traffic."""
+"""Devices as data: cards, measured speeds, and the seconds of an operator from its FLOPs and memory traffic."""
 
 from memscale.hardware.cards import CARDS, card_name, card_names
 from memscale.hardware.copies import (

@@ -1,4 +1,4 @@
-"""How fast a device really is: the largest rates that matrix products and copies reach on it."""
+"""Measures the speed of a device: the largest rates that matrix products and copies reach on it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from memscale.runtime.storage import PAGE_BYTES
 Clock = Callable[[], float]
 Run = Callable[[], object]
 
-# Of square products, rows: up to where a card is full.
+# Rows of square matrices, up to a size that fills a card.
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
-# Three buffers of it take turns, so that copies go through memory.
+# The size of each of three buffers that are copied in rotation, so that no cache holds a buffer until its next copy.
 _COPY_BYTES = 128 * 1024**2
-_NEW_BYTES = 4 * 1024**2  # of new memory at a time
-_TINY_OPS = 500  # with the copies before them fewer than a queue of a card takes
+_NEW_BYTES = 4 * 1024**2  # the size of one allocation
+_TINY_OPS = 500  # together with `_COPIES_AHEAD` less than the launch queue of a card holds
 _COPIES_AHEAD = 200
 _LEAST_SECONDS = 1e-7
 _REPEATS = 3
@@ -42,19 +42,20 @@ def calibrate(
     budget_seconds: float = 1.5,
     clock: Clock | None = None,
 ) -> dict[str, Any]:
-    """The speeds of `device`, by the names of the fields of `Hardware`.
+    """Measures the speeds of `device`. Returns them by the names of the fields of `Hardware`.
 
-    Each is the best of several medians: a median is not moved by one interruption, and what disturbs a machine only
-    ever makes it slower.
+    Each speed is the best of several medians: one interruption does not change a median, and disturbances only make a
+    machine slower.
 
     Args:
         device: a CPU or CUDA device.
         free_bytes: its free memory; the measurement takes at most a quarter of it.
-        sizes: of the square matrices, growing. A size that would exceed the dtype's share of the budget is left out.
-        copy_bytes: of each of the three buffers that copies go between.
-        budget_seconds: for all matrix products together. The copies take a second on top.
-        clock: seconds since some moment. None is the time of the machine, but that of this thread where only this
-            thread computes: what else runs on the machine must not count.
+        sizes: the rows of the square matrices, growing. A size that would exceed its dtype's share of `budget_seconds`
+            is skipped.
+        copy_bytes: the bytes of each of the three buffers of the copies.
+        budget_seconds: the limit for all matrix products together. The copies take a second more.
+        clock: returns seconds. `None` is wall time, or this thread's time if no other thread computes, which excludes
+            other programs.
     """
     is_alone = device.type == "cpu" and torch.get_num_threads() == 1
     room_bytes = (free_bytes if free_bytes is not None else 4 * 1024**3) // 4
@@ -77,7 +78,7 @@ def calibrate(
 
 
 class _Timer:
-    """Wall time on one device, which is done when the clock is read."""
+    """Times runs on one device, which finishes its work before the clock is read."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self.device = device
@@ -101,7 +102,7 @@ class _Timer:
 def _gemm_rate(
     dtype: str, timer: _Timer, sizes: tuple[int, ...], room_bytes: int, budget_seconds: float
 ) -> float | None:
-    """The most operations a second over the sizes; None where the device has no product of this dtype."""
+    """Returns the largest operations a second over the sizes, or `None` if the device has no product of this dtype."""
     best: float | None = None
     spent = 0.0
     for size in sizes:
@@ -111,7 +112,7 @@ def _gemm_rate(
             with _product(dtype, size, timer.device) as run:
                 spent += timer.once(run)  # loads kernels, wakes the device
                 seconds = timer.median(run)
-        except RuntimeError:  # not on this device, or, of the larger sizes, not in its memory
+        except RuntimeError:  # the device lacks the dtype, or the memory for this size
             break
         spent += _REPEATS * seconds
         best = max(best or 0.0, 2 * size**3 / seconds)
@@ -122,10 +123,10 @@ def _gemm_rate(
 
 @contextmanager
 def _product(dtype: str, size: int, device: torch.device) -> Iterator[Run]:
-    """A product of two `size` × `size` matrices.
+    """Gives a function that multiplies two `size` × `size` matrices.
 
-    Of random numbers from a generator of its own, since a device under a power limit multiplies constants faster than
-    it will ever multiply weights (He, "Matrix multiplications on GPUs run faster when given predictable data", 2024).
+    The matrices are random, from a generator of their own: a device under a power limit multiplies constants faster
+    than weights (He, "Matrix multiplications on GPUs run faster when given predictable data", 2024).
     """
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=generator, device=device, dtype=torch.float32) for _ in range(2))
@@ -136,7 +137,7 @@ def _product(dtype: str, size: int, device: torch.device) -> Iterator[Run]:
         left, right = (
             left.to(torch.float8_e4m3fn),
             right.to(torch.float8_e4m3fn).t(),
-        )  # cuBLAS takes a column-major right
+        )  # cuBLAS requires a column-major right operand
         one = torch.ones((), device=device)
         yield lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     else:
@@ -160,7 +161,7 @@ def _tfloat32(allowed: bool) -> Iterator[None]:
 
 def _copy_rates(timer: _Timer, nbytes: int) -> dict[str, float]:
     count = max(1, nbytes // 4)
-    # Ones and not zeros: the memory of fresh zeros is one page that the system maps everywhere, and fast.
+    # Ones instead of zeros: fresh zeros all map to one page of the system, which reads too fast.
     a, b, c = (torch.ones(count, device=timer.device, dtype=torch.float32) for _ in range(3))
     copy, triad = timer.median(lambda: a.copy_(b)), timer.median(lambda: torch.add(b, c, alpha=3.0, out=a))
     if timer.device.type == "cuda":
@@ -180,15 +181,14 @@ def _copy_rates(timer: _Timer, nbytes: int) -> dict[str, float]:
 
 
 def new_memory_rate(nbytes: int, clock: Callable[[], float]) -> dict[str, float]:
-    """The bytes a second by the name of the field of `Hardware`; nothing where that cannot be seen.
+    """Measures how fast the system provides new memory. Returns bytes a second by field name; empty if unmeasurable.
 
-    What touching each page takes the first time above the second, and giving them back, as a runtime does. Not what
-    filling them takes: that is fast on pages that the system has just cleared, and most operators compute longer than
-    they write. The best of several rounds.
+    The time is that of the first touch of each page minus that of the second, plus the release of the pages, as a
+    runtime causes them. It excludes filling the pages. The result is the best of several rounds.
 
     Args:
-        nbytes: to get.
-        clock: seconds since some moment, of this thread if need be.
+        nbytes: the bytes to allocate.
+        clock: returns seconds, possibly of this thread only.
     """
     pieces = nbytes // _NEW_BYTES
     backend = HostBackend()
@@ -222,7 +222,7 @@ def _launch_seconds(timer: _Timer, nbytes: int) -> float:
 
     if timer.device.type != "cuda":
         return timer.median(run) / _TINY_OPS
-    # By the card's own clock, behind copies that it is busy with until all of them are queued: the host is slower.
+    # Timed by the card's own clock. Copies keep the card busy until the host has queued everything, as it is slower.
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     a, b = (torch.ones(nbytes // 4, device=timer.device, dtype=torch.float32) for _ in range(2))
     for _ in range(_COPIES_AHEAD):

@@ -1,4 +1,4 @@
-"""What the host takes for the calls that a step is made of, measured on a small transformer."""
+"""Measures the host seconds of each kind of call in a step, on a small transformer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Clock = Callable[[], float]
 #: The kinds of calls.
 CALLS = ("operator", "backward", "view", "module")
 
-# Blocks of the model that is timed, views in a row, and steps of which the least times count.
+# Blocks of the model, views per run, and the number of steps, of which the fastest counts.
 _BLOCKS, _VIEWS, _REPEATS = 12, 400, 15
 _LEAST_SECONDS = 1e-8
-# How much longer than here they take in models of Hugging Face, whose modules do more in Python and are less at home in
-# the caches. On a CPU 1.4 forward and 1.6 backward for GPT-2, ViT and T5, 1.0 and 1.6 for Llama; beside a card as
-# the steps of 27 models took on a machine with an H100, over what was measured there.
+# The same calls take longer in models of Hugging Face, by these factors: their modules run more Python and miss the
+# caches. Measured on a CPU: 1.4 forward and 1.6 backward for GPT-2, ViT and T5, 1.0 and 1.6 for Llama. Measured on a
+# host with an H100: the steps of 27 models over the figures of this file.
 _IN_LIBRARIES = {
     "cpu": dict.fromkeys(CALLS, 1.5),
     "cuda": {"operator": 2.0, "backward": 1.1, "view": 2.2, "module": 3.9},
@@ -33,14 +33,17 @@ _IN_LIBRARIES = {
 
 
 def call_seconds(device: torch.device, *, beyond: float, clock: Clock | None = None) -> dict[str, float]:
-    """What this host takes for each of `CALLS` on `device`, in seconds.
+    """Measures the seconds that this host takes for each of `CALLS` on `device`.
 
-    `beyond` is what an operator takes by itself, which on a CPU is none of it.
+    The model is a transformer so small that its kernels take no time, once with modules and once without.
 
-    Of a small transformer, so small that its kernels take no time, written with modules and without.
+    Args:
+        device: a CPU or CUDA device.
+        beyond: the seconds of an operator itself on a CPU, which are subtracted there.
+        clock: returns seconds; `None` chooses one.
     """
     if device.type != "cpu":
-        beyond = 0.0  # the host has handed an operator over when it goes on
+        beyond = 0.0  # the host only launches the operator
     is_alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = clock or (time.thread_time if is_alone else time.perf_counter)
 
@@ -62,7 +65,7 @@ def call_seconds(device: torch.device, *, beyond: float, clock: Clock | None = N
             batch = torch.ones(2, 4, 8, requires_grad=True)
             of_blocks = [tuple(block.parameters()) for block in model]
             counted = _Counting()
-            with counted:  # which a thread of autograd for a device does not see
+            with counted:  # autograd's threads for a device do not see this mode
                 value = by_functions()
                 operators, viewed = counted.operators, counted.views
                 value.sum().backward()
@@ -82,7 +85,7 @@ def call_seconds(device: torch.device, *, beyond: float, clock: Clock | None = N
 
 
 def _least(forwards: Sequence[Callable[[], torch.Tensor]], clock: Clock) -> list[tuple[float, float]]:
-    """The least seconds of each forward and of its backward, in turns: what disturbs them only makes them longer."""
+    """Returns the least seconds of each forward and of its backward. The forwards alternate; the fastest run counts."""
     least = [(math.inf, math.inf)] * len(forwards)
     for _ in range(_REPEATS):
         for at, forward in enumerate(forwards):
@@ -121,7 +124,7 @@ class _Block(nn.Module):
 
 
 class _Counting(TorchDispatchMode):
-    """Counts operators that do something, and those that do not."""
+    """Counts the operators that launch work, and those that do not, such as views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The usual accelerator cards and what joins them in the usual server of each, from their makers' data sheets."""
+"""A table of accelerator cards and of the links in a typical server of each, from the makers' data sheets."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memscale.core import ConfigError
 
 @dataclass(frozen=True)
 class Interconnect:
-    """How several cards of one kind are joined.
+    """The links between cards of one kind.
 
     Args:
-        devices_per_node: how many are in one node; None where servers differ.
-        node_gb_per_second: what one card can send to the others of its node, 10⁹ bytes a second.
-        node_latency_us: from one to the next of them.
-        network_gb_per_second: a card's share of the network adapters of its node, in one direction; None where none
-            belong to it.
-        source: where the figures are from.
+        devices_per_node: the number of cards in one node; `None` if servers differ.
+        node_gb_per_second: the rate at which one card can send to the others of its node, in 10⁹ bytes a second.
+        node_latency_us: the latency between two cards of a node, in microseconds.
+        network_gb_per_second: a card's share of the network adapters of its node, in one direction; `None` if its
+            servers have none for it.
+        source: the source of the figures.
     """
 
     devices_per_node: int | None
@@ -35,21 +35,21 @@ class Card:
     """One row of the table, in the units of data sheets.
 
     Args:
-        name: what the table calls it; `aliases` name it too.
-        device_names: what drivers call it, the newest spelling first.
-        memory_mib: total memory as ``torch.cuda.get_device_properties`` reports it. That is less than the number on
-            the box, since ECC and the firmware take their part, and differs by up to 1% between drivers. The lowest
-            value that public logs of PyTorch runs show for the card is used, so that a plan fits under every driver.
+        name: the name in this table; `aliases` are further names.
+        device_names: the names that drivers report, the newest spelling first.
+        memory_mib: total memory in MiB as ``torch.cuda.get_device_properties`` reports it: less than the advertised
+            size, because of ECC and firmware, and up to 1% different between drivers. The value is the lowest in
+            public logs of PyTorch runs, so that a plan fits under every driver.
         tflops: peak 10¹² operations a second of a dense matrix product, without sparsity, by dtype. With tensor cores
             where the card has them, accumulating in float32 (int8: in int32). ``float32`` is the plain rate and
             ``tfloat32`` the tensor cores' on float32 inputs.
         memory_gb_per_second: peak bandwidth of the card's memory, 10⁹ bytes a second.
-        host_gb_per_second: peak of the link to the host, in one direction; None where they share one memory.
-        peer_gb_per_second: peak of the link to one other card, in one direction; None without NVLink or its like.
-        capability: CUDA compute capability; None for cards that are not CUDA's.
+        host_gb_per_second: peak of the link to the host, in one direction; `None` if card and host share one memory.
+        peer_gb_per_second: peak of the link to one other card, in one direction; `None` without NVLink or similar.
+        capability: CUDA compute capability; `None` for cards of other makers.
         multiprocessors: streaming multiprocessors; AMD calls them compute units.
-        joined: with others of its kind.
-        source: where the figures are from.
+        joined: the links to other cards of its kind.
+        source: the source of the figures.
     """
 
     name: str
@@ -73,15 +73,15 @@ _C2C = 450.0  # NVLink-C2C between the two dies of a Grace Hopper, 900 GB/s both
 
 
 def _rates(float64: float, float32: float, tfloat32: float | None, half: float, **others: float) -> dict[str, float]:
-    """The usual columns; `half` is float16's rate, and bfloat16's on cards with TF32, which came together."""
+    """Returns the rates by dtype. `half` is the rate of float16, and of bfloat16 on cards with TF32."""
     rates = {"float64": float64, "float32": float32, "float16": half}
     if tfloat32 is not None:
         rates |= {"tfloat32": tfloat32, "bfloat16": half}
     return rates | others
 
 
-# No product sheet of an NVIDIA card without fast float64 states its rate. It is 1/32 of float32 on Turing and 1/64 on
-# Ampere GA10x, Ada and RTX Blackwell (their architecture white papers).
+# Data sheets of NVIDIA cards with slow float64 omit its rate: 1/32 of float32 on Turing, 1/64 on Ampere GA10x, Ada and
+# RTX Blackwell (their architecture white papers).
 _V100 = _rates(7.8, 15.7, None, 125)
 _T4 = _rates(8.1 / 32, 8.1, None, 65, int8=130)
 _RTX_2080_TI = _rates(13.4 / 32, 13.4, None, 53.8, int8=215.2)
@@ -105,7 +105,7 @@ _RTX_5070 = _rates(30.9 / 64, 30.9, 30.9, 61.7, int8=246.9, float8_e4m3fn=123.5)
 _RTX_5070_TI = _rates(43.9 / 64, 43.9, 43.9, 87.9, int8=351.5, float8_e4m3fn=175.8)
 _RTX_5080 = _rates(56.3 / 64, 56.3, 56.3, 112.6, int8=450.2, float8_e4m3fn=225.1)
 _RTX_PRO_6000 = _rates(126 / 64, 126, 251.9, 503.8, int8=1007.6, float8_e4m3fn=1007.6)
-# The sheet of GB10 says one number, 10¹⁵ operations in FP4 with sparsity: eight times bfloat16, as of an RTX PRO.
+# The sheet of GB10 has one number, 10¹⁵ operations in FP4 with sparsity: eight times bfloat16, as for an RTX PRO.
 _GB10 = _rates(31 / 64, 31, 62.5, 125, int8=250, float8_e4m3fn=250)
 _RTX_5090 = _rates(104.8 / 64, 104.8, 104.8, 209.5, int8=838, float8_e4m3fn=419)
 _H100_PCIE = _rates(51.2, 51.2, 378, 756, int8=1513, float8_e4m3fn=1513)
@@ -113,11 +113,11 @@ _HOPPER_SXM = _rates(66.9, 66.9, 494.7, 989.4, int8=1978.9, float8_e4m3fn=1978.9
 _B200 = _rates(37, 75, 1100, 2250, int8=4500, float8_e4m3fn=4500)
 _B300 = _rates(1.2, 75, 1125, 2250, float8_e4m3fn=4500)
 _MI300X = _rates(163.4, 163.4, 653.7, 1307.4, int8=2614.9, float8_e4m3fnuz=2614.9)
-# No TF32 on either, and on RDNA 3 no float8.
+# Neither has TF32, and RDNA 3 has no float8.
 _MI355X = _rates(78.6, 157.3, None, 2516.6, bfloat16=2516.6, int8=5033.2, float8_e4m3fn=5033.2)
 _RX_7900_XTX = _rates(1.9, 61.4, None, 122.8, bfloat16=122.8)
 
-# What NCCL itself reckons with for one step of a ring (its `src/graph/tuning.cc`, LL128), in microseconds.
+# Latency of one step of a ring in NCCL's own model (its `src/graph/tuning.cc`, LL128), in microseconds.
 _NVLINK_US, _PCIE_US, NETWORK_US = 1.9, 2.5, 4.0
 
 # One network adapter of 200 or 400 Gb/s belongs to each card of these servers; a DGX-1 has four of 100 Gb/s.
@@ -136,7 +136,7 @@ _MI355X_LINKS = Interconnect(8, 537.6, _NVLINK_US, 50, "AMD Instinct MI355X Plat
 
 
 def _pcie(gb_per_second: float, devices_per_node: int | None = None, sheet: str = "") -> Interconnect:
-    """Cards in slots: more than two of them talk over these, whatever bridges pairs have."""
+    """Returns the links of cards in PCI Express slots, which carry all traffic between more than two cards."""
     base = "PCI-SIG base specification, 16 lanes"
     return Interconnect(
         devices_per_node, gb_per_second, _PCIE_US, None, f"{base}; {sheet} (servers with 1 to 8)" if sheet else base
@@ -197,10 +197,10 @@ CARDS = (
          _IN_PCIE4, _ADA),
     Card("rtx-4090", ("4090",), ("NVIDIA GeForce RTX 4090",), 24_080, _RTX_4090, 1008, _PCIE4, None, (8, 9), 128,
          _IN_PCIE4, _ADA),
-    # Eight lanes of PCI Express 5.0 are as quick as sixteen of 4.0.
+    # Eight lanes of PCI Express 5.0 are as fast as sixteen of 4.0.
     Card("rtx-5060-ti", ("5060-ti", "rtx-5060-ti-16"), ("NVIDIA GeForce RTX 5060 Ti",), 15_823, _RTX_5060_TI, 448,
          _PCIE4, None, (12, 0), 36, _IN_PCIE4, f"{_RTX_50}, 16 GB"),
-    # No log of it under Linux was at hand: the driver's 12,227 MiB less what it keeps of an RTX 5070 Ti.
+    # Estimated without a log under Linux: the driver's 12,227 MiB minus the part it reserves on an RTX 5070 Ti.
     Card("rtx-5070", ("5070",), ("NVIDIA GeForce RTX 5070",), 11_732, _RTX_5070, 672, _PCIE5, None, (12, 0), 48,
          _IN_PCIE5, _RTX_50),
     Card("rtx-5070-ti", ("5070-ti",), ("NVIDIA GeForce RTX 5070 Ti",), 15_808, _RTX_5070_TI, 896, _PCIE5, None, (12, 0),
@@ -236,15 +236,15 @@ CARDS = (
 
 
 def by_device_name(device_name: str) -> Card | None:
-    """The card that a driver calls `device_name`, None if the table has none by exactly that name.
+    """Returns the card with exactly the driver's name `device_name`, or `None`.
 
-    Exactly, since "RTX 3090" is not "RTX 3090 Ti", "A10" not "A10G", and a slice of a card (MIG) not the card.
+    The match is exact because "RTX 3090" and "RTX 3090 Ti", "A10" and "A10G", a card and its slice (MIG) all differ.
     """
     return next((card for card in CARDS if device_name in card.device_names), None)
 
 
 def card_name(device_name: str) -> str | None:
-    """What the table calls the card that a driver calls `device_name`; None if it has none of that name.
+    """Returns the table's name of the card with the driver's name `device_name`, or `None`.
 
     >>> card_name("NVIDIA GeForce RTX 4090"), card_name("a card of tomorrow")
     ('rtx-4090', None)
@@ -254,18 +254,18 @@ def card_name(device_name: str) -> str | None:
 
 
 def card_names() -> tuple[str, ...]:
-    """What the table calls its cards."""
+    """Returns the names of all cards in the table."""
     return tuple(card.name for card in CARDS)
 
 
 def by_name(name: str) -> Card:
-    """The card that a person calls `name`, whatever its case, spaces, dashes and maker.
+    """Returns the card called `name`; case, spaces, dashes and the maker's name are ignored.
 
     >>> by_name("NVIDIA GeForce RTX 4090").name, by_name("A100 80GB").name
     ('rtx-4090', 'a100-80')
 
     Raises:
-        ConfigError: no card is called that; names the nearest ones, or all where none is near.
+        ConfigError: no card has this name; the message lists the nearest names, or all.
     """
     known = {_plain(each): card for card in CARDS for each in (*card.device_names, *card.aliases, card.name)}
     asked = _plain(name) if isinstance(name, str) else ""

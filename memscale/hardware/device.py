@@ -1,4 +1,4 @@
-"""The device a step runs on, measured once and passed around as data."""
+"""`Hardware`: the device that a step runs on, described as data."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ _DOCUMENT = Document("hardware", version=1, writer="Hardware.to_json()", error=C
 _GIB = 1024**3
 _MIB = 1024**2
 
-# What a CUDA process holds on the card outside of PyTorch's allocator: the context, about 400 MB when it is made with
-# lazy loading of kernels (a PyTorch maintainer in pytorch/pytorch#109888; 300 MB in #107667), and the kernels that the
-# step then loads.
+# Device memory of a CUDA process outside of PyTorch's allocator: the context, about 400 MB with lazy loading of kernels
+# (a PyTorch maintainer in pytorch/pytorch#109888; 300 MB in #107667), and the kernels that the step loads.
 _CONTEXT_BYTES = 512 * _MIB
 
 
 class Rates(Mapping[str, float]):
-    """A mapping from dtype names to rates that cannot change, so that what holds one can be hashed."""
+    """An immutable, hashable mapping from dtype names to rates."""
 
     __slots__ = ("_by_dtype",)
 
@@ -63,50 +62,49 @@ class Rates(Mapping[str, float]):
 
 @dataclass(frozen=True, repr=False)
 class Hardware:
-    """A device, its memory and its speed; name a known card, detect or measure the one at hand, or write it down.
+    """A device with its memory and speeds: name a known card, detect or measure a device, or pass the fields.
 
     Args:
         name: the maker's name of the device.
         device_type: ``"cuda"`` or ``"cpu"``.
-        memory_bytes: memory that a process may use at most; at least 1.
-        free_bytes: memory that was free when asked, None when unknown. Two descriptions of one device are
-            equal whatever was free.
+        memory_bytes: the most memory that a process may use, in bytes; at least 1.
+        free_bytes: the memory that was free when detected; `None` if unknown. Not part of equality.
         flops_per_second: operations a second of large dense matrix products, by the name of a torch dtype;
             ``"tfloat32"`` is for float32 products that may round their inputs to TF32.
-        bandwidth_bytes_per_second: of the device's memory, reads and writes together.
-        host_to_device_bytes_per_second: of copies from pinned host memory; on a CPU, of copies within its memory.
-        device_to_host_bytes_per_second: the other way.
-        peer_bytes_per_second: of copies to one other device of its kind, such as over NVLink.
+        bandwidth_bytes_per_second: bandwidth of the device's memory, reads and writes together.
+        host_to_device_bytes_per_second: rate of copies from pinned host memory; on a CPU, of copies within its memory.
+        device_to_host_bytes_per_second: rate of copies to pinned host memory.
+        peer_bytes_per_second: rate of copies to one other device of its kind, for example over NVLink.
         devices_per_node: how many devices of its kind are in one machine.
-        node_bytes_per_second: what one of them can send to all others there at once.
-        node_latency_seconds: until the next one in a ring of them has the first byte.
-        network_bytes_per_second: its share of the network between such machines, in one direction.
-        network_latency_seconds: the same as within one, between two.
-        host_memory_bytes: RAM of the machine that an accelerator is in, which its offloaded tensors may fill.
-        host_bandwidth_bytes_per_second: of that RAM, reads and writes together, as operators on it reach it.
-        disk_read_bytes_per_second, disk_write_bytes_per_second: as offloading reaches them beside a
-            step: past the system's cache, into memory that is there.
-        new_memory_bytes_per_second: of memory that a process on a CPU did not have: the system clears each page when
-            it is touched first. With the time to give it back.
+        node_bytes_per_second: rate at which one device can send to all others in its machine at once.
+        node_latency_seconds: latency to the next device of a ring within the machine.
+        network_bytes_per_second: the device's share of the network between machines, in one direction.
+        network_latency_seconds: latency between two machines.
+        host_memory_bytes: RAM of an accelerator's machine, which bounds the offloaded tensors.
+        host_bandwidth_bytes_per_second: bandwidth that operators reach in that RAM, reads and writes together.
+        disk_read_bytes_per_second, disk_write_bytes_per_second: rates that offloading reaches during a step, without
+            the system's cache, into memory that is already allocated.
+        new_memory_bytes_per_second: rate at which the system provides new memory to a process on a CPU, clearing each
+            page on first touch, and takes it back.
         capability: CUDA compute capability, ``(9, 0)`` for an H100.
-        multiprocessors: how many the device has, which decides the scratch memory of some kernels; where it is
-            None, those of an H100 (132) are taken.
-        launch_seconds: what an operator costs the device however small it is.
-        call_seconds: what the host takes for a call: of an ``"operator"`` by Python, up to its launch, of one by
-            autograd (``"backward"``), of one that computes nothing (``"view"``), of a ``"module"``. On a CPU, which is
-            its own host, those of operators are what they take beyond `launch_seconds`. Of an accelerator where it is
-            left out, those of a virtual machine with an H100 are taken; of a CPU none.
-        operator_rates: bytes a second that single operators reach, or operations a second where they compute, by name
-            and dtype, as ``"gelu float32"``; for devices on which they are far from the rates above, as CPUs are.
-        unified_memory: whether the accelerator has no memory but the host's, as a GB10. What is offloaded to the host
-            stays in that memory: ``Profile.taken_bytes`` counts it, and such a device has no link for `plan` to use.
-        measured: whether the speeds were reached by real kernels. Otherwise they are peaks from a data sheet, of
-            which kernels reach a part.
+        multiprocessors: the number of streaming multiprocessors, which determines the scratch memory of some kernels;
+            `None` means those of an H100 (132).
+        launch_seconds: the least device time of an operator.
+        call_seconds: host time of a call: an ``"operator"`` called by Python, up to its launch; one called by
+            autograd (``"backward"``); one that computes nothing (``"view"``); a ``"module"``. On a CPU, the times of
+            operators are those beyond `launch_seconds`. Without it, an accelerator gets the times of a virtual machine
+            with an H100, and a CPU none.
+        operator_rates: bytes a second, or operations a second, of single operators by name and dtype, as
+            ``"gelu float32"``. For devices such as CPUs, on which operators are far from the rates above.
+        unified_memory: whether an accelerator shares the host's memory, as a GB10 does. Tensors offloaded to the host
+            stay in that memory: ``Profile.taken_bytes`` counts them, and `plan` has no link to use.
+        measured: whether real kernels reached the speeds. If not, they are peaks from a data sheet, of which kernels
+            reach a part.
 
-    What is not known is None, and only missed when it is needed.
+    Unknown fields are `None`. A verb that needs an unknown field raises an error.
 
     Raises:
-        ConfigError: a field is of the wrong type, or a value is out of range; all of them at once.
+        ConfigError: fields are of the wrong type or out of range; the message lists all of them.
 
     >>> card = Hardware.named("H100 SXM")
     >>> print(card)
@@ -157,7 +155,7 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """What PyTorch's allocator can get at most: on CUDA, `memory_bytes` less 512 MiB for the CUDA context.
+        """The most bytes that PyTorch's allocator can get: on CUDA, `memory_bytes` less 512 MiB for the CUDA context.
 
         >>> Hardware.named("t4").memory_bytes - Hardware.named("t4").usable_bytes
         536870912
@@ -166,13 +164,13 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str) -> Hardware:
-        """Describe a known card by its data sheet, without having one.
+        """Returns the data sheet of a known card, which need not be present.
 
         Args:
             name: as in ``"h100"``, ``"A100-80"`` or ``"RTX 4090"``; case, spaces and dashes do not matter.
 
         Raises:
-            ConfigError: no card is called that. The message names the nearest, or all where none is near.
+            ConfigError: no card has this name. The message lists the nearest names, or all.
 
         >>> Hardware.named("a100-80").flops_per_second["tfloat32"]
         156000000000000.0
@@ -190,14 +188,14 @@ class Hardware:
 
     @classmethod
     def detect(cls, device: torch.device | str | None = None) -> Hardware:
-        """Describe ``device``; None is the current CUDA device where there is one, else the CPU.
+        """Returns the description of `device`. `None` is the current CUDA device if there is one, else the CPU.
 
-        The CPU's memory is the RAM of the machine or the process's cgroup limit, whichever is smaller. The speeds of a
-        card that `named` knows are filled in from its data sheet; `measure` finds those of any device.
+        The CPU's memory is the RAM of the machine or the process's cgroup limit, whichever is smaller. A card that
+        `named` knows gets the speeds of its data sheet; `measure` finds the speeds of any device.
 
         Raises:
-            ConfigError: ``device`` does not name a device.
-            RuntimeUnavailable: the device is not there, or its kind cannot be measured.
+            ConfigError: `device` does not name a device.
+            RuntimeUnavailable: the device does not exist, or is of a kind that memscale cannot measure.
 
         >>> Hardware.detect("cpu").memory_bytes > 0
         True
@@ -214,13 +212,13 @@ class Hardware:
 
     @classmethod
     def measure(cls, device: torch.device | str | None = None) -> Hardware:
-        """Describe ``device`` with speeds that it just reached, which takes up to 20 seconds.
+        """Measures `device` for up to 20 seconds and returns its description with the measured speeds.
 
-        Times matrix products of growing size in each dtype, copies in the device's memory, copies to and from the
-        host, reads and writes of a temporary file of 64 MiB, and an operator on one number; on a CPU the operators of
-        two small training steps, each by itself, with as many threads as PyTorch has; and what the host takes for
-        the calls of operators and modules. Keep the machine idle meanwhile,
-        and keep the result: it prints as the Python that makes it, and `to_json` writes it down.
+        Times matrix products of growing size in each dtype, copies in the device's memory, copies to and from the host,
+        reads and writes of a temporary file of 64 MiB, an operator on one number, and the host time of calls of
+        operators and modules. On a CPU also the single operators of two small training steps, with as many threads as
+        PyTorch has. Keep the machine idle during the measurement. Store the result: its `repr` is the Python that
+        makes it, and `to_json` returns a text.
 
         Args:
             device: as in `detect`.
@@ -248,7 +246,7 @@ class Hardware:
         properties = torch.cuda.get_device_properties(device)
         free_bytes, memory_bytes = torch.cuda.mem_get_info(device)
         card = by_device_name(properties.name)
-        # ROCm devices are "cuda" to PyTorch, but their (9, 4) is not the capability of a CUDA device.
+        # ROCm devices are "cuda" in PyTorch, but their (9, 4) is no CUDA capability.
         capability = (properties.major, properties.minor) if torch.version.hip is None else None
         speeds = _speeds(card) if card is not None else {}
         return cls(
@@ -281,19 +279,19 @@ class Hardware:
         return f"Hardware({', '.join(f'{key}={value!r}' for key, value in self._known().items())})"
 
     def _known(self) -> dict[str, Any]:
-        """The fields that say something; `is`, since 0 free bytes are not the same as not knowing."""
+        """Returns the fields that are known. Compares by `is`, since 0 free bytes are known."""
         fields = vars(self).items()
         return {key: value for key, value in fields if value is not None and value is not False and value != {}}
 
     def to_json(self) -> str:
-        """The description as JSON text, with a schema version."""
+        """Returns the description as JSON text, with a schema version."""
         known = self._known()
         known |= {name: dict(rates) for name, rates in known.items() if isinstance(rates, Rates)}
         return _DOCUMENT.write(known, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Hardware:
-        """The description that `to_json` wrote.
+        """Returns the description that `to_json` wrote.
 
         Raises:
             ConfigError: the text is truncated or not JSON, is of another schema version, has fields that this version
@@ -311,7 +309,7 @@ class Hardware:
 
 
 def _ram_bytes() -> int | None:
-    """The RAM that a process here may use at most; None where the system does not say."""
+    """Returns the most RAM that this process may use, in bytes; `None` if unknown."""
     try:
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # no sysconf on Windows
@@ -325,7 +323,7 @@ def _speeds(card: Card) -> dict[str, Any]:
     network = joined.network_gb_per_second
     link = None if card.host_gb_per_second is None else card.host_gb_per_second * 1e9
     return {
-        # Rounded, since 66.9 * 1e12 is not 66.9e12.
+        # Rounded, since 66.9 * 1e12 differs from 66.9e12.
         "flops_per_second": {dtype: float(round(rate * 1e12)) for dtype, rate in card.tflops.items()},
         "bandwidth_bytes_per_second": card.memory_gb_per_second * 1e9,
         "host_to_device_bytes_per_second": link,
@@ -347,7 +345,7 @@ def _is_device_type(name: str) -> bool:
 
 
 def _misfit(key: str, value: Any) -> str | None:
-    """The rule that the field `key` breaks with `value`, and the remedy."""
+    """Returns the rule that `value` breaks as field `key`, with the remedy, or `None`."""
     if key in ("name", "device_type"):
         if not isinstance(value, str) or not value:
             return "a non-empty str; pass what the device is called"
@@ -419,7 +417,7 @@ def _place(verb: str, device: torch.device | str | None) -> torch.device:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What the maker calls the processor, as far as the system says."""
+    """Returns the maker's name of the processor, as far as the system reports it."""
     for line in read_or_empty(cpuinfo).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name" and value.strip():

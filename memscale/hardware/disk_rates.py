@@ -1,4 +1,4 @@
-"""How fast tensors go to disk and come back, moved as offloading moves them, beside a thread that computes."""
+"""Measures how fast tensors move to disk and back, by offloading's own copies, while another thread computes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from memscale.core import MemscaleError, RuntimeUnavailable
 from memscale.runtime import HostBackend
 from memscale.runtime.backends import Buffer, Event
 
-# Copies are as large as an engine's, at least so many, and the best of so many rounds counts.
+# The size of a copy (as an engine's), the least number of copies, and the number of rounds, of which the best counts.
 _PIECE_BYTES = 4 * 1024**2
 _FEWEST_PIECES = 4
 _ROUNDS = 3
-# On their way at a time, as many as an engine has by itself.
+# Copies in flight at a time, the default of an engine.
 _IN_FLIGHT = 2
-_PRODUCT_SIZE = 384  # a fraction of a millisecond, so that the end of a copy is not missed for long
+_PRODUCT_SIZE = 384  # short products (below 1 ms), so that the end of a copy is noticed soon
 
 
 def disk_rates(nbytes: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """The bytes a second by the names of the fields of `Hardware`; nothing where there is no disk, or no room on it.
+    """Measures the disk. Returns bytes a second by the names of the fields of `Hardware`; empty without a usable disk.
 
-    The speed of the disk alone is not what a step sees: the threads that copy share the processor with it. Memory that
-    a process has to get first, for what comes back, is apart: see `new_memory_rate`. The best of several rounds: what
-    disturbs a disk only ever makes it slower.
+    The figures include that copying threads share the processor with the step. They exclude the time to get new memory
+    for tensors that come back, which `new_memory_rate` measures. The best of several rounds counts, since disturbances
+    only make a disk slower.
 
     Args:
-        nbytes: of the file.
-        clock: seconds since some moment.
+        nbytes: the size of the file.
+        clock: returns seconds.
     """
     pieces = nbytes // _PIECE_BYTES
     if pieces < _FEWEST_PIECES:
@@ -38,7 +38,7 @@ def disk_rates(nbytes: int, clock: Callable[[], float] = time.perf_counter) -> d
     try:
         with torch.inference_mode():
             for _ in range(_ROUNDS):
-                written, read = _there_and_back(pieces, clock)
+                written, read = _round_trip(pieces, clock)
                 took["write"].append(written)
                 took["read"].append(read)
     except MemscaleError:
@@ -46,26 +46,26 @@ def disk_rates(nbytes: int, clock: Callable[[], float] = time.perf_counter) -> d
     return {f"disk_{name}_bytes_per_second": pieces * _PIECE_BYTES / min(seconds) for name, seconds in took.items()}
 
 
-def _there_and_back(pieces: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """The seconds to write so many tensors, and to read them."""
+def _round_trip(pieces: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Returns the seconds to write `pieces` tensors, and to read them."""
     backend = HostBackend(threads=_IN_FLIGHT)
     memory = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(_IN_FLIGHT)]
     buffers = [backend.allocate(_PIECE_BYTES, "disk") for _ in range(pieces)]
     generator = torch.Generator("cpu").manual_seed(0)
-    for each in memory:  # a disk may compress, and skip what is zero
+    for each in memory:  # random numbers, for a disk may compress or skip zeros
         each.random_(generator=generator)
 
     def write(piece: int) -> Event:
-        return backend.copy(memory[piece % _IN_FLIGHT], _there(buffers[piece]), "out", after=())
+        return backend.copy(memory[piece % _IN_FLIGHT], _allocated(buffers[piece]), "out", after=())
 
     def read(piece: int) -> Event:
-        return backend.copy(_there(buffers[piece]), memory[piece % _IN_FLIGHT], "in", after=())
+        return backend.copy(_allocated(buffers[piece]), memory[piece % _IN_FLIGHT], "in", after=())
 
     return _seconds(write, pieces, clock), _seconds(read, pieces, clock)
 
 
 def _seconds(start: Callable[[int], Event], pieces: int, clock: Callable[[], float]) -> float:
-    """How long so many copies take beside a thread that computes."""
+    """Returns the seconds of `pieces` copies while another thread computes."""
     left, right, out = (torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, device="cpu") for _ in range(3))
     under_way: list[Event] = []
     began = clock()
@@ -84,7 +84,7 @@ def _is_done(event: Event) -> bool:
     return event.done()
 
 
-def _there(buffer: Buffer | None) -> Buffer:
+def _allocated(buffer: Buffer | None) -> Buffer:
     if buffer is None:
         raise RuntimeUnavailable("the disk has no room for a file to measure it by")
     return buffer

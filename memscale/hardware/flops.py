@@ -1,4 +1,4 @@
-"""The arithmetic of one operator, from the shapes of its arguments."""
+"""Counts the FLOPs of one operator from the shapes of its arguments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ Arguments = Mapping[str, Any]
 
 
 def flops_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    """Additions and multiplications of matrix products, convolutions, attention and recurrences; 0 for all others.
+    """Returns the additions and multiplications of a matrix product, convolution, attention or recurrence; else 0.
 
-    Counts what kernels do, which is not always what `torch.utils.flop_counter` says: its convention takes a causal
-    attention for a full one and a grouped convolution's weight gradient for a dense one, and it knows no recurrences
-    and no attention on the CPU. Operators that are not listed here are looked up in its registry, so a formula that
-    `register_flop_formula` adds for an operator of the user's is used.
+    Counts the work of the kernels. `torch.utils.flop_counter` differs: it counts causal attention as full and a grouped
+    convolution's weight gradient as dense, and has no formula for recurrences and for attention on the CPU. Operators
+    without a formula here use its registry, and so a user's own formula from `register_flop_formula`.
 
     >>> a, b = torch.empty(2, 3, device="meta"), torch.empty(3, 5, device="meta")
     >>> flops_of(torch.ops.aten.mm.default, (a, b), {}, torch.empty(2, 5, device="meta"))
@@ -34,7 +33,7 @@ def flops_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out
         if registered is None:
             return 0
         flops = registered(*args, **kwargs, out_val=outputs)
-    # A complex product is four real ones.
+    # A complex product is four real products.
     return int(flops) * (4 if _is_complex(args) else 1)
 
 
@@ -48,7 +47,7 @@ def _is_complex(args: Sequence[Any]) -> bool:
 
 
 def _product(left: str) -> Callable[[Arguments, Any], int]:
-    """Each number of the result sums over the last dimension of the argument `left`."""
+    """Returns the formula of a product whose results sum over the last dimension of the argument `left`."""
 
     def formula(given: Arguments, outputs: Any) -> int:
         return int(2 * prod(outputs.shape) * given[left].shape[-1])
@@ -61,14 +60,14 @@ def _batch_sum(given: Arguments, outputs: Any) -> int:
 
 
 def _grouped_product(given: Arguments, outputs: Any) -> int:
-    """Products of groups of rows, of columns or of the summed dimension: no group meets another's numbers."""
+    """Returns the FLOPs of separate products of groups, which split rows, columns or the summed dimension."""
     left, right = given["self"], given["mat2"]
     groups = left.shape[0] if left.dim() == 3 and right.dim() == 2 else 1
     return int(2 * prod(left.shape) // groups * right.shape[-1])
 
 
 def _seen(given: Arguments) -> int:
-    """How many pairs of query and key a kernel works on, which skips those that a causal mask hides."""
+    """Returns the number of (query, key) pairs that a kernel computes; it skips those behind a causal mask."""
     *batch, queries, _ = given["query"].shape
     keys = given["key"].shape[-2]
     pairs = queries * keys
@@ -83,18 +82,18 @@ def _attention(given: Arguments, outputs: Any) -> int:
 
 
 def _attention_backward(given: Arguments, outputs: Any) -> int:
-    """Scores again, the gradients of query and key; the gradients of scores and value."""
+    """Returns the FLOPs of five products: scores again, and the gradients of scores, query, key and value."""
     return int(2 * _seen(given) * (3 * given["query"].shape[-1] + 2 * given["value"].shape[-1]))
 
 
 def _convolution_backward(given: Arguments, outputs: Any) -> int:
-    """Each of the gradients of input and weight costs what the forward costs."""
+    """Returns the FLOPs of the gradients of input and weight, each as many as the forward's."""
     batch, _, *places = (given["input"] if given["transposed"] else given["grad_output"]).shape
     return int(2 * batch * prod(places) * prod(given["weight"].shape) * sum(given["output_mask"][:2]))
 
 
 def _recurrence(given: Arguments, outputs: Any) -> int:
-    """Every row of every step meets every weight matrix."""
+    """Returns the FLOPs of every row of every step times every weight matrix."""
     weights = [value for name, value in given.items() if name.startswith("weight")]
     parts = [part for value in weights for part in (value if isinstance(value, (list, tuple)) else [value])]
     matrices = [part for part in parts if isinstance(part, torch.Tensor) and part.dim() == 2]

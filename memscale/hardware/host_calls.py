@@ -1,4 +1,4 @@
-"""What the host takes for the calls that a step is made of: those of operators, of views, of modules, of regions."""
+"""Host seconds of the calls in a step: of operators, views, modules and regions."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from memscale.hardware.device import Hardware
 
 
 class HostSeconds(NamedTuple):
-    """What the host takes for one call, in seconds. On a CPU, above what an operator takes by itself.
+    """Host seconds of one call of each kind. On a CPU, the seconds beyond those of the operator itself.
 
     Attributes:
-        operator: of an operator that Python calls, up to the launch of its kernel.
-        plain: of one that Python calls and autograd takes no note of, as an optimizer's.
-        backward: of one that autograd calls, with its share of the node around it.
-        view: of an operator that launches nothing.
-        listed: of each tensor of the lists that an operator of an optimizer takes.
-        module: of a module, with its share of what its forward does between operators.
-        region: of a transformed module, and again where its forward runs under saved-tensor hooks, recomputes too.
-        saved: of such hooks for a tensor.
-        copy: of a copy to or from another tier.
-        watched: of a dispatch mode of memscale that looks at an operator or a view, as policies do.
+        operator: an operator that Python calls, up to the launch of its kernel.
+        plain: an operator that Python calls without autograd, as in an optimizer.
+        backward: an operator that autograd calls, with its share of the node around it.
+        view: an operator that launches nothing.
+        listed: one tensor in a list that an optimizer's operator takes.
+        module: a module, with its share of the Python between operators in its forward.
+        region: a transformed module; twice if its forward runs under saved-tensor hooks, and again for a recompute.
+        saved: the saved-tensor hooks for one tensor.
+        copy: a copy to or from another tier.
+        watched: a dispatch mode of memscale around an operator or a view, as policies use it.
     """
 
     operator: float
@@ -36,24 +36,23 @@ class HostSeconds(NamedTuple):
     watched: float
 
 
-# What a virtual machine with an H100 and 16 cores took (torch 2.11). Steps of 27 small models of the zoo, which its
-# host holds up, as they are and with `checkpoint()`, `offload()` and both, give the ratios
-# (benchmarks/bench_host.py); GPT-2 XL, T5, Whisper and Swin, whose host is slower beside a busy card, took 1.2 of the
-# times.
+# Measured on a virtual machine with an H100 and 16 cores (torch 2.11) by benchmarks/bench_host.py: host-bound steps of
+# 27 small models of the zoo, plain and with `checkpoint()`, `offload()` and both. For GPT-2 XL, T5, Whisper and Swin,
+# which keep the card busy, the times were 1.2 times as long.
 _DEFAULT = {"operator": 29e-6, "backward": 40e-6, "view": 4.8e-6, "module": 24e-6}
-_LISTED = 0.45  # of a view: AdamW of 11 to 133 tensors
+_LISTED = 0.45  # as a multiple of `view`: AdamW of 11 to 133 tensors
 
-# In the time of an operator and a module: of regions, hooks, copies, and looks. Beside a card in the same steps; a look
-# on fake CUDA libraries. On a CPU, where these two are shorter: of GPT-2, a copy there, and 18 µs of 18 for a look.
+# region, saved, copy and watched as multiples of operator + module. For cards from the same steps (watched: on fake
+# CUDA libraries). For CPUs, where operator and module are shorter, from GPT-2 and a copy; watched took 18 of 18 µs.
 _OF_CARDS, _OF_CPUS = (5.7, 0.2, 4.5, 0.65), (6.5, 0.4, 3.4, 1.0)
 
 
 def host_calls(hardware: Hardware) -> HostSeconds:
-    """What the host of `hardware` takes for calls; of a CPU that was not measured nothing is known, and counts."""
+    """Returns the host seconds of calls for `hardware`; zeros for a CPU that was not measured."""
     is_host = hardware.device_type == "cpu"
     default = dict.fromkeys(CALLS, 0.0) if is_host else _DEFAULT
     operator, backward, view, module = (hardware.call_seconds.get(kind, default[kind]) for kind in CALLS)
-    plain = view if is_host else operator  # of a CPU the operator by itself is in `launch_seconds`
-    listed = 0.0 if is_host else _LISTED * view  # of a CPU they are operators of their own
+    plain = view if is_host else operator  # on a CPU `launch_seconds` includes the operator itself
+    listed = 0.0 if is_host else _LISTED * view  # on a CPU each tensor is an operator of its own
     times = _OF_CPUS if is_host else _OF_CARDS
     return HostSeconds(operator, plain, backward, view, listed, module, *(each * (operator + module) for each in times))

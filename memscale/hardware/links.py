@@ -1,4 +1,4 @@
-"""How long a collective takes: bytes over the links within a node and between nodes, and the steps of its ring."""
+"""Estimates the seconds of a collective: bytes over the links within and between nodes, plus latencies."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from memscale.hardware.device import Hardware
 #: Kinds of collectives, as schedules name them.
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "other collectives")
 
-# Of the rates of data sheets. NVLink's protocol takes a fifth: 370 of 450 GB/s of an H100 (NVIDIA/nccl-tests#212).
-# An adapter of 400 Gb/s gives 46 to 48 of its 50 GB/s (NVIDIA/nccl-tests#290).
+# Shares of data sheet rates. NVLink reaches 370 of 450 GB/s on an H100, its protocol takes the rest
+# (NVIDIA/nccl-tests#212). An adapter of 400 Gb/s reaches 46 to 48 of its 50 GB/s (NVIDIA/nccl-tests#290).
 _NODE_SHARE, _NETWORK_SHARE = 0.82, 0.94
 
-# What NCCL reckons with for a call, beside its steps (`src/graph/tuning.cc`, LL128).
+# Seconds of a call in NCCL's own model, besides those of its steps (`src/graph/tuning.cc`, LL128).
 _CALL_SECONDS = 14e-6
 
-# What is assumed where the hardware does not say: as many as the largest servers hold are in one.
+# Defaults for unknown hardware: the latencies in seconds, and the number of devices in one node, as in the largest
+# servers.
 _NODE_LATENCY, _NETWORK_LATENCY, _MOST_TOGETHER = 2.5e-6, 4e-6, 16
 
 
 class Span(NamedTuple):
-    """How the processes of a group are spread: how many they are, and over how many nodes."""
+    """The size of a process group, and the number of nodes that it is spread over."""
 
     size: int
     nodes: int
 
     @property
     def per_node(self) -> int:
-        """How many a node has at most."""
+        """The largest number of processes in a node."""
         return -(-self.size // self.nodes)
 
 
 def span(ranks: Sequence[int], hardware: Hardware) -> Span:
-    """The spread of these processes over nodes that are filled in order, as `torchrun` does.
+    """Returns the spread of these processes over nodes that are filled in order, as `torchrun` does.
 
     >>> span(range(16), Hardware.named("h100")), span([0, 8, 16], Hardware.named("h100"))
     (Span(size=16, nodes=2), Span(size=3, nodes=3))
@@ -45,13 +46,13 @@ def span(ranks: Sequence[int], hardware: Hardware) -> Span:
 
 
 def collective_seconds(kind: str, nbytes: int, over: Span, hardware: Hardware) -> float | None:
-    """How long a collective takes with nothing else on its links; None where `hardware` does not know their speed.
+    """Returns the seconds of a collective on idle links; `None` if `hardware` lacks their speed.
 
     Args:
         kind: one of `COLLECTIVES`.
-        nbytes: the whole of it: what an all-gather returns, what a reduce-scatter or an all-to-all is given.
-        over: its processes.
-        hardware: what each of them runs on.
+        nbytes: the full size: the result of an all-gather, the input of a reduce-scatter or an all-to-all.
+        over: the spread of its processes.
+        hardware: the device of each process.
 
     >>> card = Hardware.named("h100")
     >>> [f"{collective_seconds('all-gather', 10**9, span(range(n), card), card) * 1e3:.2f} ms" for n in (1, 8, 64)]
@@ -63,7 +64,7 @@ def collective_seconds(kind: str, nbytes: int, over: Span, hardware: Hardware) -
         return None
     rates = []
     if over.per_node > 1:
-        # Two have a bridge or a link to themselves; where more take part, a ring goes through all that there is.
+        # Two processes use the bridge or link between their cards; a ring of more uses all links of the node.
         peer = hardware.peer_bytes_per_second if over.per_node == 2 else None
         rate = peer or hardware.node_bytes_per_second
         assert rate is not None, "it is not missing"
@@ -71,7 +72,7 @@ def collective_seconds(kind: str, nbytes: int, over: Span, hardware: Hardware) -
     if over.nodes > 1:
         assert hardware.network_bytes_per_second is not None, "likewise"
         network = hardware.network_bytes_per_second * (1.0 if hardware.measured else _NETWORK_SHARE)
-        # Rings leave a node through the adapters of all of its processes. All-to-all has no ring: each sends its own.
+        # Rings leave a node by the adapters of all its processes. In an all-to-all each process sends its own part.
         sent = (over.size - over.per_node) / (over.size - 1) if kind == "all-to-all" else 1 / over.per_node
         rates.append(network / sent)
     rounds = 2 if kind == "all-reduce" else 1
@@ -85,13 +86,13 @@ def _latency(kind: str, over: Span, hardware: Hardware) -> float:
     ring = (over.size - over.nodes) * within + (over.nodes - 1) * between
     if kind != "all-reduce":
         return ring
-    # Up a tree and down again, where that is shorter.
+    # NCCL uses a tree, up and down, if it is shorter than the ring.
     tree = (over.per_node - 1) * within + math.ceil(math.log2(over.nodes)) * between
     return 2 * min(ring, tree)
 
 
 def _missing(over: Span, hardware: Hardware) -> list[str]:
-    """The fields of `hardware` without which nothing can be said."""
+    """Returns the fields that `collective_seconds` needs and `hardware` lacks."""
     if hardware.devices_per_node is None and over.size > _MOST_TOGETHER:
         return ["devices_per_node", "node_bytes_per_second", "network_bytes_per_second"]
     has_peer = over.per_node == 2 and hardware.peer_bytes_per_second
@@ -104,7 +105,7 @@ def _missing(over: Span, hardware: Hardware) -> list[str]:
 
 
 def assumed_links(over: Span, hardware: Hardware) -> str:
-    """What `collective_seconds` would have to know of `hardware`, or takes for granted, in words; "" for nothing."""
+    """Returns a note of what `collective_seconds` lacks or assumes about `hardware`; ``""`` if nothing."""
     if over.size == 1:
         return ""
     if missing := _missing(over, hardware):

@@ -1,7 +1,7 @@
-"""The speeds that stand in for those of a CPU which was not measured, so that plans for it are chosen by likely times.
+"""Default speeds for a CPU that was not measured, so that plans for it are chosen by likely times.
 
-What `Hardware.measure` found on one thread of an AMD EPYC with AVX-512 (torch 2.13), rounded. Other processors are
-faster or slower, and most of them by much the same at everything: a choice between plans needs their ratios.
+Rounded results of `Hardware.measure` on one thread of an AMD EPYC with AVX-512 (torch 2.13). Other processors are
+faster or slower by about the same factor for every operator, and a choice between plans depends only on ratios.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memscale.hardware.device import Hardware
 _FLOPS = {"float64": 45e9, "float32": 100e9, "bfloat16": 190e9, "float16": 2.7e9}
 _BANDWIDTH = 24e9
 _CALLS = {"operator": 13e-6, "backward": 11e-6, "view": 2e-6, "module": 7e-6}
-# FLOPs (of the first five) or bytes a second, in float32 and in bfloat16: of operators that the above says too much of.
+# FLOPs (the first five) or bytes a second, in float32 and in bfloat16, of operators slower than the rates above.
 _RATES = {
     "_scaled_dot_product_flash_attention_for_cpu": (28e9, 23e9),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (37e9, 18e9),
@@ -60,7 +60,7 @@ _RATES = {
 
 
 def nominal(hardware: Hardware) -> Hardware:
-    """A CPU that says nothing of its speeds, with those of as many threads as PyTorch has.
+    """Returns `hardware`, a CPU without speeds, with the default speeds times the number of PyTorch's threads.
 
     >>> round(nominal(Hardware("box", "cpu", 2**34)).flops_per_second["float32"] / torch.get_num_threads() / 1e9)
     100
@@ -73,7 +73,7 @@ def nominal(hardware: Hardware) -> Hardware:
     }
     return dataclasses.replace(
         hardware,
-        measured=True,  # no data sheet's
+        measured=True,  # the speeds are no peaks of a data sheet
         flops_per_second={dtype: rate * threads for dtype, rate in _FLOPS.items()},
         bandwidth_bytes_per_second=_BANDWIDTH * threads,
         operator_rates=rates,

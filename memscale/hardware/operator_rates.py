@@ -1,4 +1,4 @@
-"""How fast operators really are on a CPU, where most are slower than its memory: training steps, timed."""
+"""Measures the rates of operators on a CPU, where most are slower than its memory, by timing training steps."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from memscale.hardware.work import PRODUCTS, rate_name, work_of
 Clock = Callable[[], float]
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# Steps after the one that loads code.
+# Timed steps, after a first one that loads code.
 _REPEATS = 2
-# A call that moves less says more about its dispatch than about its rate.
+# Calls below this size measure the dispatch rather than the rate.
 _SMALLEST_BYTES = 1 << 18
 
 
 def operator_rates(clock: Clock | None = None) -> dict[str, Any]:
-    """What operators reach on this CPU, by the name of the field of `Hardware`.
+    """Measures the operators of this CPU. Returns their rates by the name of the field of `Hardware`.
 
-    Of the operators of two training steps, of a language model and of a network for pictures. Their random state is put
-    back.
+    The operators are those of two training steps, of a language model and of an image model. The random state is
+    restored.
     """
-    # One thread's own time does not have in it what else runs on the machine. Several threads have no such clock.
+    # The time of one thread excludes other programs. For several threads only wall time exists.
     clock = clock or (time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
     rates: dict[str, float] = {}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -41,7 +41,7 @@ def operator_rates(clock: Clock | None = None) -> dict[str, Any]:
 
 
 def _rates_of(step: Callable[[], None], clock: Clock) -> dict[str, float]:
-    # The first loads code. Of the others the least counts: what disturbs a call only ever makes it longer.
+    # The first step loads code. Of the others the least time counts, since disturbances only make a call longer.
     runs = [_timed(step, clock) for _ in range(_REPEATS + 1)][1:]
     amounts: dict[str, float] = {}
     seconds: dict[str, float] = {}
@@ -54,7 +54,7 @@ def _rates_of(step: Callable[[], None], clock: Clock) -> dict[str, float]:
 
 
 class _Timing(TorchDispatchMode):
-    """Times each operator that does something: its name and dtype, its FLOPs or bytes, its bytes, its seconds."""
+    """Times each operator that does work, as (name and dtype, FLOPs or bytes, bytes, seconds)."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ def _timed(step: Callable[[], None], clock: Clock) -> list[tuple[str, int, int, 
 
 
 class _Block(nn.Module):
-    """Attention in both spellings, the usual norms and activations, dropout."""
+    """A block with both forms of attention, common norms and activations, and dropout."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How long an operator takes on a device: by its arithmetic or by its memory traffic, whichever is longer."""
+"""Estimates the seconds of an operator: by its arithmetic or by its memory traffic, whichever takes longer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memscale.hardware.work import AT_THE_RATE_OF, Work, rate_name
 
 
 class Seconds(NamedTuple):
-    """How long an operator takes, by where its operands are.
+    """The seconds of an operator, by the place of its operands.
 
     Attributes:
-        cached: when they are in the caches of the device.
-        uncached: when they are not.
+        cached: the seconds with operands in the caches of the device.
+        uncached: the seconds with operands in its memory.
 
     >>> Seconds(1e-3, 3e-3).at(0.5)
     0.002
@@ -27,11 +27,11 @@ class Seconds(NamedTuple):
     uncached: float
 
     def at(self, uncached_share: float) -> float:
-        """The time when so much of the bytes is not in the caches."""
+        """Returns the seconds if this share of the bytes is outside of the caches."""
         return self.cached + (self.uncached - self.cached) * uncached_share
 
     def times(self, factor: float) -> Seconds:
-        """The time of `factor` times as much work."""
+        """Returns the seconds of `factor` times the work."""
         return Seconds(self.cached * factor, self.uncached * factor)
 
 
@@ -40,11 +40,11 @@ class Efficiency:
     """The shares of a device's peaks that large kernels reach.
 
     Args:
-        compute: of ``flops_per_second``.
-        bandwidth: of ``bandwidth_bytes_per_second``.
+        compute: the share of ``flops_per_second``.
+        bandwidth: the share of ``bandwidth_bytes_per_second``.
 
     Raises:
-        ConfigError: a share is not above 0.
+        ConfigError: a share is 0 or less.
     """
 
     compute: float
@@ -55,40 +55,40 @@ class Efficiency:
             raise ConfigError(f"{self!r} must have shares above 0; pass Efficiency(compute=0.8, bandwidth=0.85)")
 
 
-# Of data sheets. Large bfloat16 products in public measurements reach 80% on H100 and H200, 85% on A100 SXM, 78% on
-# B200, 74% on L40S, 80% on A6000, 68% on V100 (float16), 64% on T4 (float16), 60% on MI300X and a little over 100% on
-# RTX 3090, 4090 and 5090, which clock above their sheets (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS";
-# zzc0721/torch-performence-test-data). STREAM on an H100 NVL: 78% for copy, 84% for triad (BabelStream).
+# Shares of data sheet rates. Large bfloat16 products reach, in public measurements, 80% on H100 and H200, 85% on A100
+# SXM, 78% on B200, 74% on L40S, 80% on A6000, 68% on V100 (float16), 64% on T4 (float16), 60% on MI300X, and slightly
+# over 100% on RTX 3090, 4090 and 5090, which clock above their sheets (stas00/ml-engineering, "Maximum Achievable
+# Matmul FLOPS"; zzc0721/torch-performence-test-data). STREAM on an H100 NVL: 78% copy, 84% triad (BabelStream).
 _OF_PEAK = Efficiency(compute=0.8, bandwidth=0.85)
 _AS_MEASURED = Efficiency(compute=1.0, bandwidth=1.0)
 
-# On an accelerator, the time of a kernel with next to nothing to do. OpenXLA's table of measured H100 products (its
-# matmul_interpolator_data.h) has none below 5.8 µs. With this constant and the efficiencies above, `seconds` is off by
-# 5% in the median over 61 of its bfloat16 products from 0.07 to 550 GFLOP (16% at the 90th percentile, 34% for narrow
-# ones that fill few of the card's processors), so that small products need no efficiency of their own. On a CPU, the
-# dispatch of one operator as `Hardware.measure` found it on an AMD EPYC.
+# On an accelerator, the seconds of a nearly empty kernel. In OpenXLA's table of measured H100 products (its
+# matmul_interpolator_data.h) the least is 5.8 µs. With this constant and the efficiencies above, the error of `seconds`
+# over 61 of its bfloat16 products from 0.07 to 550 GFLOP is 5% in the median, 16% at the 90th percentile, and 34% for
+# narrow products that fill few of the card's processors. On a CPU, the dispatch of one operator, measured by
+# `Hardware.measure` on an AMD EPYC.
 _ACCELERATOR_LAUNCH_SECONDS = 5.5e-6
 _CPU_LAUNCH_SECONDS = 2e-6
 
-# Rates of single operators are measured on less, which caches hold.
+# Operators on at most this many bytes are cached, as in the measurement of single operators.
 _CACHED_BYTES = 1 << 24
 
 
 def seconds(work: Work, hardware: Hardware, *, op: str = "", efficiency: Efficiency | None = None) -> float:
-    """How long `hardware` takes for `work`, run by itself: the roofline, plus what an operator costs at least.
+    """Returns the seconds that `hardware` takes for `work` alone: the roofline plus the launch of an operator.
 
-    ``max(flops / (compute * peak), nbytes / (bandwidth * peak)) + launch``; work of nothing takes no time. (Williams,
+    ``max(flops / (compute * peak), nbytes / (bandwidth * peak)) + launch``; empty work takes no time. (Williams,
     Waterman and Patterson, "Roofline", 2009; the constant term makes small operators slow, as in Hockney's n½.)
 
     Args:
-        work: from `work_of`.
-        hardware: whose speeds are used.
-        op: the name of the operator; where `hardware` knows its own rate, that is used and no other.
-        efficiency: the shares of these speeds that kernels reach; None is 80% of the arithmetic and 85% of the
-            bandwidth of a data sheet, and all of a speed that was measured.
+        work: the result of `work_of`.
+        hardware: the device.
+        op: the name of the operator. If `hardware` has a rate for this operator, it replaces the roofline.
+        efficiency: the shares of these speeds that kernels reach. `None` is 80% of the arithmetic and 85% of the
+            bandwidth of a data sheet, and all of a measured speed.
 
     Raises:
-        ConfigError: the hardware does not say how fast it is at this work; the message names the field.
+        ConfigError: the hardware lacks a speed that this work needs; the message names the field.
 
     >>> card = Hardware.named("h100")
     >>> product = Work(flops=2 * 4096**3, nbytes=3 * 2 * 4096**2, dtype="bfloat16")
@@ -116,7 +116,7 @@ def seconds(work: Work, hardware: Hardware, *, op: str = "", efficiency: Efficie
 
 
 def has_rate(dtype: str, hardware: Hardware) -> bool:
-    """Whether `hardware` says how fast it computes in `dtype`.
+    """Whether `hardware` has a rate for arithmetic in `dtype`.
 
     >>> has_rate("float16", Hardware.named("t4")), has_rate("bfloat16", Hardware.named("t4"))
     (True, False)
@@ -125,7 +125,7 @@ def has_rate(dtype: str, hardware: Hardware) -> bool:
 
 
 def narrow_dtype(hardware: Hardware) -> torch.dtype:
-    """What `cast` computes in on `hardware`: bfloat16, or float16 on a card that is fast in that alone.
+    """Returns the dtype in which `cast` computes on `hardware`: bfloat16, or float16 if only that is fast there.
 
     >>> narrow_dtype(Hardware.named("t4")), narrow_dtype(Hardware.named("a10"))
     (torch.float16, torch.bfloat16)

@@ -13,19 +13,19 @@ from torch._ops import OpOverload
 
 
 class Touch(enum.Enum):
-    """What a kernel does to a tensor that it is given."""
+    """The access of a kernel to one of its tensor arguments."""
 
     NOTHING = "nothing"
     READ = "read"
     WRITE = "write"
     UPDATE = "update"  # read and written
-    LOOK_UP = "look up"  # read at some places, no more of them than it returns or than another argument names
-    SCATTER = "scatter"  # updated at some places, no more of them than another argument has numbers for
+    LOOK_UP = "look up"  # read at some indices, at most as many as results, or as another argument has
+    SCATTER = "scatter"  # updated at some indices, at most as many as another argument has
 
 
 @dataclass(frozen=True)
 class _Accesses:
-    """What can be said of an operator before it is called."""
+    """The accesses of an operator that its schema tells before a call."""
 
     positional: tuple[tuple[int, Touch], ...]
     named: Mapping[str, Touch]
@@ -34,32 +34,32 @@ class _Accesses:
 
 _NO_ACCESS = _Accesses((), {}, False)
 
-# Schemas say which arguments are written, and not that their old values are ignored.
+# Operators that write an argument without reading it, which schemas do not express.
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_",
                "cauchy_", "geometric_", "_foreach_copy_", "_foreach_zero_"}  # fmt: skip
-# New memory with nothing in it.
+# Operators that return new memory without writing to it.
 _EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-# Operators that return no tensor are about sizes, devices and the like; these read values.
+# The operators that read tensor values although they return no tensor; others of that kind read sizes or devices.
 _READS_VALUES = {"_local_scalar_dense", "equal"}
-# What schemas do not say at all: arguments that a kernel looks into only here and there, or not at all.
+# Arguments that a kernel reads only in part, or not at all, which schemas do not express.
 _SPECIAL = {
     **{name: {"weight": Touch.LOOK_UP} for name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only")},
     **{name: {"self": Touch.LOOK_UP} for name in ("index", "index_select", "gather", "take", "nll_loss_forward",
                                                   "nll_loss2d_forward")},
     **{name: {"self": Touch.SCATTER} for name in ("index_put_", "_index_put_impl_", "index_add_", "index_copy_",
                                                   "index_fill_", "scatter_", "scatter_add_", "scatter_reduce_")},
-    # Their gradients depend on where the targets are, not on the values that were looked up.
+    # Their gradients depend on the targets only, not on the values of the input.
     **{name: {"self": Touch.NOTHING} for name in ("nll_loss_backward", "nll_loss2d_backward")},
-    # Written only where a gradient scaler is passed in.
+    # The gradients are written only if a gradient scaler is passed.
     **{f"_fused_{name}_": {"grads": Touch.READ} for name in ("adam", "adamw", "sgd", "adagrad")},
 }  # fmt: skip
 
 
 def traffic_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    """Bytes that `op` moves between the device's memory and its cores, each argument passing once.
+    """Returns the bytes that `op` moves between the device's memory and its cores, counting each argument once.
 
-    Views move none, an operator in place reads and writes what it changes, an expanded tensor counts the storage
-    that it has. Tensors without a storage (sparse ones) count nothing.
+    Views move nothing, an operator in place reads and writes its argument, and an expanded tensor counts its storage.
+    Tensors without a storage (sparse tensors) count nothing.
 
     >>> a, row = torch.empty(4, 8), torch.empty(8)
     >>> traffic_of(torch.ops.aten.add.Tensor, (a, row.expand(4, 8)), {}, torch.empty(4, 8)) == 4 * (32 + 8 + 32)
@@ -70,7 +70,7 @@ def traffic_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], o
     accesses = _accesses(op)
     if accesses is _NO_ACCESS:
         return 0
-    # By identity: a product with itself is read once.
+    # By identity, since a tensor that is passed twice is read once.
     touched = list(
         {
             (id(tensor), touch): (tensor, touch)
@@ -83,7 +83,7 @@ def traffic_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], o
     if accesses.makes:
         storages = {tensor.untyped_storage()._cdata for tensor, _ in touched}
         results = list(_tensors(outputs))
-        # Some operators return views without their schemas saying so: _unsafe_view, unsafe_split.
+        # Some operators return views that their schemas do not declare: _unsafe_view, unsafe_split.
         fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in storages]
         if results and not fresh:
             return 0
@@ -127,7 +127,7 @@ def _accesses(op: OpOverload) -> _Accesses:
 def _touch(name: str, argument: Any) -> Touch:
     if argument.alias_info is not None and argument.alias_info.is_write:
         return Touch.WRITE if argument.is_out or name in _OVERWRITES else Touch.UPDATE
-    # zeros_like(x) and x.new_zeros() take a shape from x.
+    # zeros_like(x) and x.new_zeros() only take a shape from x.
     return Touch.NOTHING if name.endswith("_like") or name.startswith("new_") else Touch.READ
 
 
@@ -156,5 +156,5 @@ def _nbytes(tensor: torch.Tensor) -> int:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride == 0 and size:
             count //= size
-    # Windows that overlap read no more than there is.
+    # At most the storage, for windows that overlap.
     return min(count * tensor.element_size(), tensor.untyped_storage().nbytes())

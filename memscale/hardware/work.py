@@ -1,4 +1,4 @@
-"""What an operator does, by the shapes of its arguments: its arithmetic and its memory traffic."""
+"""The work of an operator, from the shapes of its arguments: its arithmetic and its memory traffic."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch._ops import OpOverload
 from memscale.hardware.flops import flops_of
 from memscale.hardware.traffic import traffic_of
 
-#: Dtypes that the same units work on, where a device has no figure for them.
+#: The dtype whose rate to use if a device has none for the key: both use the same units.
 AT_THE_RATE_OF = {
-    "tfloat32": "float32",  # TF32 is a permission, which a device without it does not use
+    "tfloat32": "float32",  # TF32 is a permission; a device without it computes in float32
     "float8_e5m2": "float8_e4m3fn",
     "float8_e5m2fnuz": "float8_e4m3fnuz",
 }
@@ -22,12 +22,12 @@ AT_THE_RATE_OF = {
 
 @dataclass(frozen=True)
 class Work:
-    """What an operator does.
+    """The arithmetic and the memory traffic of an operator.
 
     Args:
         flops: additions and multiplications.
         nbytes: bytes read from and written to the device's memory.
-        dtype: what the arithmetic is done on, as in ``Hardware.flops_per_second``; ``""`` when there is nothing to do.
+        dtype: the dtype of the arithmetic, as in ``Hardware.flops_per_second``; ``""`` for empty work.
     """
 
     flops: int
@@ -35,12 +35,12 @@ class Work:
     dtype: str
 
 
-#: Products of two matrices, whose rate is that of ``flops_per_second``.
+#: Products of two matrices, which run at the rate of ``flops_per_second``.
 PRODUCTS = ("mm", "addmm", "_scaled_mm", "_int_mm")
 
 
 def rate_name(op: str, dtype: str) -> str:
-    """What ``Hardware.operator_rates`` calls the operator `op` on `dtype`.
+    """Returns the key of the operator `op` on `dtype` in ``Hardware.operator_rates``.
 
     >>> rate_name("gelu", "tfloat32")
     'gelu float32'
@@ -49,15 +49,15 @@ def rate_name(op: str, dtype: str) -> str:
 
 
 def work_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Work:
-    """What a call of `op` does, from the shapes of its arguments and results; no value is looked at.
+    """Returns the work of a call of `op`, from the shapes of its arguments and results, without reading values.
 
-    Arithmetic is counted where it can be what takes the time: in matrix products, convolutions, attention and
-    recurrences. Everything else is taken to be as slow as its traffic. float32 arithmetic is called ``"tfloat32"``
-    where PyTorch's settings allow that (``torch.backends``: by default for convolutions, not for products).
+    FLOPs are counted for matrix products, convolutions, attention and recurrences. All other operators are assumed to
+    take the time of their traffic. float32 arithmetic is ``"tfloat32"`` if PyTorch's settings allow TF32
+    (``torch.backends``: by default for convolutions, not for products).
 
     Args:
         op: an operator, as a dispatch mode sees it.
-        args, kwargs, outputs: what it got and returned. Fake tensors, meta tensors and real ones do.
+        args, kwargs, outputs: its arguments and results; fake, meta or real tensors.
 
     >>> x = torch.empty(8, 4, dtype=torch.bfloat16)
     >>> work_of(torch.ops.aten.mm.default, (x, x.t()), {}, torch.empty(8, 8, dtype=torch.bfloat16))
@@ -78,7 +78,7 @@ _NAMES: dict[torch.dtype, str] = {}
 
 
 def _dtype(values: Sequence[Any]) -> str:
-    """The name of the dtype of the first tensor; of complex numbers, that of their parts."""
+    """Returns the name of the dtype of the first tensor; for complex numbers, the dtype of their parts."""
     for value in values:
         if isinstance(value, torch.Tensor):
             dtype = value.dtype
@@ -96,7 +96,7 @@ def _allows_tfloat32(name: str) -> bool:
 
 
 def tfloat32() -> tuple[bool, bool, bool]:
-    """Whether PyTorch's settings allow it: for convolutions, for recurrences, for products."""
+    """Returns whether PyTorch's settings allow TF32 in convolutions, in recurrences, and in products."""
     cudnn: Any = torch.backends.cudnn
     convolutions, recurrences, products = (
         each.fp32_precision == "tf32" for each in (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)
