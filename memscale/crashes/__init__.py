@@ -1,4 +1,4 @@
-"""Out of memory, explained: what held the memory when an allocation failed, and which plan would have fitted."""
+"""Explains out-of-memory errors: which tensors held the memory, and which plan would have fitted."""
 
 from __future__ import annotations
 

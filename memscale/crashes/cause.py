@@ -1,4 +1,4 @@
-"""`explain`: from an out-of-memory error or a memory snapshot to what held the memory, and what would have fitted."""
+"""`explain`: finds in an out-of-memory error or a memory snapshot what held the memory, and a plan that fits."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from memscale.planning import Budget, OOMPrediction, OOMPredictor
 
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-# Parts of the paths of files that are not what a reader looks for.
+# Parts of the paths of files that the report skips as library code.
 _LIBRARY = ("/torch/", "\\torch\\", "<frozen", "<string>")
 _PACKAGES = ("site-packages", "dist-packages")
-# Functions of modules that place parameters, of optimizers that make or load states, and files that begin backward.
+# Functions that place parameters, functions that make or load optimizer states, and (below) files that start backward.
 _PLACES = (
     "_apply",
     "cuda",
@@ -38,7 +38,7 @@ _PLACES = (
     "_load_from_state_dict",
 )
 _STATES = ("_init_group", "__setstate__", "load_state_dict")
-# Of what a simulated step takes: a run that needed more was another step. Predictions are within 3 %.
+# A run that needed more than this multiple of the simulated peak ran another step, since predictions are within 3 %.
 _SURELY = 1.05
 _BACKWARD = ("torch/_tensor.py", "autograd/__init__.py", "autograd/graph.py")
 
@@ -54,11 +54,12 @@ def explain(
     hardware: Hardware | str | None = None,
     budget: Budget | None = None,
 ) -> Explanation:
-    """What held the memory when an allocation failed, by category and by line of code; how much was fragmentation.
+    """Returns what held the memory when an allocation failed, by category and line of code, and the fragmentation.
 
-    A snapshot knows where each tensor was made if history was recorded: call
+    A snapshot has the line that allocated each tensor if the history was recorded: call
     ``torch.cuda.memory._record_memory_history()`` first, and ``torch.cuda.memory._dump_snapshot(path)`` where the error
-    is caught. What was freed since is put back. Files are read as plain data: one that names anything is refused.
+    is caught. Memory that was freed after the failure counts as in use. Files are read as plain data: a pickle that
+    refers to any class or function is refused.
 
     >>> import torch, memscale as ms
     >>> print(ms.explain(torch.OutOfMemoryError(
@@ -70,16 +71,17 @@ and the device had 1.00 GiB left, enough but for fragmentation: less in its larg
 
     Args:
         subject: the path of a snapshot, a snapshot, a ``torch.OutOfMemoryError``, its text, or the path of a log that
-            has it. With an error, what the allocator of this process holds now is looked at too; the error keeps what
-            its frames hold.
-        device: of a snapshot with several; None is the one where an allocation failed.
-        model, batch, optimizer, loss: of the step, to find the plan that would have fitted; as in `OOMPredictor`.
-        hardware: the card; None is the model's device, which has to be one.
-        budget: what the step may take, where that is less than what the process could have, as under a limit.
+            has it. For an error, the present state of this process's allocator is read too; the error keeps the tensors
+            in its frames alive.
+        device: the device, for a snapshot with several; `None` is the one where an allocation failed.
+        model, batch, optimizer, loss: the step, to find a plan that would have fitted; as in `OOMPredictor`.
+        hardware: the card; `None` is the model's device, which must then be a card.
+        budget: the memory that the step may take, if the process has a limit below the card's memory.
 
     Raises:
-        ConfigError: `subject` is none of these, or a snapshot that is not made of plain data; or the step is wrong.
-        RuntimeUnavailable: the step can be neither simulated nor run here.
+        ConfigError: `subject` is none of these, or a snapshot with more than plain data; or an argument of the step is
+            wrong.
+        RuntimeUnavailable: the step can be neither simulated nor run on this machine.
     """
     if isinstance(subject, os.PathLike) or (isinstance(subject, str) and FAILURE not in subject):
         subject = read_snapshot(subject)
@@ -109,7 +111,7 @@ and the device had 1.00 GiB left, enough but for fragmentation: less in its larg
 
 
 def _contradictions(found: Explanation, prediction: OOMPrediction, model: nn.Module) -> list[str]:
-    """That the run which failed cannot have been the simulated step, and what differs most likely; [] where it can."""
+    """Returns a line that the failed run cannot be the simulated step, and the likely difference; ``[]`` if it can."""
     needed = found.allocated_bytes + (found.requested_bytes or 0)
     simulated = prediction.profile.peak_bytes
     if found.requested_bytes is None or needed <= _SURELY * simulated:
@@ -154,7 +156,7 @@ def _of_snapshot(snapshot: dict[str, Any], device: int | None) -> Explanation:
 
 
 def _of_log(text: str) -> Explanation:
-    """Of the last error in `text`, and of the traceback before it."""
+    """Explains the last error in `text`, with the traceback before it."""
     before, _, message = text.rpartition(FAILURE)
     lines = re.findall(r'File "(.+)", line (\d+), in (.+)', before.rpartition("Traceback")[2])
     return _of_message(FAILURE + message, [Frame(file, int(line), name) for file, line, name in lines])
@@ -185,7 +187,7 @@ def _of_message(text: str, lines: Sequence[Frame]) -> Explanation:
     requested = size("Tried to allocate {size}")
     if requested is None:
         raise ConfigError(f"explain() knows the error of PyTorch's CUDA allocator, and this one says: {text[:200]}")
-    # The second form is that of versions before 2.2, whose logs are still about.
+    # The second form is the message of PyTorch before 2.2.
     allocated = size("Of the allocated memory {size} is allocated by PyTorch", "{size} already allocated")
     free = size("and {size} is reserved by PyTorch but unallocated")
     left = size("of which {size} is free", "{size} free")
@@ -211,7 +213,7 @@ def _of_message(text: str, lines: Sequence[Frame]) -> Explanation:
 def _holders(moment: Moment) -> tuple[Holder, ...]:
     found: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for block in moment.blocks:
-        # Backward's own threads run no line of Python.
+        # Memory without a stack although history was recorded: autograd's threads run no Python.
         category = _category(block.stack) if block.stack else "backward" if block.recorded else "other"
         found[category, _where(block.stack)].append(block)
     holders = [
@@ -228,7 +230,7 @@ def _holders(moment: Moment) -> tuple[Holder, ...]:
 
 
 def _category(stack: Iterable[Frame]) -> str:
-    """What memory is for, by the innermost line that tells: the names of PyTorch's own functions."""
+    """Returns the category of memory, by the innermost function of PyTorch in the stack that decides it."""
     python = [frame for frame in stack if _is_python(frame)]
     for frame in python:
         file = frame.file.replace("\\", "/")
@@ -244,7 +246,7 @@ def _category(stack: Iterable[Frame]) -> str:
 
 
 def _where(stack: Iterable[Frame]) -> str:
-    """The innermost line outside PyTorch; where that is a package's, also the one of the script that called it."""
+    """Returns the innermost line outside PyTorch; if that is in a package, also the script's line that called it."""
     outside = [frame for frame in stack if _is_python(frame) and not any(part in frame.file for part in _LIBRARY)]
     if not outside:
         return ""
@@ -261,7 +263,7 @@ def _is_python(frame: Frame) -> bool:
 
 
 def _gaps(moment: Moment) -> Iterable[int]:
-    """The sizes of what is free inside the segments."""
+    """Yields the sizes of the free gaps in the segments, in bytes."""
     blocks = sorted((block.address, block.nbytes) for block in moment.blocks)
     for begin, nbytes in moment.segments.items():
         at, end = begin, begin + nbytes

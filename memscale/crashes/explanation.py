@@ -1,4 +1,4 @@
-"""`Explanation`: what held a device's memory when an allocation failed, as frozen data that prints and draws itself."""
+"""`Explanation`: the memory of a device when an allocation failed, as frozen data with a text and an HTML report."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ROWS = 12
 
 @dataclass(frozen=True)
 class Holder:
-    """Memory in use that one line of code asked for.
+    """The memory in use that one line of code allocated.
 
     Attributes:
-        nbytes: together.
-        count: in how many pieces.
-        category: what it is for, as far as its stack says.
-        where: the line, ``file:line in function``; ``""`` where no stack was recorded.
-        stack: the whole of it, the innermost line first, frames of C++ left out.
+        nbytes: the bytes of all its allocations.
+        count: the number of allocations.
+        category: the purpose of the memory, as far as the stack shows.
+        where: the line, ``file:line in function``; ``""`` without a recorded stack.
+        stack: the whole stack, innermost line first, without C++ frames.
     """
 
     nbytes: int
@@ -35,7 +35,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a device had no memory left, as `explain` found. Prints as a report, `html` is a page.
+    """The cause of an out-of-memory error, as `explain` found it. ``str`` is a report, `html` writes a page.
 
     >>> from memscale.crashes import Explanation
     >>> found = Explanation("cuda:0", 2**30, 3 * 2**30, 2**32, None, 2**29, "", {"activation": 3 * 2**30}, ())
@@ -43,18 +43,18 @@ class Explanation:
     True
 
     Attributes:
-        device: which, as ``"cuda:0"``.
-        requested_bytes: of the allocation that failed; None if none did.
-        allocated_bytes: what tensors held.
-        reserved_bytes: what the allocator held of the device; None if that is not known.
-        available_bytes: what the process could have in all: what it held, and what the device had left or a limit let.
-            None if that is not known.
-        largest_free_bytes: the largest free piece of what the allocator held; None if that is not known.
-        failed_at: the line of code whose allocation failed, ``""`` if that is not known.
-        by_category: what tensors held by what they are for.
-        holders: by the line that asked for it, the most first.
-        prediction: of the step, where the model was given: with the plan that would have fitted.
-        notes: what is not known, and why.
+        device: the device, as ``"cuda:0"``.
+        requested_bytes: the size of the failed allocation; `None` if none failed.
+        allocated_bytes: the bytes in tensors.
+        reserved_bytes: the bytes that the allocator held of the device; `None` if unknown.
+        available_bytes: the most that the process could hold: its reserved bytes, plus the bytes that the device had
+            left or its limit allowed. `None` if unknown.
+        largest_free_bytes: the largest free block of the allocator; `None` if unknown.
+        failed_at: the line of code whose allocation failed; ``""`` if unknown.
+        by_category: the bytes in tensors by purpose.
+        holders: the memory by line of code, largest first.
+        prediction: the prediction of the step, with a plan that fits; `None` without a model.
+        notes: the facts that are unknown, with the reasons.
     """
 
     device: str
@@ -71,21 +71,21 @@ class Explanation:
 
     @property
     def free_bytes(self) -> int | None:
-        """What the allocator held and no tensor used, in pieces; None if that is not known."""
+        """The reserved bytes that no tensor used, possibly in several blocks; `None` if unknown."""
         return None if self.reserved_bytes is None else max(0, self.reserved_bytes - self.allocated_bytes)
 
     @property
     def left_bytes(self) -> int | None:
-        """What the process could still have had beside what its allocator held; None if that is not known."""
+        """The bytes that the process could still have reserved; `None` if unknown."""
         if self.reserved_bytes is None or self.available_bytes is None:
             return None
         return max(0, self.available_bytes - self.reserved_bytes)
 
     @property
     def fragmentation_bytes(self) -> int | None:
-        """`free_bytes`, where they and `left_bytes` in one piece would have been enough for what failed; else 0.
+        """`free_bytes`, if they and `left_bytes` would have been enough in one block for the failed allocation; else 0.
 
-        None if that is not known.
+        `None` if unknown.
         """
         free = self.free_bytes
         if free is None or self.requested_bytes is None:
@@ -95,14 +95,14 @@ class Explanation:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan under which the step fits, of what was simulated; None if there is none, or no model was given."""
+        """The plan under which the simulated step fits; `None` if there is none, or no model was given."""
         recommended = () if self.prediction is None else self.prediction.recommendations
         capacity = 0 if self.prediction is None else self.prediction.capacity_bytes
         return next((each.plan for each in recommended if each.plan and each.peak_bytes <= capacity), None)
 
     @property
     def message(self) -> str:
-        """What happened, in a sentence."""
+        """The cause in one sentence."""
         held = f"{format_bytes(self.allocated_bytes)} were in tensors"
         if self.requested_bytes is None:
             return f"{self.device}: no allocation failed; {held}"
@@ -124,7 +124,7 @@ class Explanation:
         return f"{text}, too little in any arrangement"
 
     def html(self, path: str | PathLike[str]) -> None:
-        """Write one HTML page that needs no other file.
+        """Writes the report as one self-contained HTML file.
 
         Raises:
             ConfigError: the suffix is not ``.html``, or the folder does not exist.

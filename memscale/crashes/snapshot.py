@@ -1,7 +1,7 @@
-"""A memory snapshot of PyTorch's CUDA allocator, read without running anything that the file says.
+"""Reads a memory snapshot of PyTorch's CUDA allocator without running code from the file.
 
-``torch.cuda.memory._dump_snapshot`` writes a pickle, and a pickle is a program. A snapshot needs none of what a program
-can do: it is made of dictionaries, lists, strings and numbers.
+``torch.cuda.memory._dump_snapshot`` writes a pickle, and loading a pickle can run any function. A snapshot consists of
+dictionaries, lists, strings and numbers only, so the reader refuses everything else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from memscale.core import ConfigError
 
-# Of the error's message, in a log.
+# The part of the error message by which a log is recognized.
 FAILURE = "out of memory. Tried to allocate"
 _MADE_BY = "torch.cuda.memory._dump_snapshot(path) writes one"
 _TAKEN = f"{_MADE_BY}, and a log with '... {FAILURE} ...' is taken as well"
@@ -34,12 +34,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a segment that is in use.
+    """A block of a segment that is in use.
 
     Attributes:
-        stack: where it was allocated, the innermost frame first; empty where that was not recorded, as for what
-            backward allocates in a thread of its own.
-        recorded: whether its allocation is in the recorded history.
+        stack: the stack of the allocation, innermost frame first; empty if not recorded, as for allocations of
+            backward in threads of autograd.
+        recorded: whether the allocation is in the recorded history.
     """
 
     address: int
@@ -50,15 +50,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Moment:
-    """One device when an allocation failed, or when the snapshot was taken if none did.
+    """The memory of one device when an allocation failed; if none failed, when the snapshot was taken.
 
     Attributes:
-        device: its index.
-        requested_bytes: of the allocation that failed; None if none did.
-        device_free_bytes: what the driver had left then.
-        stack: where it failed.
-        segments: address and size of what the allocator held.
-        blocks: what was in use.
+        device: the index of the device.
+        requested_bytes: the size of the failed allocation; `None` if none failed.
+        device_free_bytes: the bytes that the driver had left.
+        stack: the stack of the failed allocation.
+        segments: the address and size of each segment of the allocator.
+        blocks: the blocks in use.
     """
 
     device: int
@@ -70,7 +70,7 @@ class Moment:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds containers, strings and numbers, and refuses every name."""
+    """Unpickles containers, strings and numbers, and raises at any reference to a class or function."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ConfigError(
@@ -83,10 +83,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any] | str:
-    """The snapshot in a file, or the text of a log that has the error in it.
+    """Returns the snapshot in a file, or the text of a log with the error.
 
     Raises:
-        ConfigError: it cannot be read, or is neither a log nor made of plain data only.
+        ConfigError: the file cannot be read, or is neither a log nor a pickle of plain data.
     """
     try:
         content = Path(path).read_bytes()
@@ -94,22 +94,22 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any] | str:
         raise ConfigError(f"the snapshot {str(path)!r} cannot be read ({error.strerror}); {_TAKEN}") from error
     if not content.startswith(pickle.PROTO) and FAILURE.encode() in content:
         return content.decode(errors="replace")
-    # What this process has unpickled by a registered number would be taken from here, and no name asked for.
+    # Classes that this process has unpickled by extension code are cached here, and would bypass `find_class`.
     copyreg.clear_extension_cache()
     try:
         found = _PlainUnpickler(io.BytesIO(content)).load()
     except ConfigError as error:
         raise ConfigError(f"{str(path)!r}: {error}") from None
-    except Exception as error:  # whatever a file that is no pickle provokes
+    except Exception as error:  # a file that is no pickle can raise any error
         raise ConfigError(f"{str(path)!r} is no memory snapshot ({type(error).__name__}: {error}); {_TAKEN}") from error
     return check_snapshot(found)
 
 
 def check_snapshot(found: Any) -> dict[str, Any]:
-    """`found`, which is a snapshot.
+    """Returns `found` after checking that it has the form of a snapshot.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `found` is no snapshot.
     """
     if not isinstance(found, dict) or not all(
         isinstance(found.get(key), list) for key in ("segments", "device_traces")
@@ -122,14 +122,14 @@ def check_snapshot(found: Any) -> dict[str, Any]:
 
 
 def moment_of(snapshot: Mapping[str, Any], device: int | None = None) -> Moment:
-    """The last allocation of `snapshot` that failed, and what was held then.
+    """Returns the memory of a device at the last failed allocation in `snapshot`.
 
     Args:
-        snapshot: from `read_snapshot`.
-        device: whose; None is the one where an allocation failed, or which holds most.
+        snapshot: the result of `read_snapshot`.
+        device: the index of the device; `None` is the one where an allocation failed, else the one that holds most.
 
     Raises:
-        ConfigError: the snapshot has no such device, or something in it is not what it has to be.
+        ConfigError: the snapshot has no such device, or a value of the wrong type.
     """
     traces = [_list(trace, "device_traces") for trace in snapshot["device_traces"]]
     segments = [_dict(segment, "segments") for segment in snapshot["segments"]]
@@ -161,7 +161,7 @@ def moment_of(snapshot: Mapping[str, Any], device: int | None = None) -> Moment:
 
 
 class _State:
-    """What an allocator holds, as events are undone, the last one first."""
+    """The state of an allocator, from which events can be undone, last one first."""
 
     def __init__(self) -> None:
         self.segments: dict[int, int] = {}
@@ -176,7 +176,7 @@ class _State:
             for block in _list(segment.get("blocks", []), "blocks"):
                 nbytes = _int(_dict(block, "blocks"), "size")
                 address = _int(block, "address") if "address" in block else address
-                if block.get("state") != "inactive":  # what is being freed is not free yet
+                if block.get("state") != "inactive":  # a block that waits to be freed is still in use
                     state.blocks[address] = (nbytes, _stack(block))
                 address += nbytes
         return state
@@ -207,7 +207,7 @@ def _action(event: Any) -> str:
 
 
 def _address(record: Mapping[str, Any]) -> int:
-    # Events have other names for it than segments, and those of older versions others again.
+    # Segments and events, and older versions of PyTorch, use different keys.
     return _int(record, "addr" if "addr" in record else "address")
 
 
