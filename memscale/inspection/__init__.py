@@ -1,4 +1,4 @@
-"""What a function keeps for backward, and whether a transform changed the numbers."""
+"""Lists the tensors that a function saves for backward, and verifies the numbers of a transformed model."""
 
 from memscale.inspection.residuals import Residual, saved_residuals
 from memscale.inspection.verification import Verification, check_same_numbers, verify

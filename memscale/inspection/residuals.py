@@ -1,4 +1,4 @@
-"""`saved_residuals`: what autograd keeps between forward and backward of a function, as a list."""
+"""`saved_residuals`: lists the tensors that autograd saves in the forward of a function for its backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memscale.transforms.checkpoint import is_view
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """One piece of memory that is alive from forward to backward.
+    """One storage that is saved in forward for backward.
 
     >>> import torch, memscale as ms
     >>> [residual] = ms.saved_residuals(torch.exp, torch.ones(10, requires_grad=True))
@@ -25,14 +25,14 @@ class Residual:
     float32[10] (40 bytes) intermediate aten.exp at ...
 
     Attributes:
-        shape: the shape it was saved with; a tensor saved several times, or as several views, is listed once.
-        dtype: its element type.
-        nbytes: bytes of its whole storage.
-        source: ``"argument"``, ``"captured"`` (a parameter, buffer or closure variable: alive anyway) or
-            ``"intermediate"`` (computed by the function: the memory that a transform can save).
-        name: which argument, parameter path, or the operator that computed it.
+        shape: the shape of the saved tensor. A tensor saved several times, or as several views, is listed once.
+        dtype: the element type.
+        nbytes: the bytes of the whole storage.
+        source: ``"argument"``, ``"captured"`` (a parameter, buffer or closure variable, which is alive anyway) or
+            ``"intermediate"`` (computed by the function; a transform can free its memory).
+        name: the argument, the path of the parameter, or the operator that computed the tensor.
         label: the label given by `memscale.name`, or `None`.
-        where: ``file:line`` of the code that computed it, `None` for what was not computed.
+        where: ``file:line`` of the code that computed an intermediate; `None` for the others.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Residual:
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
-    """What ``fn(*args, **kwargs)`` keeps for backward, in the order it is kept.
+    """Returns the tensors that ``fn(*args, **kwargs)`` saves for backward, in the order in which they are saved.
 
     >>> import torch, memscale as ms
     >>> def f(x):
@@ -62,7 +62,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
     >>> [(r.source, r.name, r.nbytes) for r in ms.saved_residuals(ms.checkpoint()(f), x)]
     [('argument', 'args[0]', 40)]
 
-    The function is run once, with its effects (random draws, buffer updates).
+    Runs the function once, with its side effects (random draws, buffer updates).
 
     Args:
         fn: any function or module; inside it, transforms show their true effect.
@@ -70,7 +70,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
         kwargs: its keyword arguments.
 
     Returns:
-        One `Residual` for each storage that is kept.
+        One `Residual` for each saved storage.
 
     Source: ``jax.ad_checkpoint.print_saved_residuals``.
     """
@@ -79,13 +79,13 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor.detach())  # with its graph, an operator's own result would hold the operator, and this list
+        saved.append(tensor.detach())  # a result with its graph would refer to its operator, and so to this list
         return saved[-1]
 
     listeners.stack.append(watch.on_label)
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), watch:
-            # Held until the list is made: a freed storage's address would be reused, and two confused.
+            # Kept alive until the list is made, so that no two storages have the same address.
             result = fn(*args, **kwargs)
     finally:
         listeners.stack.remove(watch.on_label)
@@ -109,7 +109,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
 
 
 def _known(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, tuple[str, str]]:
-    """The storages that exist before the call: arguments, and what the function captures."""
+    """Returns the storages that exist before the call: those of arguments and of captures, by key."""
     known: dict[int, tuple[str, str]] = {}
 
     def add(tensor: torch.Tensor, source: str, name: str) -> None:
@@ -137,7 +137,7 @@ class _Made:
 
 
 class _Provenance(OperatorWatch):
-    """Notes which operator, called from which line, made each storage."""
+    """Records the operator and the line of code that made each storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ _LIBRARIES = tuple(__import__(name).__path__[0] for name in ("torch", "memscale"
 
 
 def _caller() -> str | None:
-    """The innermost line that is neither torch's nor ours."""
+    """Returns the innermost line of code outside of torch and memscale, or `None`."""
     for frame, line in traceback.walk_stack(None):
         if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
             return f"{frame.f_code.co_filename}:{line}"

@@ -1,4 +1,4 @@
-"""`verify`: one step of two modules on the same batch, from the same state, compared number by number."""
+"""`verify`: runs one step of two modules on the same batch, from the same state, and compares every number."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from memscale.regions import Captures, untouched
 
 _INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _WORST = 8  # lines in a report
-# The largest relative difference that sums in another order explain: about 400 steps of float32 and float64, and 15 of
-# 16-bit types, whose kernels add up in float32 and round once. Tiled, 24 blocks of a Llama differ by 7e-7, 12 of a
-# GPT-2 in bfloat16 by 0.05, 40 convolutions by 8e-6 (`test_the_verdict_of_deep_models`).
+# The largest relative difference that another order of sums explains: about 400 units in the last place of float32 and
+# float64, and 15 of 16-bit types, whose kernels sum in float32 and round once. Under `tile`, 24 blocks of a Llama
+# differ by 7e-7, 12 of a GPT-2 in bfloat16 by 0.05, 40 convolutions by 8e-6 (`test_the_verdict_of_deep_models`).
 _ROUNDING = {torch.float64: 1e-13, torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-# A gradient that is zero but for rounding (of a bias before a softmax) has no size of its own to be compared with.
-_LEAST_SCALE = 0.01  # of the largest gradient of the step
+# The least scale for differences, as a share of the step's largest gradient. A gradient that is zero except for
+# rounding (of a bias before a softmax) gives no scale.
+_LEAST_SCALE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How one tensor of a step differs between two modules.
+    """The difference of one tensor of a step between two modules.
 
     Attributes:
         name: ``"output 0"``, ``"gradient of layers.0.weight"``, ``"gradient of input 0"``, ``"buffer norm.mean"`` or
             ``"the random state"`` (on a GPU also ``"the random state of cuda:0"``).
-        bitwise: whether the two are the same bits, so that NaN equals itself and -0.0 differs from 0.0.
-        max_abs: the largest absolute difference of two elements; infinite if one of them is not a number.
-        max_ulps: the largest number of steps, from one number of the dtype to the next, between two elements.
-        max_ulps_of_largest: `max_abs` in steps of the size that they have at the largest element. What rounding in
-            another order changes is small here, and large in `max_ulps` where elements cancel to almost zero.
+        bitwise: whether both have the same bits; NaN then equals itself, and -0.0 differs from 0.0.
+        max_abs: the largest absolute difference of two elements; infinite if one of them is NaN.
+        max_ulps: the largest difference of two elements, in units in the last place of these elements.
+        max_ulps_of_largest: `max_abs` in units in the last place of the largest element. Another order of sums gives
+            small values here, but large `max_ulps` where elements cancel to almost zero.
         mismatch: why elements cannot be compared (another dtype or shape, a gradient on one side only), or ``""``.
-            All numbers are infinite then.
-        max_relative: `max_abs` as a share of the largest element of the tensor; of a gradient that is hundreds of times
-            smaller than the largest one of the step, as a share of a hundredth of that.
-        dtype: of the model's tensor, as ``"float32"``.
-        rounding: the most that `max_relative` may be where nothing but the order of sums differs; 0 for integers.
+            With a mismatch all numbers are infinite.
+        max_relative: `max_abs` divided by the largest element of the tensor; for a gradient, by at least a hundredth of
+            the largest gradient of the step.
+        dtype: the dtype of the model's tensor, as ``"float32"``.
+        rounding: the largest `max_relative` that another order of sums explains; 0 for integers.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What `verify` found. Prints its verdict, and below it the worst differences where there are any.
+    """The result of `verify`. Prints the verdict, followed by the worst differences.
 
     >>> import torch, memscale as ms
     >>> model = torch.nn.Linear(2, 2)
@@ -78,12 +79,12 @@ class Verification:
 
     @property
     def exact(self) -> bool:
-        """Whether everything is the same bits."""
+        """Whether every result has the same bits."""
         return all(difference.bitwise for difference in self.differences)
 
     @property
     def rounds_only(self) -> bool:
-        """Whether results differ, and none by more than sums in another order explain.
+        """Whether results differ, but none by more than another order of sums explains.
 
         >>> import torch, memscale as ms
         >>> model = torch.nn.Linear(2, 2)
@@ -95,7 +96,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """One line: equal, equal but for rounding, or different, with the result that decides it."""
+        """One line: equal, rounding only, or different, with the result that decides."""
         total = len(self.differences)
         if self.exact:
             return f"equal, bit for bit: {total} results of the step"
@@ -112,29 +113,29 @@ class Verification:
 
     @property
     def different(self) -> tuple[Difference, ...]:
-        """What is not the same bits, the worst first."""
+        """The results whose bits differ, worst first."""
         found = [difference for difference in self.differences if not difference.bitwise]
         return tuple(sorted(found, key=lambda d: (-d.max_ulps_of_largest, -d.max_ulps)))
 
     def within(self, *, ulps: float, of: str = "element") -> bool:
-        """Whether nothing differs by more than `ulps` units in the last place.
+        """Whether all differences are at most `ulps` units in the last place.
 
         Args:
             ulps: the bound, in units in the last place.
-            of: of which number: of each ``"element"`` itself, or of the ``"largest"`` element of its tensor.
+            of: the number whose last place is meant: each ``"element"`` itself, or the ``"largest"`` of its tensor.
 
         Raises:
-            ConfigError: `of` is neither.
+            ConfigError: `of` is neither of the two.
         """
         if of not in ("element", "largest"):
             raise ConfigError(f"within(of=...) is 'element' or 'largest', got {of!r}")
         return not self._beyond(ulps, of)
 
     def raise_if_different(self, *, ulps: float = 0, of: str = "element") -> None:
-        """Do nothing if all is `within` the bound, which by default asks for the same bits.
+        """Raises an error unless all results are `within` the bound; by default they must have the same bits.
 
         Raises:
-            CorrectnessError: it is not; the message names the worst.
+            CorrectnessError: results differ by more; the message names the worst.
             ConfigError: as `within`.
         """
         if self.within(ulps=ulps, of=of):
@@ -170,7 +171,7 @@ class Verification:
 
 
 def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss | None = None) -> Verification:
-    """Run a step of both modules on `batch` and compare outputs, gradients, buffers and the random state.
+    """Runs a step of both modules on `batch` and compares outputs, gradients, buffers and the random state.
 
     >>> import torch, memscale as ms
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
@@ -180,20 +181,20 @@ def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss |
     >>> ms.verify(model, ms.transform(model, {"*": ms.cast()}), torch.ones(3, 4)).exact
     False
 
-    Both start from the same random state, each from its own parameters and buffers, which `transform` shares. Both
-    are left as they were: parameters, gradients, buffers, attributes and random states, also after an exception.
+    Both modules start from the same random state and from their own parameters and buffers (which `transform` shares).
+    The step leaves parameters, gradients, buffers, attributes and random states unchanged, also after an exception.
 
     Args:
-        model: the module that is right by definition.
+        model: the reference.
         transformed: the module to compare with it; gradients and buffers are matched by name.
         batch: a tensor is one positional argument, a tuple or list positional arguments, a mapping keyword arguments.
-            Its tensors that require a gradient are compared in it.
-        loss: ``loss(output, batch)``, a scalar tensor. `None` takes the output's ``loss``; an output without one is
+            For tensors that require a gradient, the gradients are compared too.
+        loss: ``loss(output, batch)``, a scalar tensor. `None` uses the output's ``loss``; an output without one is
             weighted by fixed numbers and summed, so that a gradient reaches all of it.
 
     Raises:
         ConfigError: `batch` is none of these, `loss` did not return a scalar tensor, or an argument is not a module.
-        Exception: whatever the modules raise.
+        Exception: any error that a module raises.
 
     Cost: two steps without an optimizer; keeps both gradients, and a copy of parameters and buffers, until it returns.
     """
@@ -216,13 +217,13 @@ def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss |
 
 
 def check_same_numbers(model: nn.Module, apply: Callable[[], object], undo: Callable[[], object], batch: Any) -> None:
-    """Run a step of ``model`` on ``batch`` before and after ``apply()``; both must give the same bits.
+    """Runs a step of `model` on `batch` before and after ``apply()``; both must give the same bits.
 
-    Outputs, gradients, buffers and the random state count; the model and the random state stay as they were.
-    On a difference ``undo()`` runs first.
+    Compares outputs, gradients, buffers and the random state, and leaves all of them unchanged. If results differ,
+    ``undo()`` runs before the error is raised.
 
     Raises:
-        CorrectnessError: something differs; the message names it.
+        CorrectnessError: results differ; the message names them.
     """
     plain = results_of_step(model, batch)
     apply()
@@ -230,7 +231,7 @@ def check_same_numbers(model: nn.Module, apply: Callable[[], object], undo: Call
     if found.exact:
         return
     undo()
-    # Atomic adds on a GPU differ from run to run. That is not the plan's doing, and another remedy.
+    # Atomic adds on a GPU differ from run to run even without a plan, which has another remedy.
     if not compare(plain, results_of_step(model, batch)).exact:
         raise CorrectnessError(
             f"two plain steps of this {type(model).__name__} differ from each other: nothing can be proved; "
@@ -244,7 +245,7 @@ def check_same_numbers(model: nn.Module, apply: Callable[[], object], undo: Call
 
 
 def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> dict[str, torch.Tensor | None]:
-    """Everything that one forward and backward of `model` computes, by name; the model stays as it was."""
+    """Returns the results of one forward and backward of `model` by name, and leaves the model unchanged."""
     leaves, spec = batches.flatten(batch)
     inputs = [
         leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
@@ -261,7 +262,7 @@ def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> d
         output = batches.call(model, given)
         outputs = tensors(output)
         total = _loss(output, outputs, loss, given)
-        # Not `backward`, which would add to the caller's gradients and fire hooks that step optimizers.
+        # `torch.autograd.grad`, since `backward` would add to the caller's gradients and run hooks of optimizers.
         gradients = (
             torch.autograd.grad(total, list(trained.values()), allow_unused=True)
             if total is not None and trained
@@ -287,7 +288,7 @@ def _loss(output: Any, outputs: list[torch.Tensor], loss: Loss | None, batch: An
     own = batches.own_loss(output)
     if isinstance(own, torch.Tensor) and own.requires_grad:
         return own.sum()
-    # Weights that differ: the plain sum of a normalised output is constant, and its gradient proves nothing.
+    # Different weights, since the plain sum of a normalised output is constant and has no gradient.
     terms = [
         (tensor * torch.linspace(-1, 1, tensor.numel(), device=tensor.device).reshape(tensor.shape)).sum().real
         for tensor in outputs
@@ -297,7 +298,7 @@ def _loss(output: Any, outputs: list[torch.Tensor], loss: Loss | None, batch: An
 
 
 def compare(model: Mapping[str, torch.Tensor | None], other: Mapping[str, torch.Tensor | None]) -> Verification:
-    """How the results of two steps differ, name by name."""
+    """Compares the results of two steps, name by name."""
     names = {**model, **other}
     gradients = [_largest(value) for name, value in model.items() if name.startswith("gradient of ")]
     least = _LEAST_SCALE * max(gradients, default=0.0)
@@ -326,7 +327,7 @@ def _difference(name: str, one: torch.Tensor | None, other: torch.Tensor | None,
     if name.startswith("the random state"):
         return incomparable("other random numbers were drawn")
     gap = (one.double() - other.double()).abs()
-    gap[(one == other) | (one.isnan() & other.isnan())] = 0  # equal infinities have no difference
+    gap[(one == other) | (one.isnan() & other.isnan())] = 0  # equal infinities, whose difference is NaN
     max_abs = float(gap.nan_to_num(math.inf).max())
     scale = max(_largest(one), least_scale)
     relative = max_abs / scale if scale else (math.inf if max_abs else 0.0)
@@ -341,7 +342,7 @@ def _difference(name: str, one: torch.Tensor | None, other: torch.Tensor | None,
 
 
 def _largest(tensor: torch.Tensor | None) -> float:
-    """The largest finite magnitude in `tensor`; 0 of none."""
+    """Returns the largest finite magnitude in `tensor`; 0 for `None` or without finite elements."""
     if tensor is None or tensor.numel() == 0:
         return 0.0
     return float(_plain(tensor).double().abs().nan_to_num(0.0, 0.0, 0.0).max())
@@ -353,24 +354,24 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as a flat, dense, real one."""
+    """Returns `tensor` as a flat, dense, real tensor."""
     dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).resolve_conj().resolve_neg()
     real = torch.view_as_real(dense) if dense.is_complex() else dense
     return real.contiguous().reshape(-1)
 
 
 def _ordinals(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """How many floating numbers apart the elements are, in float64."""
+    """Returns the number of floating point numbers between the elements, as float64."""
     kind = _INTEGER[one.dtype.itemsize]
     lowest = torch.iinfo(kind).min
     a, b = (tensor.view(kind).long() for tensor in (one, other))
-    # Negative floats are stored as sign and magnitude: counted down from zero, floats and ordinals have one order.
+    # Negative floats are stored as sign and magnitude; counted down from zero, ordinals have the order of floats.
     a, b = (torch.where(bits < 0, lowest - bits, bits) for bits in (a, b))
-    # Across zero the distance of two float64 may be more than an int64 holds; on one side it must stay exact.
+    # Across zero the distance of two float64 may overflow an int64; on one side of zero it must be exact.
     return torch.where((a < 0) == (b < 0), (a - b).abs().double(), (a.double() - b.double()).abs())
 
 
 def _ulp(tensor: torch.Tensor) -> float:
-    """The step from the largest finite magnitude in `tensor` to the next number of its dtype."""
+    """Returns the distance from the largest finite magnitude in `tensor` to the next number of its dtype."""
     info = torch.finfo(tensor.dtype)
     return math.ldexp(info.eps, math.frexp(max(_largest(tensor), info.smallest_normal))[1] - 1)
