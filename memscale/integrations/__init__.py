@@ -1,5 +1,5 @@
-"""How training frameworks use memscale: what `wrap` adds to their trainers. None of them is imported by memscale.
+"""Callbacks for training frameworks, which `wrap` adds to their trainers. `import memscale` imports no framework.
 
-`hf` is for the Trainer of transformers and those made of it, `lightning` for Lightning's. Each is imported by whoever
-uses it, and by `wrap` when it is given such a trainer.
+`hf` is for the Trainer of transformers and its subclasses, `lightning` for Lightning's Trainer. Import the module to
+use it directly; `wrap` imports it when it gets such a trainer.
 """

@@ -1,4 +1,4 @@
-"""`predict` and `find_batch_size`: what a Trainer's step takes, and how large its batches can be, before it runs."""
+"""`predict` and `find_batch_size`: the memory of a Trainer's step, and the largest batch that fits, before it runs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from memscale.hardware import Hardware
 from memscale.integrations.trainer_step import TRAINER_LOOP, TrainerStep, step_of
 from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor
 
-_PASSES = 2  # from the second pass on all of them are alike
+_PASSES = 2  # the second pass and all later ones take the same memory
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """The batches that a Trainer's step fits with.
+    """The batch size with which a Trainer's step fits.
 
     Attributes:
-        per_device: for ``per_device_train_batch_size``.
-        accumulation: for ``gradient_accumulation_steps``.
-        largest: how that was found: the largest batch that fits, and what one row more would take.
+        per_device: the value for ``per_device_train_batch_size``.
+        accumulation: the value for ``gradient_accumulation_steps``.
+        largest: the search: the largest batch that fits, and the memory with one row more.
     """
 
     per_device: int
@@ -45,12 +45,12 @@ def predict(
     budget: Budget | None = None,
     recommend: bool | None = None,
 ) -> OOMPrediction:
-    """Whether the training step of a Trainer fits, before it runs: simulated on one process, with its longest rows.
+    """Predicts whether the training step of a Trainer fits, by simulating it on one process with the longest rows.
 
-    Counted is what the Trainer adds to the model: the optimizer that its arguments name, gradients that are
-    accumulated and the inputs of all the passes, mixed precision with its float32 outputs, label smoothing or another
-    loss, clipping, and the model's own activation checkpointing. What is not (evaluation, DDP's buckets, the compiler)
-    is in the ``notes``. Nothing is changed.
+    The simulation includes what the Trainer adds to the model: the optimizer of its arguments, accumulated gradients
+    and the inputs of all passes, mixed precision with float32 outputs, label smoothing or another loss, clipping, and
+    the model's own activation checkpointing. The ``notes`` list what it excludes (evaluation, DDP's buckets, the
+    compiler). The Trainer does not change.
 
     >>> import tempfile
     >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -65,16 +65,16 @@ def predict(
 
     Args:
         trainer: before or after ``train()``, wrapped or not.
-        batch: what the data collator returns, instead of a batch of the longest rows of the data set; finding those
-            reads the whole of it.
-        steps: with more than one, also the batches that training begins with, in their order: what a CUDA device's
-            allocator reserves over all of them and the longest rows, as in `OOMPredictor.predict_steps`.
-        hardware: the device to predict for; None is the model's own.
+        batch: a batch as the data collator returns it. `None` makes one of the longest rows, which reads the whole data
+            set.
+        steps: with more than one, also simulates the first batches of training in order, and predicts the reserved
+            memory of a CUDA allocator over these and the longest rows, as in `OOMPredictor.predict_steps`.
+        hardware: the device to predict for; `None` is the model's own.
         budget, recommend: as in `OOMPredictor.predict`.
 
     Raises:
         ConfigError: the Trainer has nothing to train on, or another argument is wrong.
-        RuntimeUnavailable: it shards its model over processes, or its step can be neither simulated nor run.
+        RuntimeUnavailable: the Trainer shards its model over processes, or its step can be neither simulated nor run.
     """
     _check_trainer(trainer, "predict")
     accumulate = trainer.args.gradient_accumulation_steps
@@ -99,7 +99,7 @@ def predict(
 
 
 def _whole(step: TrainerStep, batch: Any, held: int) -> Mapping[str, Any]:
-    """What the model is called with for a batch, with nothing that only the loss is given."""
+    """Returns the arguments of the model for a batch. Raises if ``compute_loss`` withholds some of the batch."""
     called = step.called_with(batch, held)
     if missing := sorted(set(batch) - set(called)):
         raise ConfigError(
@@ -117,9 +117,9 @@ def find_batch_size(
     keep_global_batch: bool = True,
     apply: bool = False,
 ) -> BatchSize:
-    """The largest batch of a Trainer's device, by simulation: no trial runs, and none can run out of memory.
+    """Finds the largest batch that fits a Trainer's device by simulation, without a trial on the device.
 
-    Every row is as long as the longest of the data set.
+    Every row is assumed to be as long as the longest row of the data set.
 
     >>> import tempfile
     >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -129,21 +129,21 @@ def find_batch_size(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     arguments = TrainingArguments(folder, per_device_train_batch_size=16, report_to=[], use_cpu=True)
     ...     trainer = Trainer(model, arguments, train_dataset=rows)
-    >>> less = hf.predict(trainer, hardware="t4").profile.peak_bytes - 1  # than what lives at once
+    >>> less = hf.predict(trainer, hardware="t4").profile.peak_bytes - 1  # one byte too few for 16 rows
     >>> found = hf.find_batch_size(trainer, hardware="t4", budget=less)
-    >>> found.per_device, found.accumulation  # fewer rows at once, as many in a step
+    >>> found.per_device, found.accumulation  # 8 rows at a time, still 16 in a step
     (8, 2)
 
     Args:
-        trainer: before ``train()``.
+        trainer: a Trainer before ``train()``.
         hardware, budget: as in `predict`.
-        keep_global_batch: keep the rows of an optimizer step, which is the product of ``per_device_train_batch_size``
-            and ``gradient_accumulation_steps``: the answer is the largest of its divisors that fits. Otherwise the
-            accumulation stays.
-        apply: enter the answer into the Trainer's arguments.
+        keep_global_batch: keep the number of rows of an optimizer step, ``per_device_train_batch_size`` times
+            ``gradient_accumulation_steps``: the result is the largest divisor of it that fits. If `False`, the
+            accumulation stays the same.
+        apply: write the result into the Trainer's arguments.
 
     Raises:
-        BudgetError: not even one row fits.
+        BudgetError: a single row does not fit.
         ConfigError, RuntimeUnavailable: as `predict`.
     """
     for name, value in (("keep_global_batch", keep_global_batch), ("apply", apply)):
@@ -167,14 +167,14 @@ def find_batch_size(
 
 
 def _divisor(step: TrainerStep, hardware: Hardware | str | None, budget: Budget | None, rows: int) -> BatchSize:
-    """The largest divisor of `rows` that fits, in as many passes as that takes."""
+    """Returns the largest divisor of `rows` that fits as a batch, with the accumulation that gives `rows`."""
     whole = _predictor(step, hardware, 1)
     at_once = whole.predict(_repeated(step, rows, rows), budget=budget, recommend=False)
     if at_once.fits:
         return BatchSize(rows, 1, LargestBatch(rows, at_once.peak_bytes, None, at_once.capacity_bytes, 1))
     if rows == 1:
         raise BudgetError(f"not even one row fits: {at_once.message}; predict() says what would free memory")
-    # Several passes keep the gradients between them, so that they are not those of the whole batch.
+    # Simulated as several passes, since accumulated gradients stay in memory between passes.
     several = _predictor(step, hardware, rows)
     largest = several.largest(lambda count: _repeated(step, count, rows), budget=budget, at_most=rows - 1)
     per_device = max(count for count in range(1, largest.n + 1) if rows % count == 0)
@@ -182,7 +182,7 @@ def _divisor(step: TrainerStep, hardware: Hardware | str | None, budget: Budget 
 
 
 def _repeated(step: TrainerStep, count: int, rows: int) -> Any:
-    """A batch of `count` times the longest row, in a step of `rows`."""
+    """Returns a batch of `count` copies of the longest row, in a step of `rows` rows."""
     return step.called_with(step.collate([step.rows[0]] * count), rows)
 
 

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, and those made of it (TRL's): the model is wrapped while it trains."""
+"""A callback for the Trainer of transformers and its subclasses (TRL's), which wraps the model during training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ except ImportError as error:
         f"memscale.integrations.hf needs transformers ({error}); pip install 'memscale-transforms[hf]'"
     ) from error
 
-# Below the import that may fail, which says what to install.
+# Imported after transformers, so that the error about a missing transformers comes first.
 from memscale.integrations.batch_size import BatchSize, find_batch_size, predict
 from memscale.integrations.trainer_step import TRAINER_LOOP
 
@@ -28,21 +28,21 @@ __all__ = ["BatchSize", "MemScaleCallback", "find_batch_size", "predict"]
 
 
 class MemScaleCallback(TrainerCallback, ExportableState):
-    """Wraps the model of a Trainer: when the Trainer is made, and again when it trains another one (``model_init``).
+    """Wraps the model when a Trainer is made, and again if ``model_init`` makes another model.
 
     The model is detached at the end of training. After an exception it stays wrapped, and can be wrapped again. The
-    plan is in ``trainer_state.json``; the logs have the keys of `Executor.as_log`.
+    plan is stored in ``trainer_state.json``; the logs have the keys of `Executor.as_log`.
 
     Args:
         config: as in `wrap`.
-        plan: to train under, instead of one that is planned.
-        sample_input: what the model is called with, as in `wrap`. None plans at the first call.
-        log_memory: whether the logs get the keys above.
+        plan: the plan to train under; `None` makes one.
+        sample_input: the arguments of the model, as in `wrap`. `None` plans at the first call.
+        log_memory: whether to add the keys of `Executor.as_log` to the logs.
 
     Raises:
         ConfigError: `config` is no `Config`.
-        PlanError: `plan` is none.
-        RuntimeUnavailable: when a Trainer is made that would use ``nn.DataParallel``.
+        PlanError: `plan` is no plan.
+        RuntimeUnavailable: the Trainer would use ``nn.DataParallel``.
 
     >>> from memscale.integrations.hf import MemScaleCallback
     >>> import memscale as ms
@@ -62,13 +62,13 @@ class MemScaleCallback(TrainerCallback, ExportableState):
         self.log_memory = log_memory
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
-        """Before the model is prepared for mixed precision or for several processes."""
+        """Wraps the model, before the Trainer prepares it for mixed precision or for several processes."""
         _check(args)
         if model is not None:
             self.wrapping.wrap(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
-        """`model` is another one if ``model_init`` made it, and `state` a checkpoint's if the run is resumed."""
+        """Wraps a model that ``model_init`` made, and reads the plan of a resumed run from `state`."""
         kept = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(kept, dict):
             self.wrapping.former_plan = kept["attributes"]["plan"]
@@ -76,25 +76,25 @@ class MemScaleCallback(TrainerCallback, ExportableState):
             self.wrapping.wrap(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The first one knows the plan."""
+        """Records the plan after the first step, which makes it."""
         self.wrapping.after_step()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **_: Any) -> None:
-        """Add the memory's keys."""
+        """Adds the memory keys to the logs."""
         if self.log_memory and logs is not None and self.wrapping.executor is not None:
             logs.update(self.wrapping.executor.as_log())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Undo what this callback did."""
+        """Detaches the model."""
         self.wrapping.end()
 
     def state(self) -> dict[str, Any]:
-        """What ``trainer_state.json`` keeps: the plan."""
+        """Returns the state for ``trainer_state.json``: the plan."""
         return {"args": {"log_memory": self.log_memory}, "attributes": {"plan": self.plan}}
 
     @property
     def plan(self) -> str | None:
-        """The plan that holds, as JSON; set by a Trainer that restores its callbacks, which then trains under it."""
+        """The present plan as JSON. A Trainer that restores its callbacks sets it, and then trains under this plan."""
         return self.wrapping.plan
 
     @plan.setter
@@ -109,10 +109,10 @@ class MemScaleCallback(TrainerCallback, ExportableState):
 def wrap_trainer(
     trainer: Trainer, config: Config | None, sample_input: Any, record: Record, budget: Budget | None
 ) -> None:
-    """What `wrap` does with a Trainer: its model is wrapped now, and whichever it trains later.
+    """Adds the callback to a Trainer for `wrap`, and wraps its present model.
 
     Raises:
-        RuntimeUnavailable: it would use ``nn.DataParallel``.
+        RuntimeUnavailable: the Trainer would use ``nn.DataParallel``.
     """
     _check(trainer.args)
     unwrap_trainer(trainer)
@@ -120,7 +120,7 @@ def wrap_trainer(
     callback.wrapping = Wrapping(config, None, sample_input, record, budget, loop=TRAINER_LOOP)
     if isinstance(trainer.model, nn.Module):
         callback.wrapping.wrap(trainer.model)
-    # Before those that report, which read the logs in this order.
+    # First, because reporting callbacks read the logs in order.
     trainer.callback_handler.callbacks.insert(0, callback)
 
 

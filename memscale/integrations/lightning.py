@@ -1,4 +1,4 @@
-"""Lightning's Trainer: the module is wrapped while it is fitted."""
+"""A callback for Lightning's Trainer, which wraps the module during a fit."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ except ImportError as error:
         f"memscale.integrations.lightning needs Lightning ({error}); pip install 'memscale-transforms[lightning]'"
     ) from error
 
-# Lightning keeps whatever `training_step` returns beside the loss (`ClosureResult.extra`) until the step is over.
+# Lightning keeps all results of `training_step` (`ClosureResult.extra`) until the end of the step.
 _LOOP = Loop(keeps_output=True)
 
 
 class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types are skipped
-    """Wraps a LightningModule for the length of a fit, also around the trials of a batch size finder.
+    """Wraps a LightningModule during a fit, including the trials of a batch size finder.
 
-    What is wrapped is the module itself where it has a ``forward`` of its own; else the child that holds nearly all of
-    its parameters, whose forward is what a ``training_step`` calls. Layers made in ``configure_model`` are wrapped once
-    they are there. It is detached when the fit ends or raises. The plan is in the checkpoints.
+    The wrapped module is the LightningModule itself if it has a ``forward`` of its own, else the child with nearly all
+    of its parameters, whose forward the ``training_step`` calls. Layers made in ``configure_model`` are wrapped after
+    it. The module is detached when the fit ends or raises. The plan is stored in the checkpoints.
 
     Args:
         config: as in `wrap`.
-        plan: to train under, instead of one that is planned; its paths are those of what is wrapped.
-        sample_input: what that is called with, as in `wrap`. None plans at the first call.
+        plan: the plan to train under, with paths relative to the wrapped module; `None` makes one.
+        sample_input: the arguments of the wrapped module, as in `wrap`. `None` plans at the first call.
         log_memory: whether loggers get the keys of `Executor.as_log`, at logging steps.
 
     Raises:
         ConfigError: `config` is no `Config`.
-        PlanError: `plan` is none.
+        PlanError: `plan` is no plan.
 
     >>> from memscale.integrations.lightning import MemScaleCallback
     >>> import memscale as ms
@@ -59,10 +59,10 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
         super().__init__()
         self.wrapping = Wrapping(config, plan, sample_input, loop=_LOOP)
         self.log_memory = log_memory
-        self._late: weakref.ref[nn.Module] | None = None  # the module whose configure_model is waited for
+        self._late: weakref.ref[nn.Module] | None = None  # the module to wrap after its configure_model
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Before the module is on its device, as `offload` of parameters needs it."""
+        """Wraps the module, before it moves to its device, as `offload` of parameters requires."""
         if stage != "fit":
             return
         if type(pl_module).configure_model is lightning.LightningModule.configure_model:
@@ -78,7 +78,7 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
             self._late = weakref.ref(pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the keys of `Executor.as_log` where Lightning logs; the first batch knows the plan."""
+        """Logs the keys of `Executor.as_log` at logging steps, and the plan after the first batch."""
         self.wrapping.after_step()
         executor, step = self.wrapping.executor, trainer.global_step
         if self.log_memory and executor is not None and step % trainer.log_every_n_steps == 0:
@@ -90,22 +90,22 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
         self.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detach: Lightning tears nothing down then."""
+        """Detaches the module, because Lightning calls no `teardown` after an exception."""
         self.end()
 
     def end(self) -> None:
-        """Undo what this callback did."""
+        """Detaches the module."""
         if self._late is not None and (module := self._late()) is not None:
             module.__dict__.pop("configure_model", None)
         self._late = None
         self.wrapping.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the plan."""
+        """Returns the state for a checkpoint: the plan."""
         return {"plan": self.wrapping.plan}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Note the plan of the run that is resumed."""
+        """Reads the plan of the run that is resumed."""
         self.wrapping.former_plan = state_dict["plan"]
 
     def __repr__(self) -> str:
@@ -115,7 +115,7 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
 def wrap_trainer(
     trainer: lightning.Trainer, config: Config | None, sample_input: Any, record: Record, budget: Budget | None
 ) -> None:
-    """What `wrap` does with a Trainer of Lightning: it gets the callback."""
+    """Adds the callback to a Trainer of Lightning, for `wrap`."""
     unwrap_trainer(trainer)
     callback = MemScaleCallback(config, sample_input=sample_input)
     callback.wrapping = Wrapping(config, None, sample_input, record, budget, loop=_LOOP)
@@ -130,7 +130,7 @@ def unwrap_trainer(trainer: lightning.Trainer) -> None:
 
 
 def _trained(module: nn.Module) -> nn.Module:
-    """The part of a LightningModule whose forward a training step calls."""
+    """Returns the part of a LightningModule whose forward a training step calls."""
     if type(module).forward is not lightning.LightningModule.forward:
         return module
     sizes = {child: sum(parameter.numel() for parameter in child.parameters()) for child in module.children()}

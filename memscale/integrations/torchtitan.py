@@ -1,4 +1,4 @@
-"""torchtitan: a plan of memscale as an activation checkpointing policy of its trainer."""
+"""A plan of memscale as an activation checkpointing policy of torchtitan."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ except ImportError as error:
 
 
 class MemScaleAC(ActivationCheckpointing):  # type: ignore[misc]  # torchtitan is not in every environment
-    """An activation checkpointing policy: the model trains under a plan, in place.
+    """An activation checkpointing policy that puts the model under a plan, in place.
 
     torchtitan builds the policy from its config and applies it after tensor parallelism, before ``torch.compile`` of
-    the blocks and before FSDP, on the meta device. No module is replaced, so that names in checkpoints stay those of
-    the model; `memscale.detach` takes it off.
+    the blocks and before FSDP, on the meta device. No module is replaced, so names in checkpoints stay the same.
+    `memscale.detach` removes the plan.
 
     In a Trainer's config: ``activation_checkpoint=MemScaleAC.Config(plan="plan.json")``. Without a plan every child of
     ``layers`` is under `checkpoint`.
@@ -36,18 +36,18 @@ class MemScaleAC(ActivationCheckpointing):  # type: ignore[misc]  # torchtitan i
     class Config(ActivationCheckpointing.Config):  # type: ignore[misc]
         """The policy's config: `plan` is the path of a file that `Plan.to_json` wrote, for this model.
 
-        Recomputes have the random states of the forward whatever ``preserve_rng_state`` says, and what they read is
-        checked whatever ``determinism_check`` says.
+        The fields ``preserve_rng_state`` and ``determinism_check`` have no effect: recomputes always have the random
+        states of the forward, and always check their inputs.
         """
 
         plan: str | None = None
 
     def apply(self, model: nn.Module) -> None:
-        """Put the plan's regions on `model`.
+        """Applies the plan to `model` in place.
 
         Raises:
             ConfigError: the plan's file cannot be read.
-            PlanError: it is no plan, or names what the model has not.
+            PlanError: the file holds no plan, or the plan names modules that the model lacks.
         """
         path = self.config.plan
         if path is None:

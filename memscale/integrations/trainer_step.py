@@ -1,4 +1,4 @@
-"""The training step of a Trainer of transformers as a prediction takes it, and its rows."""
+"""Takes the training step of a transformers Trainer apart, into the model, loss, optimizer and rows of a prediction."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ TRAINER_LOOP = Loop(keeps_output=False)
 
 @dataclass(frozen=True)
 class TrainerStep:
-    """What a Trainer's step is made of, while `step_of` holds.
+    """The parts of a Trainer's step, valid inside `step_of`.
 
     Attributes:
-        model: as the Trainer trains it: its forward is in mixed precision where the Trainer's is.
-        optimizer: the one that the Trainer has or would make; it clips gradients before it steps, as the Trainer does.
-        loss: the Trainer's ``compute_loss``, of an output of the model and what it was called with.
-        called_with: what the model is called with for what the data collator returns, in a step of so many rows.
+        model: the model, with its forward in the Trainer's mixed precision.
+        optimizer: the optimizer that the Trainer has or would make; it clips gradients before it steps.
+        loss: the Trainer's ``compute_loss``, as a function of the model's output and its arguments.
+        called_with: maps (a batch of the data collator, the number of rows in the step) to the model's arguments.
         collate: the data collator.
-        rows: as many rows as a process takes for a step of the optimizer, the longest first.
-        batches: the first so many batches of training, fewer if there are fewer, as the data collator returns them.
-        notes: what is not counted.
+        rows: the rows of a process in one step of the optimizer, longest first.
+        batches: maps n to the first n batches of training, or fewer if there are fewer, as the data collator returns
+            them.
+        notes: what the prediction does not count.
     """
 
     model: nn.Module
@@ -50,14 +51,15 @@ class TrainerStep:
 
 @contextlib.contextmanager
 def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
-    """The step of `trainer`; trainer, model, optimizer and random states are afterwards what they were.
+    """Gives the step of `trainer`, and restores trainer, model, optimizer and random states afterwards.
 
     Args:
-        reads: whether the rows of the data set are wanted.
+        trainer: a Trainer of transformers.
+        reads: whether to read the rows of the data set.
 
     Raises:
-        ConfigError: it has no rows to train on, or its ``compute_loss`` cannot be told apart from its model.
-        RuntimeUnavailable: it shards the model over processes.
+        ConfigError: the Trainer has no rows, or its ``compute_loss`` cannot be separated from its model.
+        RuntimeUnavailable: the Trainer shards the model over processes.
     """
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise RuntimeUnavailable(
@@ -82,16 +84,16 @@ def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
 
 
 class _Asked:
-    """A Trainer's ``compute_loss``, taken apart: what it calls the model with, and what it makes of the output."""
+    """Splits a Trainer's ``compute_loss`` into the arguments of the model and the loss of its output."""
 
     def __init__(self, trainer: Any) -> None:
-        # Weakly: what the loss leads to is in the step's memory, and a Trainer leads to its whole data set.
+        # Weakly, since the simulation counts all tensors that the loss refers to, and a Trainer refers to its data set.
         self._weakly = weakref.ref(trainer)
-        self._inputs: Mapping[str, Any] = {}  # of the last batch, with what the model is not called with
-        self._others: list[torch.Tensor] = []  # of the step's other passes: a Trainer moves them all at once
+        self._inputs: Mapping[str, Any] = {}  # the last batch, including entries that only the loss uses
+        self._others: list[torch.Tensor] = []  # inputs of the step's other passes, which a Trainer moves all at once
 
     def called_with(self, inputs: Any, rows: int) -> Mapping[str, Any]:
-        """What the model is called with for `inputs`, which a data collator returned, in a step of so many rows."""
+        """Returns the model's arguments for `inputs`, a batch of the data collator, in a step of `rows` rows."""
         if not isinstance(inputs, Mapping):
             raise ConfigError(
                 f"the data collator of this Trainer returns a {type(inputs).__name__}, and a Trainer's model is called "
@@ -120,7 +122,7 @@ class _Asked:
         return called[0]
 
     def loss(self, output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-        """What ``compute_loss`` makes of an output."""
+        """Returns the loss that ``compute_loss`` computes from an output of the model."""
         count = _count(batch)
         calls = 0
 
@@ -129,10 +131,10 @@ class _Asked:
             calls += 1
             return output
 
-        # A part of the batch has fewer rows, and its labels likewise.
+        # `batch` may be a part of the inputs with fewer rows; the other entries are cut to as many.
         inputs = {name: batch[name] if name in batch else _first(value, count) for name, value in self._inputs.items()}
         loss = self._compute(inputs, forward)
-        assert len(self._others) <= len(inputs)  # a simulation counts what is named in the step, and these are held
+        assert len(self._others) <= len(inputs)  # refers to the tensors here, so that the simulation counts them
         if calls != 1:
             raise ConfigError(
                 f"compute_loss of this {type(self._trainer).__name__} calls its model {calls} times, and one call is "
@@ -160,12 +162,12 @@ class _Asked:
             patch.put_back()
 
 
-class _Called(Exception):  # it is no error
-    """The model was called."""
+class _Called(Exception):
+    """Raised to leave ``compute_loss`` when it calls the model; not an error."""
 
 
 class _Mixed(OwnForward):
-    """A module's own forward in mixed precision, as accelerate prepares it: the outputs are float32 again."""
+    """A module's own forward in mixed precision with float32 outputs, as accelerate prepares it."""
 
     dtype = torch.bfloat16
 
@@ -188,7 +190,7 @@ def _mixed_precision(trainer: Any) -> Iterator[None]:
         yield
         return
     patch = ForwardPatch(model)
-    # Prepared models have what was there before accelerate's own.
+    # A model that accelerate has prepared keeps its forward from before in `_original_forward`.
     under = model.__dict__.get("_original_forward", model.__dict__.get("forward"))
     if getattr(under, "__func__", None) is type(model).forward:
         under = None
@@ -208,7 +210,7 @@ def _optimizer(trainer: Any) -> Iterator[torch.optim.Optimizer]:
         made = trainer.create_optimizer() if kept is None else kept
     finally:
         trainer.optimizer = kept
-    optimizer = getattr(made, "optimizer", made)  # accelerate's, around PyTorch's
+    optimizer = getattr(made, "optimizer", made)  # accelerate wraps PyTorch's optimizer
     most = trainer.args.max_grad_norm
 
     def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -235,9 +237,9 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recomputing(trainer: Any) -> Iterator[None]:
-    """The model's own checkpointing, which ``Trainer.train`` switches on."""
+    """Turns the model's own checkpointing on for the body, as ``Trainer.train`` does."""
     args, model = trainer.args, trainer.model
-    new = hasattr(args, "activation_checkpointing")  # its name since transformers 5
+    new = hasattr(args, "activation_checkpointing")  # the name of the argument since transformers 5
     verb = "activation_checkpointing" if new else "gradient_checkpointing"
     if not getattr(args, verb) or getattr(model, f"is_{verb}", False):
         yield
@@ -262,7 +264,7 @@ def _random_states_kept() -> Iterator[None]:
 
 
 def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], Callable[[int], list[Any]], list[str]]:
-    """What makes a batch of rows, as many rows as a process holds for one step of the optimizer, and its batches."""
+    """Returns the data collator, the rows of a process in one step of the optimizer, `batches` and notes."""
     if trainer.train_dataset is None:
         raise ConfigError("this Trainer has no train_dataset, whose rows are what a step is predicted for")
     prepared = trainer.accelerator._dataloaders
@@ -283,11 +285,11 @@ def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], Call
         raise ConfigError("the train_dataset of this Trainer is empty; a step is predicted for its rows")
 
     def batches(most: int) -> list[Any]:
-        # Its own sampler draws as it will in training; rows are read here, since the loader would move them.
+        # The Trainer's sampler draws as in training. The rows are read here, since the loader would move them.
         drawn = _chunks(iter(data), trainer.args.per_device_train_batch_size) if streams else loader.batch_sampler
         return [loader.collate_fn(each if streams else [data[at] for at in each]) for each in islice(drawn, most)]
 
-    # A small data set is repeated: the Trainer's batches may be larger for another epoch's rows.
+    # Rows of a small data set repeat, as they do in training over several epochs.
     return loader.collate_fn, [rows[at % len(rows)] for at in range(count)], batches, notes
 
 

@@ -1,4 +1,4 @@
-"""`Wrapping`: what the callbacks of all frameworks do to the model that is trained."""
+"""`Wrapping`: the part that the callbacks of all frameworks share, which wraps and detaches models."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from memscale.simulation import Loop
 
 
 class Wrapping:
-    """Wraps one model after the other, each until `end` or until the next.
+    """Wraps one model at a time, until `end` or until the next model.
 
     Args:
         config, sample_input: as in `wrap`.
-        plan: to train under, instead of one that is planned.
+        plan: the plan to train under; `None` makes one.
         record, budget: as in `wrap`.
-        loop: what the framework's loop does with the model's output.
+        loop: whether the framework's loop keeps the model's output until after backward.
 
     Attributes:
-        executor: of the model that is wrapped; None while none is.
+        executor: the executor of the wrapped model; `None` without one.
 
     Raises:
         ConfigError: `config` is no `Config`.
-        PlanError: `plan` is none.
+        PlanError: `plan` is no plan.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Wrapping:
         self._sample_input = sample_input
         self._record, self._budget, self._loop = record, budget, loop
         self.executor: Executor | None = None
-        self.former_plan: str | None = None  # JSON: of the run that is resumed
+        self.former_plan: str | None = None  # the plan of the run that is resumed, as JSON
 
     def wrap(self, model: nn.Module) -> None:
-        """Wrap `model`, unless that is done."""
+        """Wraps `model`, unless it is wrapped already."""
         if self.executor is None or attached(model) is not self.executor:
             self.end()
             self.executor = wrapped(
@@ -65,21 +65,21 @@ class Wrapping:
             )
 
     def after_step(self) -> None:
-        """Say once if a run that is resumed had another plan: by now the first call has planned."""
+        """Reports once if a resumed run had another plan. Called after the first step, which makes the plan."""
         if self.former_plan is not None and self.executor is not None:
             former, self.former_plan = Plan.from_json(self.former_plan), None
             if former != self.executor.plan:
                 self.executor.say(f"the run that is resumed had another plan:\n{former}")
 
     def end(self) -> None:
-        """Detach what is wrapped."""
+        """Detaches the wrapped model."""
         if self.executor is not None and self.executor.is_attached:
             self.executor.detach()
         self.executor = None
 
     @property
     def plan(self) -> str | None:
-        """The plan that holds, as JSON."""
+        """The present plan as JSON; `None` before there is one."""
         return None if self.executor is None else self.executor.plan.to_json()
 
     def __repr__(self) -> str:
