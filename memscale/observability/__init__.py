@@ -1,4 +1,4 @@
-"""What the process of a wrapped model says of itself: live figures, for Prometheus and for training logs."""
+"""Live metrics of a process with a wrapped model, for Prometheus and for training logs."""
 
 from memscale.observability.metrics import Metrics, memory_keys
 from memscale.observability.ranks import local_rank, rank

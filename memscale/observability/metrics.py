@@ -1,8 +1,8 @@
-"""`Metrics`: what a wrapped model's process can say of its memory at any moment, as named samples.
+"""`Metrics`: the memory figures of a wrapped model's process, as named samples.
 
-Names, units and types follow Prometheus: one prefix, base units, ``_total`` for what only grows. Nothing here touches
-a device's queue or another process, and no peak is ever reset: they are those since the process began, or since
-somebody else reset them.
+Names, units and types follow Prometheus: one prefix, base units, ``_total`` for counters. Reading the metrics launches
+nothing on a device, contacts no other process and resets no peak. A peak is since the start of the process, or since
+other code reset it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Labels = Mapping[str, str]
 
 
 class Watched(Protocol):
-    """What `Metrics` asks an executor for."""
+    """The part of an executor that `Metrics` reads."""
 
     @property
     def plan(self) -> Plan:
-        """What the model trains under."""
+        """The plan that the model trains under."""
 
     @property
     def hardware(self) -> Hardware:
@@ -41,7 +41,7 @@ class Watched(Protocol):
 
     @property
     def runtime(self) -> Runtime | None:
-        """What moves its tensors."""
+        """The runtime that moves the model's tensors."""
 
     @property
     def device(self) -> torch.device:
@@ -61,10 +61,10 @@ class Family:
     """Samples of one name.
 
     Attributes:
-        name: without the suffix of its kind.
+        name: the name, without the suffix of its kind.
         kind: ``"gauge"``, ``"counter"``, ``"histogram"`` or ``"info"``.
-        help: what it is, in a line.
-        samples: labels and value of each; a histogram's value is (bounds with counts up to them, the sum).
+        help: a description in one line.
+        samples: the labels and value of each sample; a histogram's value is (bounds with cumulative counts, sum).
     """
 
     name: str
@@ -74,10 +74,10 @@ class Family:
 
 
 class Metrics:
-    """The figures of one executor, which it does not keep alive.
+    """The metrics of one executor, to which it refers weakly.
 
     Args:
-        executor: what `wrap` put on a model.
+        executor: the executor of a model that `wrap` returned.
     """
 
     def __init__(self, executor: Watched) -> None:
@@ -88,7 +88,7 @@ class Metrics:
         self._last: float | None = None
 
     def after_step(self) -> None:
-        """Count a step of the optimizer; its time is that since the one before."""
+        """Counts a step of the optimizer, with the seconds since the previous step."""
         now = time.perf_counter()
         self._steps += 1
         if self._last is not None:
@@ -97,7 +97,7 @@ class Metrics:
         self._last = now
 
     def collect(self) -> Iterator[Family]:
-        """Every figure that there is, now."""
+        """Yields every metric with its present value."""
         executor = self._executor()
         if executor is None:
             return
@@ -156,7 +156,7 @@ class Metrics:
         moved = {} if runtime is None else runtime.stats()
         held, copied, exposed = [], [], []
         for device, stats in moved.items():
-            if device.startswith("fake "):  # nothing moves on a simulated device
+            if device.startswith("fake "):  # a simulated device moves nothing
                 continue
             labels = {**own, "device": device}
             held += [({**labels, "tier": tier}, nbytes) for tier, nbytes in stats.live_bytes.items()]
@@ -169,7 +169,7 @@ class Metrics:
 
 
 def memory_keys(executor: Watched) -> dict[str, float]:
-    """The keys that trainers log, in GiB, as far as they are known; peaks are read, and never reset."""
+    """Returns the known values that trainers log, in GiB, by key, without resetting peaks."""
     found: dict[str, int] = {}
     if executor.device.type == "cuda" and torch.cuda.is_initialized():
         found["memory/peak_allocated_gib"] = torch.cuda.max_memory_allocated(executor.device)

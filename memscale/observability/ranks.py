@@ -1,4 +1,4 @@
-"""Which of the processes of a run this is."""
+"""The rank of this process in its run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memscale.core import in_process_group
 
 
 def rank() -> int:
-    """The rank in the process group, or else what the launcher said; 0 for a process on its own.
+    """Returns the rank in the process group, else the launcher's ``RANK``; 0 for a single process.
 
     >>> rank()
     0
@@ -21,7 +21,7 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """The number of the process on its machine, as the launcher says it: ``LOCAL_RANK``.
+    """Returns the number of the process on its machine, from the launcher's ``LOCAL_RANK``; else 0.
 
     >>> local_rank()
     0

@@ -1,4 +1,4 @@
-"""`serve`: the figures of a process over HTTP, in the format of Prometheus. Off unless a config names a port."""
+"""`serve`: serves the metrics of a process over HTTP, in the format of Prometheus. Off unless a config has a port."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Server:
     """An HTTP server in a thread of its own.
 
     Attributes:
-        url: where the figures are.
-        metrics: what they are made of.
+        url: the address of the metrics.
+        metrics: the metrics that it serves.
     """
 
     def __init__(self, server: Any, thread: Any, url: str, metrics: Metrics) -> None:
@@ -33,7 +33,7 @@ class Server:
         self.metrics = metrics
 
     def close(self) -> None:
-        """Stop, and free the port; does nothing the second time."""
+        """Stops the server and frees the port. Further calls have no effect."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -41,14 +41,14 @@ class Server:
             self._thread.join()
 
     def forsake(self) -> None:
-        """Close the copy of the socket that a forked process has: the port is its parent's."""
+        """Closes the socket in a forked process, since the port belongs to the parent."""
         server, self._server = self._server, None
         if server is not None:
             server.socket.close()
 
 
 def check_can_serve() -> None:
-    """Do nothing where `serve` can work.
+    """Checks that `serve` can work.
 
     Raises:
         RuntimeUnavailable: prometheus-client is not installed.
@@ -61,11 +61,11 @@ def check_can_serve() -> None:
 
 
 def serve(metrics: Metrics, port: int | str) -> Server | None:
-    """Serve `metrics`; None where the port is taken, with a warning.
+    """Serves `metrics` and returns the server. If the port is taken, warns and returns `None`.
 
     Args:
-        metrics: what is served.
-        port: on 127.0.0.1, or ``"address:port"``. Process i of a machine takes port + i; 0 is any free one.
+        metrics: the metrics to serve.
+        port: a port on 127.0.0.1, or ``"address:port"``. Process i of a machine uses port + i; 0 is any free port.
 
     Raises:
         RuntimeUnavailable: prometheus-client is not installed.
@@ -109,13 +109,13 @@ def _parts(port: str) -> tuple[str, int]:
 
 
 class _Collector:
-    """The families of `Metrics` as prometheus-client wants them, made anew for each scrape."""
+    """Converts `Metrics` to the classes of prometheus-client, once per scrape."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def describe(self) -> list[Any]:
-        """Nothing: what there is depends on the device."""
+        """Returns no descriptions, since the set of metrics depends on the device."""
         return []
 
     def collect(self) -> Iterator[Any]:
