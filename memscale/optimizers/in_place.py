@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class InPlace:
 
     Raises:
         TransformError: its class cannot be stepped one parameter at a time, it is under transforms already, or its
-            ``step`` was replaced by something that calls the one of the class; or rules contradict each other.
+            ``step`` was replaced by something other than a scheduler's; or rules contradict each other.
     """
 
     def __init__(
@@ -33,19 +33,18 @@ class InPlace:
         if isinstance(optimizer, TransformedOptimizer):
             raise TransformError(f"this {name} is under {optimizer!r} already; pass the optimizer that it was made of")
         evidence = check_separable(optimizer, assigned.shown(parameters_of(optimizer.param_groups)))
-        self._own_class, self._step = type(optimizer), optimizer.__dict__.get("step")
-        if self._step is not None and not hasattr(self._step, _TRACKED):
+        step = optimizer.__dict__.get("step")
+        # That of a scheduler of learning rates calls the step of the class; of others nobody knows what they do.
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
             raise TransformError(
-                f"the step of this {name} was replaced by {getattr(self._step, '__qualname__', self._step)!r}, which "
-                "would call that of the class; apply the transform first"
+                f"the step of this {name} was replaced by {getattr(step, '__qualname__', step)!r}, which may do "
+                "without that of the class; apply the transform first"
             )
+        self._own_class = type(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self._is_over = False
-        self._calls = None if self._step is None else _tracked(optimizer)
         made: Any = optimizer
         made.__class__ = class_for(type(optimizer))
-        if self._calls is not None:
-            made.step = self._calls
         made._origins, made._shared, made.parts = (), set(), []
         self._hook = optimizer.register_step_pre_hook(_stepped_by_its_class)
         try:
@@ -87,23 +86,13 @@ class InPlace:
             for key in PartedOptimizer.__annotations__:
                 optimizer.__dict__.pop(key, None)
             optimizer.__class__ = self._own_class
-            self._put_back_step(optimizer)
-
-    def _put_back_step(self, optimizer: Any) -> None:
-        now = optimizer.__dict__.get("step")
-        if now is self._calls:
-            optimizer.__dict__.pop("step", None)
-            if self._step is not None:
-                optimizer.step = self._step
-        elif hasattr(now, _TRACKED):  # of a scheduler that was made meanwhile, and calls the step of the other class
-            optimizer.step = _tracked(optimizer)
 
 
 def _stepped_by_its_class(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Called before each step. One that was taken from the optimizer before, ``step = optimizer.step``, is the class's.
+    """Called before each step. One that was taken from the optimizer before is the class's.
 
-    It would step parameters by states that are elsewhere, or in 8 bits. The step here takes its place, and leaves it an
-    optimizer of nothing.
+    A scheduler of learning rates takes it, and so does ``step = optimizer.step``. It would step parameters by states
+    that are elsewhere, or in 8 bits. The step here takes its place, and leaves it an optimizer of nothing.
     """
     # A plain copy, as a planner makes, has the hooks too.
     if not isinstance(optimizer, TransformedOptimizer) or optimizer._is_stepping:
@@ -112,23 +101,6 @@ def _stepped_by_its_class(optimizer: Any, args: tuple[Any, ...], kwargs: dict[st
     empty = [{**group, "params": []} for group in optimizer.param_groups]
     nothing = made_of(optimizer._own_class, optimizer.__dict__, state={}, param_groups=empty)
     return (nothing, *([] if loss is None else [lambda: loss])), {}
-
-
-# What a scheduler of learning rates puts over an optimizer's step, to tell whether that is called before its own.
-_TRACKED = "_wrapped_by_lr_sched"
-
-
-def _tracked(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The same, for the step of whichever class the optimizer has when it is called."""
-    this = weakref.ref(optimizer)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        found: Any = this()
-        found._opt_called = True
-        return type(found).step(found, *args, **kwargs)
-
-    setattr(step, _TRACKED, True)
-    return step
 
 
 def counts_on_host(group: dict[str, Any]) -> bool:
