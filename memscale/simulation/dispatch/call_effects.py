@@ -91,7 +91,7 @@ class CallEffects:
         self._kernels = kernels
         self._hollow = hollow
         self._switches = (
-            kernels.is_cuda,
+            kernels.card,
             is_deterministic(),
             torch.get_default_dtype(),
             torch.backends.mkldnn.enabled,
@@ -106,7 +106,7 @@ class CallEffects:
 
     @functools.cached_property
     def _fake(self) -> FakeKernels:
-        return FakeKernels(on_cuda=self._kernels.is_cuda, in_order=self._kernels.convolves_in_order)
+        return FakeKernels(self._kernels.card)
 
     def operator(self, op: OpOverload) -> Operator:
         """What is known of `op`, which was not seen before."""

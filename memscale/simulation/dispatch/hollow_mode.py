@@ -54,7 +54,6 @@ from memscale.simulation.parallel.collectives import (
     scratch_bytes,
 )
 from memscale.simulation.rules.layouts import result_layout
-from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.sandbox.choices import Choices
 from memscale.simulation.sandbox.draws import Draws, StepRandomness, settle
 from memscale.simulation.schedule.clock import Clock
@@ -155,7 +154,7 @@ class HollowMode(TorchDispatchMode):
         if operator.kind is Kind.RUN:
             return self._run(operator, args, kwargs)
         tensors: list[torch.Tensor] = []
-        key: Any = signature(args[: operator.deciding], kwargs, tensors, loose=operator.loose)
+        key: Any = signature(args[: operator.rule.deciding], kwargs, tensors, loose=operator.loose)
         if (device is not None and device.type == "meta") or any(map(_IS_META, tensors)):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
         call = self._call(operator, args, kwargs, tensors)
@@ -163,9 +162,9 @@ class HollowMode(TorchDispatchMode):
             self.storages.away = False
         elif device == _CPU and not tensors:
             self.storages.away = self._counts_beside(args[0])  # a number of `where` is none
-        if operator.reads:
+        if operator.rule.values == "reads":
             return self._read(call)
-        if operator.goes_by_lengths:
+        if operator.rule.values == "lengths":
             return self._from_values(call)
         try:
             effect = self._effect(call, key)
@@ -217,7 +216,7 @@ class HollowMode(TorchDispatchMode):
             self.books.used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
         if operator.op is aten.embedding.default and (records[1].known or tensors[1].is_floating_point()):
             self._check_indices(*tensors[:2])
-        known = operator.is_constant or (all(map(_KNOWN, records)) and all(map(is_small, tensors)))
+        known = operator.rule.values == "constant" or (all(map(_KNOWN, records)) and all(map(is_small, tensors)))
         # Half the time of calling the class.
         return tuple.__new__(Call, (operator, args, kwargs, tensors, records, known))
 
@@ -241,7 +240,7 @@ class HollowMode(TorchDispatchMode):
             self.works.sent(operator.op, args, kwargs, result)
         if not self.values.follow(call, result) and effect.has_numbers:
             self.values.trust([tensor for tensor in results_of(result) if stands_in(tensor)], SCALAR)
-        if operator.sums:
+        if operator.rule.in_place:
             self._sums.maybe_in_place(operator.op, tensors, result, self.books.first_of_node)
         elif operator.op is aten._safe_softmax.default:
             self._sums.mask_added_in_place(tensors[0])
@@ -255,7 +254,7 @@ class HollowMode(TorchDispatchMode):
         if self.host is not None:
             self.books.used = []
             self.host.views()
-        view = operator.view if args and args[0].__class__ in _PLAIN else None
+        view = operator.rule.method if args and args[0].__class__ in _PLAIN else None
         result = op(*args, **kwargs) if view is None else view(*args, **kwargs)
         if result.__class__ is torch.Tensor and result.untyped_storage()._cdata in self.storages.live:
             self.books.calls("view")
@@ -328,14 +327,16 @@ class HollowMode(TorchDispatchMode):
         if operator.draws:
             self._settle(result, call)
         self.books.enter(operator, result, effect)
-        self.values.trust(result, DRAW if operator.draws else "" if operator.is_constant else guess_of(call.records))
+        self.values.trust(
+            result, DRAW if operator.draws else "" if operator.rule.values == "constant" else guess_of(call.records)
+        )
         return result
 
     def _call_real(self, operator: Operator, args: Any, kwargs: Any) -> Any:
         """What the operator computes, from the step's own generator if it draws."""
         if operator.drawing is not None:
             return operator.drawing(self.randomness.torch, *args, **kwargs)
-        compute: Callable[..., Any] = rule_of(operator.op).computed or operator.op
+        compute: Callable[..., Any] = operator.rule.computed or operator.op
         return compute(*args, **kwargs)
 
     def _settle(self, drawn: Any, call: Call) -> None:
@@ -391,7 +392,7 @@ class HollowMode(TorchDispatchMode):
         whole = result
         if not all(record.known or record.later for record in records):
             hollow = result_layout(result, tensors).build(self.hollow, tensors)
-            result = integers_of(result, hollow) if operator.goes_by_lengths else hollow
+            result = integers_of(result, hollow) if operator.rule.values == "lengths" else hollow
         self.books.enter(operator, result, self._effects.by_values(op, args, kwargs, result))
         trusted = {id(tensor) for tensor in results_of(whole)}
         self.values.trust([tensor for tensor in results_of(result) if id(tensor) in trusted], guess_of(deciding))

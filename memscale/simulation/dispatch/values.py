@@ -86,9 +86,10 @@ class Values:
         if not _follows(call, result):
             return False
         record = self._storages.record(result)
-        contents = None if operator.is_constant else [each.later for each in records]
+        is_constant = operator.rule.values == "constant"
+        contents = None if is_constant else [each.later for each in records]
         record.later = lazy_value(operator.op, args, kwargs, tensors, contents, result)
-        record.guess = "" if operator.is_constant else guess_of(records)
+        record.guess = "" if is_constant else guess_of(records)
         return True
 
     def overwrite(self, call: Call, written: list[torch.Tensor]) -> None:
@@ -165,8 +166,8 @@ def _validates() -> bool:
 def _follows(call: Call, result: Any) -> bool:
     """Whether the values of `result` follow from known ones, so that computing them can be postponed."""
     operator = call.operator
-    if operator.is_constant or not isinstance(result, torch.Tensor) or operator.draws or operator.leaves:
-        return operator.is_constant and isinstance(result, torch.Tensor)
+    if operator.rule.values == "constant" or not isinstance(result, torch.Tensor) or operator.draws or operator.leaves:
+        return operator.rule.values == "constant" and isinstance(result, torch.Tensor)
     for tensor, record in zip(call.tensors, call.records, strict=True):
         # Large floats of before the step are a batch's, of which one on meta says nothing.
         if record.later is None and not (

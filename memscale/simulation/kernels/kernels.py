@@ -30,7 +30,6 @@ from memscale.simulation.kernels.cuda_scratch import (
     uses_cublaslt,
 )
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
-from memscale.simulation.rules.convolutions import by_products, without_cudnn
 from memscale.simulation.rules.few_bits import notes_of_few_bits
 from memscale.simulation.rules.recurrences import (
     DROPOUT,
@@ -53,6 +52,7 @@ class Kernels:
     """The kernels of a device, for a step that is simulated on another.
 
     Attributes:
+        card: what its kernels depend on; None of a CPU.
         known: what simulations have found of PyTorch's operators, by its switches; a planner's share one of these.
         programs: what they have found of compiled modules.
     """
@@ -62,7 +62,8 @@ class Kernels:
         self.device_type = hardware.device_type
         self.is_cuda = hardware.device_type == "cuda"
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
-        self._card = CardTraits(self.capability, *filter(None, [hardware.multiprocessors]))
+        traits = CardTraits(self.capability, *filter(None, [hardware.multiprocessors]))
+        self.card = traits if self.is_cuda else None
         self.known: dict[Any, dict[int, Any]] = {}
         self.programs: dict[Any, Any] = {}
         self._unfused: set[torch.dtype] = set()
@@ -75,14 +76,6 @@ class Kernels:
         """Whether times are those of this machine, measured."""
         return self._times is not None
 
-    def order(self, op: OpOverload) -> tuple[int, ...]:
-        """In which order its kernel takes the results of `op`; ``()`` is that in which it returns them."""
-        return rule_of(op).order if self.is_cuda else ()
-
-    def on_host(self, op: OpOverload) -> tuple[int, ...]:
-        """Which results of `op` lie on the CPU beside the device."""
-        return rule_of(op).on_host if self.is_cuda else ()
-
     def program(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> Program:
         """What `op`, which does `flops` of arithmetic, takes inside one call, and when it takes its results."""
         # One storage of all weights, which cuDNN is given for real, is not there.
@@ -90,8 +83,8 @@ class Kernels:
             # Some operators are the CPU's own, and some do not take zeros or do not fit: the formulas know as much.
             with contextlib.suppress(RuntimeError):
                 return RESULTS, *taken(self._cuda.nbytes(op, args, kwargs))
-        if self.is_cuda:
-            return rule_of(op).program(args, result, self._card)
+        if self.card is not None:
+            return rule_of(op).program(args, result, self.card)
         return *taken(self._cpu.nbytes(op, args, kwargs, flops)), RESULTS
 
     def program_by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> Program:
@@ -107,12 +100,12 @@ class Kernels:
             return measured
         rule = rule_of(op)
         try:
-            if not self.is_cuda or work == _NO_WORK:
+            if self.card is None or work == _NO_WORK:
                 taken = seconds(work, self.hardware, op=op._opname)
                 return Seconds(taken, taken)
-            work = rule.time(args, work, self._card)
+            work = rule.time(args, work, self.card)
             taken, launch = seconds(work, self.hardware, op=op._opname), seconds(Work(0, 1, ""), self.hardware)
-            launches, nbytes = rule.extra(args, work, self._card)
+            launches, nbytes = rule.extra(args, work, self.card)
             taken += launches * launch
             if nbytes:
                 taken += seconds(Work(0, nbytes, work.dtype), self.hardware) - launch
@@ -128,31 +121,15 @@ class Kernels:
 
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
         """The workspaces, by library, that the first operator of this kind leaves allocated for good."""
-        if self.is_cuda and op is DROPOUT:
-            return {DROPOUT_STATES: dropout_states_bytes(self._card.multiprocessors)}
-        if not self.is_cuda or not (rule_of(op).uses_cublas or self._multiplies(op, args)):
+        if self.card is not None and op is DROPOUT:
+            return {DROPOUT_STATES: dropout_states_bytes(self.card.multiprocessors)}
+        if self.card is None or not rule_of(op).uses_cublas(args, self.card):
             return {}
         # A handle of cuBLASLt is one of cuBLAS (getCurrentCUDABlasLtHandle), and comes with its workspace.
         found = {"cuBLAS": cublas_workspace_bytes(self.capability)}
         if uses_cublaslt(str(op), args) and (nbytes := cublaslt_workspace_bytes(self.capability)):
             found["cuBLASLt"] = nbytes
         return found
-
-    def convolves_in_order(self, op: OpOverload, args: Any) -> bool:
-        """Whether `op` is a convolution of PyTorch's own whose results lie in order.
-
-        One that goes channel by channel keeps the channels last where cuDNN is there for others.
-        """
-        return self._multiplies(op, args) or (not torch.backends.cudnn.enabled and self._convolves(op, args))
-
-    def _convolves(self, op: OpOverload, args: Any) -> bool:
-        """Whether `op` is a convolution of PyTorch's own."""
-        given = _given_to_convolve(op, args)
-        return self.is_cuda and given is not None and without_cudnn(given, self.capability)
-
-    def _multiplies(self, op: OpOverload, args: Any) -> bool:
-        """Whether `op` is a convolution by matrix products of PyTorch's own."""
-        return self._convolves(op, args) and by_products(_given_to_convolve(op, args))
 
     def notes(self, modules: Iterable[nn.Module]) -> list[str]:
         """What these modules do on the device that is not known, and which times are no measurements."""
@@ -209,11 +186,6 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     if bias is not None and is_functorch_wrapped_tensor(bias):
         return _linear_of_wrapped(input, weight, bias)
     return _LINEAR(input, weight, bias)
-
-
-def _given_to_convolve(op: OpOverload, args: Any) -> Any:
-    """The arguments from the image on, None of an operator that convolves nothing."""
-    return {"convolution": args, "convolution_backward": args[1:]}.get(op._opname)
 
 
 def _linear_of_wrapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

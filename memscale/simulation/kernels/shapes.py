@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memscale.simulation.rules.layouts import ResultLayout, in_order, of_dtype, result_layout
+from memscale.simulation.rules.layouts import ResultLayout, of_dtype, result_layout
 from memscale.simulation.rules.registry import rule_of
+from memscale.simulation.rules.rule import CardTraits
 
 
 class Kind(enum.Enum):
@@ -52,15 +53,12 @@ class FakeKernels:
     """Runs operators on fake tensors, one call at a time, to learn their layouts.
 
     Args:
-        on_cuda: whether the layouts are those of a card's kernels.
-        in_order: tells of a call whether its results lie in order whatever its arguments do.
+        card: whose kernels' layouts they are; None is a CPU.
     """
 
-    def __init__(
-        self, *, on_cuda: bool = False, in_order: Callable[[OpOverload, Any], bool] = lambda op, args: False
-    ) -> None:
-        self._device = "cuda" if on_cuda else "cpu"
-        self._is_in_order = in_order
+    def __init__(self, card: CardTraits | None = None) -> None:
+        self._card = card
+        self._device = "cpu" if card is None else "cuda"
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Its cache, which is the process's, forgets that two results are one tensor (the biases' gradients of an LSTM).
         self._mode.cache_enabled = False
@@ -80,11 +78,9 @@ class FakeKernels:
                 run: Any = rule.results if rule.results and self._device in rule.results_on else op
                 result = run(*exchanged(args, fakes), **exchanged(kwargs, fakes))
                 layout = result_layout(result, [fakes[id(tensor)] for tensor in arguments])
-                if self._is_in_order(op, args):
-                    return in_order(layout, torch.contiguous_format)
                 if rule.faked_in is not None:
                     return of_dtype(layout, arguments[0].dtype)
-                return layout if rule.layout is None else rule.layout(layout, args, self._device == "cuda")
+                return layout if rule.layout is None else rule.layout(layout, args, self._card)
         finally:
             self._log.disabled = was_disabled
 

@@ -11,6 +11,7 @@ import torch
 
 from memscale.hardware import Work
 from memscale.simulation.rules.cudnn_workspaces import Convolution
+from memscale.simulation.rules.layouts import ResultLayout, in_order
 from memscale.simulation.rules.reductions import SUM, reduced
 from memscale.simulation.rules.rule import (
     CHANNELS_LAST,
@@ -250,9 +251,32 @@ def _copies(program: Callable[..., Program]) -> Callable[[Sequence[Any], Work, C
     return extra
 
 
+def _of_forward(args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments from the image on."""
+    return args[1:] if len(args) > 9 else args
+
+
+def _multiplies(args: Sequence[Any], card: CardTraits) -> bool:
+    """Whether PyTorch's own kernel does it by products of cuBLAS."""
+    return without_cudnn(_of_forward(args), card.capability) and by_products(_of_forward(args))
+
+
+def _lies(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) -> ResultLayout:
+    """Results of PyTorch's own kernels lie in order.
+
+    One that goes channel by channel keeps the channels last where cuDNN is there for others.
+    """
+    if card is None or not without_cudnn(_of_forward(args), card.capability):
+        return layout
+    keeps = torch.backends.cudnn.enabled and not by_products(_of_forward(args))
+    return layout if keeps else in_order(layout, torch.contiguous_format)
+
+
+_BOTH = OpRule(layout=_lies, uses_cublas=_multiplies, time=_time)
+
 RULES = {
-    "aten.convolution": OpRule(program=_convolution, batched=1, time=_time, extra=_copies(_convolution)),
-    "aten.convolution_backward": OpRule(
-        program=_convolution_backward, batched=2, time=_time, extra=_copies(_convolution_backward)
+    "aten.convolution": replace(_BOTH, program=_convolution, extra=_copies(_convolution), batched=1),
+    "aten.convolution_backward": replace(
+        _BOTH, program=_convolution_backward, extra=_copies(_convolution_backward), batched=2
     ),
 }

@@ -22,7 +22,7 @@ def _roll(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     return *taken(copied(args[0]), args[0].nbytes if len(args[2]) > 1 else 0), RESULTS
 
 
-def _as_large_as_columns(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
+def _as_large_as_columns(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) -> ResultLayout:
     """Made as large as its argument, and then shrunk (``col2im_cuda``, ``col2im_cpu``)."""
     columns = args[0].numel() * args[0].itemsize
     return replace(layout, storage_bytes=(max(columns, *layout.storage_bytes, 0),))

@@ -86,7 +86,7 @@ def _describe(output: Any, arguments: Sequence[torch.Tensor], storages: dict[int
     return NewTensor(at, output.dtype, tuple(output.shape), output.stride(), int(output.storage_offset()))
 
 
-def whole_storage(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
+def whole_storage(layout: ResultLayout, args: Sequence[Any], card: object) -> ResultLayout:
     """A scalar over a storage with an element for each number of the arguments, as real kernels of losses return it.
 
     They shrink the result after they have reduced it (aten/src/ATen/native/BinaryOps.cpp).
@@ -95,14 +95,14 @@ def whole_storage(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> R
     return replace(layout, storage_bytes=(elements * layout.outputs.dtype.itemsize,))
 
 
-def ordered_as(argument: int | None = None) -> Callable[[ResultLayout, Sequence[Any], bool], ResultLayout]:
+def ordered_as(argument: int | None = None) -> Callable[[ResultLayout, Sequence[Any], object], ResultLayout]:
     """Results whole and in order, or in channels_last where `argument` is; fake kernels keep an argument's strides.
 
     Found by running PyTorch's own samples of each operator, permuted. A gradient in the other order costs a copy in
     each kernel that it goes through.
     """
 
-    def correct(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
+    def correct(layout: ResultLayout, args: Sequence[Any], card: object) -> ResultLayout:
         decides = torch.contiguous_format if argument is None else suggest_memory_format(args[argument])
         return in_order(layout, decides)
 

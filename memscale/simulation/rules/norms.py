@@ -165,22 +165,22 @@ def _norm_gradients(
     return x.new_empty(x.shape) if wanted[0] else None, of_weight
 
 
-def _row_statistics(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
+def _row_statistics(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) -> ResultLayout:
     """Statistics of a layer norm: in the dtype that CUDA accumulates in, else in that of the weight."""
-    if on_cuda and args[0].dtype in _HALVES:
+    if card is not None and args[0].dtype in _HALVES:
         return with_statistics(layout, torch.float32)
     # Under autocast the weight's dtype is not that of the input.
     return layout if args[2] is None else with_statistics(layout, args[2].dtype)
 
 
-def _batch_statistics(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
+def _batch_statistics(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) -> ResultLayout:
     """Results of a batch norm.
 
     On a card the batch keeps its layout, since cuDNN gets none that lies otherwise, and `batch_norm_cuda` makes room
     for statistics in evaluation, too.
     """
-    if not on_cuda:
-        return ordered_as(0)(layout, args, on_cuda)
+    if card is None:
+        return ordered_as(0)(layout, args, card)
     if args[0].dtype in _HALVES:
         layout = with_statistics(layout, torch.float32)
     if args[1] is not None and normalises_by_cudnn(*args[:2]):
@@ -188,8 +188,8 @@ def _batch_statistics(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) 
     return with_statistics(layout, layout.outputs[1].dtype, (args[0].shape[1],))
 
 
-def _batch_gradient(layout: ResultLayout, args: Sequence[Any], on_cuda: bool) -> ResultLayout:
-    return layout if on_cuda else ordered_as(1)(layout, args, on_cuda)
+def _batch_gradient(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) -> ResultLayout:
+    return ordered_as(1)(layout, args, card) if card is None else layout
 
 
 _HALVES = (torch.float16, torch.bfloat16)

@@ -25,12 +25,16 @@ def _product(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     return RESULTS, *taken(*copies)
 
 
+def _always(args: Sequence[Any], card: CardTraits) -> bool:
+    return True
+
+
 def _dense(left: int) -> OpRule:
     """Of a product of the arguments `left` and the one after it."""
-    return OpRule(program=_product, time=product(left), extra=half_of_result(left), uses_cublas=True, rows=left)
+    return OpRule(program=_product, time=product(left), extra=half_of_result(left), uses_cublas=_always, rows=left)
 
 
-_LIBRARY = OpRule(uses_cublas=True)
+_LIBRARY = OpRule(uses_cublas=_always)
 
 RULES = {
     **{f"aten.{name}.default": _dense(0) for name in ("mm", "bmm")},

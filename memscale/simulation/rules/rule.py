@@ -66,6 +66,11 @@ def nothing(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int
     return 0, 0
 
 
+def never(args: Sequence[Any], card: CardTraits) -> bool:
+    """A kernel that is none of cuBLAS."""
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpRule:
     """What is known of an operator. Each family's file names the source of what its rules say.
@@ -76,7 +81,7 @@ class OpRule:
         on_host: the results, by number, that lie on the CPU beside the card.
         results: makes results that lie as the kernel's, where PyTorch has no fake kernel or one that differs.
         results_on: the devices on which `results` is used.
-        layout: corrects what the fake kernel says: the layout, the arguments, whether the kernel is a card's.
+        layout: corrects what the fake kernel says: the layout, the arguments, the card, None of a CPU.
         faked_in: the only dtype that its fake kernel takes, where its kernel takes others.
         runs: whether its CPU kernel is run on zeros for the layout, which it alone knows.
         computed: computes values where a CPU has the operator for other dtypes only.
@@ -97,7 +102,7 @@ class OpRule:
             of autograd (FunctionsManual.cpp, ``areAnyTensorSubclassLike``).
         time: the work that takes a card as long as this call: its arguments, and its work by shapes.
         extra: what it takes besides: launches, and the time of moving so many bytes.
-        uses_cublas: whether its kernel is one of cuBLAS, with a handle and its workspace.
+        uses_cublas: whether its kernel on a card is one of cuBLAS, with a handle and its workspace.
     """
 
     program: Callable[[Sequence[Any], Any, CardTraits], Program] = plain
@@ -105,7 +110,7 @@ class OpRule:
     on_host: tuple[int, ...] = ()
     results: Callable[..., Any] | None = None
     results_on: tuple[str, ...] = ("cuda",)
-    layout: Callable[[ResultLayout, Sequence[Any], bool], ResultLayout] | None = None
+    layout: Callable[[ResultLayout, Sequence[Any], CardTraits | None], ResultLayout] | None = None
     faked_in: torch.dtype | None = None
     runs: bool = False
     computed: Callable[..., Any] | None = None
@@ -121,7 +126,7 @@ class OpRule:
     in_place: bool = False
     time: Time = as_it_is
     extra: Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]] = nothing
-    uses_cublas: bool = False
+    uses_cublas: Callable[[Sequence[Any], CardTraits], bool] = never
 
 
 def most_held(program: Program) -> int:

@@ -13,7 +13,7 @@ from memscale.simulation.kernels.cuda_scratch import (
 )
 from memscale.simulation.kernels.shapes import FakeKernels
 from memscale.simulation.rules.registry import RULES
-from memscale.simulation.rules.rule import RESULTS, Result, briefly, most_held, plain, taken
+from memscale.simulation.rules.rule import RESULTS, CardTraits, Result, briefly, most_held, plain, taken
 from tests.support.kernels import cuda_program, rule_named, scratch_bytes
 
 MIB = 1 << 20
@@ -440,5 +440,5 @@ def test_bags_of_a_card_know_the_bag_of_each_index():
         (2, False, [(10, 16), (200,), (10,), (10, 16)]),
     ):
         given = (*args, False, mode, False, None, offset_ends)
-        layout = FakeKernels(on_cuda=True).layout(torch.ops.aten._embedding_bag.default, given, {}, args)
+        layout = FakeKernels(CardTraits((9, 0))).layout(torch.ops.aten._embedding_bag.default, given, {}, args)
         assert [output.shape for output in layout.outputs] == shapes

@@ -6,11 +6,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import memscale as ms
+from memscale.simulation.dispatch import call_effects
 from memscale.simulation.kernels import cpu_scratch
 from memscale.simulation.kernels.cpu_scratch import CpuScratch, probe_scratch
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import FakeKernels
 from memscale.simulation.rules.layouts import result_layout
+from memscale.simulation.rules.rule import CardTraits
 from tests.support.steps import Training, assert_exact
 
 aten = torch.ops.aten
@@ -91,7 +93,7 @@ def test_statistics_of_a_batch_on_cuda(image, weight, training, dtype, count):
     running = [torch.ones(8, dtype=weight or image) for _ in range(2)]
     args = (torch.ones(2, 8, 4, 4, dtype=image), *affine, *running, training, 0.1, 1e-5)
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    layout = FakeKernels(on_cuda=True).layout(aten.native_batch_norm.default, args, {}, tensors)
+    layout = FakeKernels(CardTraits((9, 0))).layout(aten.native_batch_norm.default, args, {}, tensors)
     assert [(each.dtype, each.shape) for each in layout.outputs[1:]] == [(dtype, (count,))] * 2
     assert layout.storage_bytes[1:] == (count * dtype.itemsize,) * 2
 
@@ -103,9 +105,25 @@ def test_convolutions_of_pytorchs_own_lie_in_order(card, groups, is_in_order):
     weight = torch.empty(8, 8 // groups, 3, 3, dtype=BF16)
     args = (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups)
     kernels = Kernels(ms.Hardware.named(card), probe=False)
-    fake = FakeKernels(on_cuda=True, in_order=kernels.convolves_in_order)
+    fake = FakeKernels(kernels.card)
     result = fake.layout(aten.convolution.default, args, {}, [image, weight]).outputs
     assert (result.stride == torch.empty(result.shape, device="meta").stride()) == is_in_order
+
+
+def test_a_card_gets_no_layouts_of_another(monkeypatch):
+    """Layouts are remembered for the process, and those of a T4's own convolutions in bfloat16 are no H100's."""
+    model = torch.nn.Sequential(*[torch.nn.Conv2d(16, 16, 3, padding=1) for _ in range(2)])
+    model.to(BF16, memory_format=torch.channels_last)
+    images = torch.zeros(4, 16, 32, 32, dtype=BF16).to(memory_format=torch.channels_last)
+
+    def peak(card):
+        return ms.profile(model, images, loss=lambda y, _: y.float().mean(), hardware=card).peak_bytes
+
+    monkeypatch.setattr(call_effects, "_layouts", {})
+    alone = peak("h100")
+    monkeypatch.setattr(call_effects, "_layouts", {})
+    peak("t4")
+    assert peak("h100") == alone
 
 
 @pytest.mark.parametrize(
@@ -120,7 +138,9 @@ def test_convolutions_of_pytorchs_own_lie_in_order(card, groups, is_in_order):
 def test_statistics_of_a_layer(image, weight, on_cuda, dtype):
     args = (torch.ones(4, 8, dtype=image), [8], torch.ones(8, dtype=weight), torch.ones(8, dtype=weight), 1e-5)
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    layout = FakeKernels(on_cuda=on_cuda).layout(aten.native_layer_norm.default, args, {}, tensors)
+    layout = FakeKernels(CardTraits((9, 0)) if on_cuda else None).layout(
+        aten.native_layer_norm.default, args, {}, tensors
+    )
     assert [each.dtype for each in layout.outputs[1:]] == [dtype] * 2
 
 
@@ -265,5 +285,7 @@ def test_a_draw_is_not_asked_for():
 def test_a_layer_norm_in_16_bits_has_float32_statistics_on_cuda(on_cuda, statistics):
     x, weight = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
     arguments = x, [8], weight, weight, 1e-5
-    layout = FakeKernels(on_cuda=on_cuda).layout(aten.native_layer_norm.default, arguments, {}, [x, weight, weight])
+    layout = FakeKernels(CardTraits((9, 0)) if on_cuda else None).layout(
+        aten.native_layer_norm.default, arguments, {}, [x, weight, weight]
+    )
     assert [result.dtype for result in layout.outputs] == [torch.bfloat16, statistics, statistics]
