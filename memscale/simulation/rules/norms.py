@@ -180,7 +180,11 @@ def _batch_statistics(layout: ResultLayout, args: Sequence[Any], card: CardTrait
     for statistics in evaluation, too.
     """
     if card is None:
-        return ordered_as(0)(layout, args, card)
+        layout = ordered_as(0)(layout, args, card)
+        is_mixed = args[0].dtype in _HALVES and any(
+            each is not None and each.dtype is torch.float32 for each in args[1:5]
+        )
+        return with_statistics(layout, torch.float32) if is_mixed else layout
     if args[0].dtype in _HALVES:
         layout = with_statistics(layout, torch.float32)
     if args[1] is not None and normalises_by_cudnn(*args[:2]):

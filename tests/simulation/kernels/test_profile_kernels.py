@@ -52,6 +52,12 @@ LAYOUTS = {
         (UNPICTURED, vector(), vector(), vector(), vector(), True, 0.1, 1e-5),
         {},
     ),
+    "batch_norm of halves by float32 numbers": (
+        aten.native_batch_norm.default,
+        (PICTURE.bfloat16(), vector(), vector(), vector(), vector(), True, 0.1, 1e-5),
+        {},
+    ),
+    "batch_norm of halves": (aten.native_batch_norm.default, (PICTURE.bfloat16(), *[None] * 4, True, 0.1, 1e-5), {}),
     "batch_norm_backward of rows": (
         aten.native_batch_norm_backward.default,
         (UNPICTURED, UNPICTURED, *[vector()] * 5, True, 1e-5, [True] * 3),
