@@ -1,4 +1,4 @@
-"""``--lora`` and ``--quant``: adapters of PEFT over a model in few bits."""
+"""``--lora`` and ``--quant``: PEFT adapters, and base weights in 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _QUANT = ("nf4", "fp4", "int8")
 _EXAMPLE = "r=16,targets=all-linear"
-# What --lora calls the settings of a LoraConfig, and how each is read.
+# Maps the settings of --lora to the arguments of a LoraConfig and the parser of each.
 _SETTINGS = {
     "r": ("r", int),
     "alpha": ("lora_alpha", float),
@@ -35,22 +35,22 @@ _SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """What of a model is trained, and in how many bits the rest is, as typed."""
+    """The options for adapters and for quantized weights, as typed."""
 
     lora: Annotated[
         str | None,
         Option(
             metavar=_EXAMPLE,
-            help="Train adapters of PEFT: r, alpha, dropout, targets (all-linear, or names joined by +), save (modules "
-            "that are trained whole), dora=yes.",
+            help="Train PEFT adapters: r, alpha, dropout, targets (all-linear, or names joined by +), save (modules "
+            "to train in full), dora=yes.",
         ),
     ] = None
     quant: Annotated[
         str | None, Option(metavar="nf4|fp4|int8", help="Linear layers of bitsandbytes, whose weights are frozen.")
     ] = None
-    double_quant: Annotated[bool, Option("--double-quant", help="Of nf4 and fp4: scales in 8 bits, too.")] = False
+    double_quant: Annotated[bool, Option("--double-quant", help="With nf4 and fp4: scales in 8 bits, too.")] = False
     compute_dtype: Annotated[
-        str | None, Option(help="In which nf4 and fp4 multiply; by default as --amp or --dtype, else bf16.")
+        str | None, Option(help="Dtype of products with nf4 and fp4; by default --amp or --dtype, else bf16.")
     ] = None
     kbit: Annotated[
         bool,
@@ -61,7 +61,7 @@ class AdapterOptions:
     ] = True
 
     def check(self) -> None:
-        """Raise ConfigError for what is wrong whatever the model is."""
+        """Raises ConfigError for options that are wrong for any model."""
         if self.quant is not None and self.quant.lower() not in _QUANT:
             raise ConfigError(f"--quant must be one of {', '.join(_QUANT)}, got {self.quant!r}")
         if self.compute_dtype is not None and self.compute_dtype.lower() not in DTYPES:
@@ -76,7 +76,7 @@ class AdapterOptions:
             settings_of(self.lora)
 
     def compute(self, others: tuple[str | None, ...], hardware: Hardware) -> torch.dtype:
-        """In what layers in few bits multiply: as is said, else as one of `others` is, else what `hardware` has."""
+        """Returns the dtype in which quantized layers multiply: the option, else one of `others`, else `hardware`'s."""
         said = next(filter(None, (self.compute_dtype, *others)), None)
         if said is not None:
             return DTYPES[said.lower()]
@@ -85,13 +85,13 @@ class AdapterOptions:
 
 
 def settings_of(text: str) -> dict[str, Any]:
-    """The arguments of a ``LoraConfig`` that ``--lora`` says.
+    """Parses the value of ``--lora`` to the arguments of a ``LoraConfig``.
 
     >>> settings_of("r=16,alpha=32,targets=q_proj+v_proj")
     {'r': 16, 'lora_alpha': 32.0, 'target_modules': ['q_proj', 'v_proj']}
 
     Raises:
-        ConfigError: an unknown setting, or a value that it cannot have.
+        ConfigError: a setting is unknown, or has a wrong value.
     """
     found: dict[str, Any] = {}
     for word in text.split(","):
@@ -136,24 +136,24 @@ def _read(value: str, kind: type) -> Any:
 def adapted(
     subject: Subject, options: AdapterOptions, source: str, dtype: torch.dtype, compute: torch.dtype
 ) -> Subject:
-    """The subject with its layers in few bits and adapters over them.
+    """Returns the subject with quantized layers and adapters; `subject` itself if the options ask for neither.
 
     Args:
-        subject: its model changes in place.
-        options: as typed; the subject itself where they say nothing.
-        source: the option ``--hf``.
-        dtype: of the weights that were packed.
-        compute: in which layers in 4 bits multiply.
+        subject: the model and its batches. The model changes in place.
+        options: the options as typed.
+        source: the value of ``--hf``.
+        dtype: the dtype of the weights before quantization.
+        compute: the dtype in which layers in 4 bits multiply.
 
     Raises:
-        ConfigError: a model that cannot be packed or adapted so.
-        RuntimeUnavailable: a package is not there.
+        ConfigError: the model cannot be quantized or adapted in this way.
+        RuntimeUnavailable: a package is missing.
     """
     if options.lora is None:
         return subject
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     with offline(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of names that PEFT calls by their old ones
+        warnings.simplefilter("ignore")  # PEFT uses deprecated names
         peft = _package("peft", "--lora")
         model: Any = subject.model
         code = [subject.code, "import peft"]
@@ -174,7 +174,7 @@ def adapted(
 
 
 def note_of(model: torch.nn.Module, options: AdapterOptions, compute: torch.dtype) -> str:
-    """What is trained, and what is packed, in a line; empty where nothing of it was asked for."""
+    """Returns a line on what is trained and what is quantized; empty without adapters and quantization."""
     if options.lora is None:
         return ""
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
@@ -205,7 +205,7 @@ def _package(name: str, option: str) -> Any:
 
 
 def _settings(options: AdapterOptions, compute: torch.dtype) -> dict[str, Any]:
-    """The arguments of a ``BitsAndBytesConfig``."""
+    """Returns the arguments of a ``BitsAndBytesConfig``."""
     assert options.quant is not None
     kind = options.quant.lower()
     if kind == "int8":
@@ -215,7 +215,7 @@ def _settings(options: AdapterOptions, compute: torch.dtype) -> dict[str, Any]:
 
 
 def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype) -> None:
-    """Make linear layers of `model`, which transformers has built on meta, those of bitsandbytes, as it does itself."""
+    """Replaces linear layers of `model`, which is on meta, by layers of bitsandbytes, as transformers does."""
     assert options.quant is not None
     from memscale.simulation import pack_weights
 
@@ -234,7 +234,7 @@ def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype
     left = [*quantizers.get_keys_to_not_convert(model), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
     packing = transformers.BitsAndBytesConfig(**_settings(options, compute))
     layers.replace_with_bnb_linear(model, left, quantization_config=packing)
-    for name, parameter in model.named_parameters():  # new ones, in the default dtype
+    for name, parameter in model.named_parameters():  # the new layers' parameters have the default dtype
         if parameter.dtype != dtypes[name]:
             parameter.data = parameter.data.to(dtypes[name])
     if not any(type(each) in _packed_kinds() for each in model.parameters()):
@@ -246,7 +246,7 @@ def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype
 def _packed_code(
     subject: Subject, options: AdapterOptions, source: str, dtype: torch.dtype, compute: torch.dtype
 ) -> str:
-    """Python that loads the model packed, in place of what builds it: random weights cannot be packed so."""
+    """Returns Python that loads the model quantized, from a checkpoint, since random weights cannot be quantized."""
     folder = Path(source) if Path(source).is_dir() else Path(source).parent
     words = ", ".join(f"{name}={value!r}" for name, value in _settings(options, compute).items())
     head = subject.code.rpartition("model = ")[0]

@@ -26,15 +26,15 @@ def memscale(
     """Train in less memory, to the same numbers."""
 
 
-_DEMO = "Plan a small GPT-2 for a budget of memory, train it on this Python's own source with and without, and compare."
-_PREDICT = """Tell whether a training step fits on a card, without the card and without running it.
+_DEMO = "Plan a small GPT-2 for a memory budget, train it with and without the plan, and compare memory and numbers."
+_PREDICT = """Predict whether a training step fits on a card, without the card and without running the step.
 
 Exits with 0 if it fits, 3 if it does not, 2 if an option is wrong."""
-_PLAN = """Find the fastest training step that fits a budget, and say why it is that.
+_PLAN = """Find the plan of the fastest training step that fits a budget, and explain the choice.
 
-`memscale plan pull plan:HASH` reads one from a team's server instead. Exits with 0 if there is one, 3 if nothing fits,
-2 if an option is wrong."""
-_FRONTIER = """Show what memory costs in time: plans from the smallest step to the step as it is.
+`memscale plan pull plan:HASH` reads a plan from a team's server instead. Exits with 0 if a plan is found, 3 if nothing
+fits, 2 if an option is wrong."""
+_FRONTIER = """Show the time of a step for each memory budget: plans from the smallest step to the step without one.
 
 Exits with 0, with 3 if nothing fits the budget, with 2 if an option is wrong."""
 _TUNE = """Find the best batch size or sequence length and the plan that it needs, without running out of memory.
@@ -42,14 +42,14 @@ _TUNE = """Find the best batch size or sequence length and the plan that it need
 Exits with 0, with 3 if nothing fits, with 2 if an option is wrong."""
 _EXPLAIN = """Explain a crash: what held the memory when it ran out, and which plan would have fitted.
 
-The file is read as plain data; one that names anything is refused. Exits with 0, with 2 if an option is wrong."""
+The file is read as plain data; no code in it can run. Exits with 0, with 2 if an option is wrong."""
 
-_CARDS = "List the cards that --gpu and hardware= know by name, with the memory that CUDA reports and their speeds."
-_HISTORY = "What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now."
-_TELEMETRY = "Counts of calls: off by default, and sent by nothing but `send`. Alone it shows what holds."
+_CARDS = "List the cards that --gpu and hardware= accept by name, with the memory that CUDA reports and their speeds."
+_HISTORY = "Show earlier predictions ($MEMSCALE_HISTORY), and check whether a step takes more memory now."
+_TELEMETRY = "Counts of calls: off by default, and sent only by `send`. Without a command: show the present setting."
 _SERVER = "Run history for a team: accounts, projects, pages and an API (needs the extra 'server')."
 
-# Each command by its name: its file, its options and its function there, and what it does.
+# Each command by its name: its file, the names of its options and its function there, and its help text.
 _COMMANDS = {
     "demo": ("demo", "DemoOptions", "demo", _DEMO),
     "predict": ("predict", "Options", "predict", _PREDICT),
@@ -63,45 +63,48 @@ _GROUPS = {"history": ("HISTORY", _HISTORY), "telemetry": ("TELEMETRY", _TELEMET
 _UNCOUNTED = ("telemetry", "server")
 
 
-def command_line(asked: str) -> typer.Typer:
-    """The command line with one command whole, which loads what it needs; the others have a name and a help text."""
+def command_line(selected: str) -> typer.Typer:
+    """Returns the command line in which only the command `selected` is complete; others have a name and a help text.
+
+    A complete command imports its file, so this keeps the start of the program fast.
+    """
     app = typer.Typer(name="memscale", add_completion=False, rich_markup_mode=None)
     app.callback()(memscale)
     for name, (home, options, run, text) in _COMMANDS.items():
-        if name == asked:
+        if name == selected:
             module = importlib.import_module(f"memscale.cli.{home}")
             add(app, name, getattr(module, options), getattr(module, run), text)
         else:
             app.command(name, help=text)(_other)
     for name, (group, text) in _GROUPS.items():
-        if name == asked:
+        if name == selected:
             app.add_typer(getattr(importlib.import_module(f"memscale.cli.{name}"), group), name=name, help=text)
         else:
             app.command(name, help=text)(_other)
-    if asked == "plan-pull":
+    if selected == "plan-pull":
         app.command("plan-pull", hidden=True)(importlib.import_module("memscale.cli.pull").pull)
     return app
 
 
 def _other() -> int:
-    """A command that was not asked for, and so is never run."""
+    """Stands for the other commands, which never run."""
     raise NotImplementedError
 
 
 def load(arguments: list[str]) -> Callable[[], int]:
-    """Load what the command line ``arguments`` needs, and return what runs it."""
-    asked = next((word for word in arguments if not word.startswith("-")), "")
-    command = asked
-    if arguments[:2] == ["plan", "pull"]:  # `plan` has no other word that is not an option
+    """Imports what the command line `arguments` needs, and returns the function that runs it."""
+    name = next((word for word in arguments if not word.startswith("-")), "")
+    command = name
+    if arguments[:2] == ["plan", "pull"]:  # `plan` itself takes options only
         command, arguments = "plan-pull", ["plan-pull", *arguments[2:]]
     app = command_line(command)
-    if asked in {*_COMMANDS, *_GROUPS} - {*_UNCOUNTED}:
+    if name in {*_COMMANDS, *_GROUPS} - {*_UNCOUNTED}:
         from memscale.telemetry import count
 
-        count(f"command:{asked}")
+        count(f"command:{name}")
     return functools.partial(run_app, app, arguments)
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line ``arguments`` and return the exit status."""
+    """Runs the command line `arguments` and returns the exit status."""
     return load(arguments)()

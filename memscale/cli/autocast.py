@@ -1,4 +1,4 @@
-"""Autocast around a model's forward, as accelerate puts it there for a Trainer's ``bf16=True`` or ``fp16=True``."""
+"""Autocast around a model's forward, as accelerate adds it for a Trainer's ``bf16=True`` or ``fp16=True``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def autocasting(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-    """Run `model` under autocast from now on, its outputs in float32, as accelerate does.
+    """Puts the forward of `model` under autocast, with float32 outputs, as accelerate does.
 
     >>> model = torch.nn.Linear(4, 4)
     >>> autocasting(model, "cpu", torch.bfloat16)
@@ -23,7 +23,7 @@ def autocasting(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
     (torch.float32, torch.float32)
     """
     bound = model.forward
-    # Without the module, so that a copy of the module runs its own.
+    # The unbound function, so that the forward of a copied module runs the copy.
     inner = getattr(bound, "__func__", lambda _, *args, **kwargs: bound(*args, **kwargs))
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ class CardsOptions:
 
 
 def cards(options: CardsOptions) -> int:
-    """Print each card once, those of one maker and generation together."""
+    """Prints the table of cards, grouped by maker and generation."""
     known = [(card, Hardware.named(card.name)) for card in CARDS]
     if options.as_json:
         print(

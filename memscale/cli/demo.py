@@ -1,4 +1,4 @@
-"""``memscale demo``: a plan for a budget of memory, and the same training twice, as it is and under the plan."""
+"""``memscale demo``: plans for a memory budget, then runs the same training without and with the plan."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from memscale.planning import Evidence, ProvenPlan
 
 _MIB = 1 << 20
-_SHARE = 0.4  # of what the step takes as it is: the budget that nobody chose
-_ROOM = 1.01  # of the least that can be reached, where that is more
+_SHARE = 0.4  # the default budget, as a share of the memory of the plain step
+_ROOM = 1.01  # the default budget as a multiple of the least reachable memory, if that is more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +47,20 @@ class DemoOptions:
     device: Annotated[str, Option(help="cpu, cuda or cuda:N; auto takes CUDA if it can.")] = "auto"
     budget: Annotated[
         str | None,
-        Option(metavar="SIZE", help="What a step may take, such as 300MiB; by default 2/5 of what it does take."),
+        Option(metavar="SIZE", help="Memory of a step, such as 300MiB; by default 2/5 of the step without a plan."),
     ] = None
-    out: Annotated[Path, Option(help="Where the picture goes, a .png.")] = Path("memscale-demo.png")
+    out: Annotated[Path, Option(help="File of the picture, a .png.")] = Path("memscale-demo.png")
 
 
 def demo(options: DemoOptions) -> int:
-    """Plan, train twice, print the comparison, write the picture; return 0, or 1 when a number differs or does not fit.
+    """Plans, trains twice, prints the comparison and writes the picture. Returns 0, or 1 if a check fails.
+
+    The checks: equal numbers in both trainings, and a measured peak within the budget.
 
     Raises:
         ConfigError: an option is out of range.
         BudgetError: no plan fits the budget.
-        RuntimeUnavailable: the device, transformers or matplotlib is not there.
+        RuntimeUnavailable: the device, transformers or matplotlib is missing.
     """
     job, budget, out = _checked_job(options), options.budget, options.out
     _check_picture(out)
@@ -98,7 +100,7 @@ def demo(options: DemoOptions) -> int:
 
 
 def _planned(job: Job, budget: str | None, progress: Progress) -> ProvenPlan:
-    """The plan of the job's step. Without tiling, which adds gradients in another order: here bits are compared."""
+    """Returns the plan of the job's step, without tiling, which changes the order of sums; the demo compares bits."""
     model = gpt2(job)
     tokens = torch.zeros(job.batch, job.seq, dtype=torch.long, device=job.device)
     engine = ms.DecisionEngine(
@@ -106,7 +108,7 @@ def _planned(job: Job, budget: str | None, progress: Progress) -> ProvenPlan:
         {"input_ids": tokens, "labels": tokens},
         optimizer=torch.optim.AdamW(model.parameters()),
         config=ms.Config(mode="balanced"),
-        keeps_output=False,  # the demo's own loop takes the output's loss at once
+        keeps_output=False,  # the demo's loop keeps only the loss of the output
         progress=progress,
     )
     if budget is not None:
@@ -116,7 +118,7 @@ def _planned(job: Job, budget: str | None, progress: Progress) -> ProvenPlan:
     least = nearest.evidence.planned.taken_bytes
     if least <= share:
         return nearest
-    return engine.plan(math.ceil(_ROOM * least / _MIB) * _MIB)  # exactly that has no room for what a run does beside
+    return engine.plan(math.ceil(_ROOM * least / _MIB) * _MIB)  # with room for allocations besides the step
 
 
 def _unchanged(model: nn.Module) -> nn.Module:
@@ -195,7 +197,7 @@ def _check_packages() -> None:
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """On CUDA some kernels add in any order, and then not even two baselines are equal."""
+    """Turns deterministic kernels on for the body: others on CUDA sum in any order, so that no two runs are equal."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""``memscale explain``: what held the memory when a run ran out of it, and which plan would have fitted."""
+"""``memscale explain``: shows what held the memory when a run ran out of it, and a plan that would have fitted."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ class ExplainOptions(TrainingOptions):
     """The command line of ``memscale explain``, as typed."""
 
     snapshot: Annotated[Path, Argument(help="A file of torch.cuda.memory._dump_snapshot, or a log with the error.")]
-    device: Annotated[int | None, count("N", "Whose memory; by default where it ran out.")] = None
-    html: Annotated[Path | None, file("Where a page about it goes, a .html.")] = None
+    device: Annotated[int | None, count("N", "The index of the device; by default the one that ran out.")] = None
+    html: Annotated[Path | None, file("File for a report as a page, a .html.")] = None
     hf: Annotated[
         str | None, Option(metavar="CONFIG|MODULE:FACTORY", help="The model, to find the plan that would have fit.")
     ] = None
-    budget: Annotated[str | None, Option(metavar="SIZE", help=f"What its step may take: {SIZES}.")] = None
+    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Memory for its step: {SIZES}.")] = None
 
     @property
     def step(self) -> StepOptions | None:
-        """None where no model is given."""
-        told = {each.name: getattr(self, each.name) for each in fields(TrainingOptions)}
-        return None if self.hf is None else StepOptions(hf=self.hf, **told)
+        """Returns the options of the step, or `None` without a model."""
+        values = {each.name: getattr(self, each.name) for each in fields(TrainingOptions)}
+        return None if self.hf is None else StepOptions(hf=self.hf, **values)
 
 
 def explain_snapshot(options: ExplainOptions) -> int:
-    """Explain, print, write the page; return 0.
+    """Explains the snapshot, prints the report and writes the page. Returns 0.
 
     Raises:
-        ConfigError: an option is wrong, or the file is neither a snapshot nor such a log.
-        RuntimeUnavailable: a package is not there, or the step can be neither simulated nor run here.
+        ConfigError: an option is wrong, or the file is neither a snapshot nor a log with the error.
+        RuntimeUnavailable: a package is missing, or the step can be neither simulated nor run on this machine.
     """
     files = {"html": options.html}
     check_files(files)
-    asked = options.step
-    if asked is None:
+    step_options = options.step
+    if step_options is None:
         if options.budget is not None:
             raise ConfigError("--budget is for the plan of a model; give that with --hf")
         found = ms.explain(options.snapshot, device=options.device)
     else:
-        asked.check()
-        step = read_step(asked)
+        step_options.check()
+        step = read_step(step_options)
         found = ms.explain(
             options.snapshot,
             device=options.device,
             model=step.subject.model,
-            batch=batch_of(step.subject, asked.batch, step.seq),
+            batch=batch_of(step.subject, step_options.batch, step.seq),
             optimizer=step.optimizer,
             loss=step.subject.loss,
             hardware=step.hardware,
@@ -64,7 +64,7 @@ def explain_snapshot(options: ExplainOptions) -> int:
         )
     write(files, {"html": found.html})
     show(str(found))
-    if asked is None:
+    if step_options is None:
         show(f"next: memscale explain {shlex.quote(str(options.snapshot))} --hf CONFIG --batch N --gpu NAME")
         show("  simulates the step of your model, and says what would have fitted")
     return 0

@@ -1,4 +1,4 @@
-"""``memscale history``: what was predicted before, and whether a step takes more memory now."""
+"""``memscale history``: shows earlier predictions, and checks whether a step takes more memory now."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from memscale.history import (
 )
 from memscale.simulation import MemoryProfiler
 
-HISTORY = typer.Typer(help="What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now.")
+HISTORY = typer.Typer(help="Show earlier predictions ($MEMSCALE_HISTORY), and check whether a step takes more now.")
 
 _Name = Annotated[str | None, Option(metavar="NAME", help="Only runs of this name.")]
 _RunId = Annotated[str, Argument(metavar="ID", help="How a run's id begins, or last.")]
@@ -61,17 +61,17 @@ class CheckOptions:
 
 
 def check(options: CheckOptions) -> int:
-    """Simulate the step, compare it with its baseline, print; return 0, or 3 if it takes more.
+    """Simulates the step, compares it with its baseline and prints the result. Returns 0, or 3 if it takes more.
 
     Raises:
         ConfigError: an option is wrong, there is no such baseline, or the step cannot be simulated.
-        RuntimeUnavailable: a package is not there.
+        RuntimeUnavailable: a package is missing.
     """
     options.step.check()
     tolerance_bytes = (
         0 if options.tolerance == "0" else budget_bytes(options.tolerance, 1 << 40, argument="--tolerance")
     )
-    torch.manual_seed(0)  # a model may route, or drop layers, at random
+    torch.manual_seed(0)  # for models that route or drop layers at random
     step = read_step(options.step)
     source = _source(options)
     run = _simulated(step, options)
@@ -91,14 +91,14 @@ def check(options: CheckOptions) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Labelled:
-    """The baselines that a server's project has under a label."""
+    """The baselines of a server's project with a label."""
 
     remote: Remote
     label: str
 
 
 def _source(options: CheckOptions) -> Baseline | _Labelled | str:
-    """The file of runs, the project's label, or the commit whose runs are in the history."""
+    """Returns the source of baselines: a file of runs, a project's label, or a commit whose runs are in the history."""
     if is_address(options.baseline):
         url, _, label = options.baseline.partition("#")
         return _Labelled(Remote(url), label or "main")
@@ -146,7 +146,7 @@ def _simulated(step: Step, options: CheckOptions) -> Run:
     )
     batch = batch_of(subject, asked.batch, step.seq)
     profile = profiler.profile(batch, accumulate=asked.accumulate)
-    # What was asked for, and not what it came to: that a plan now means something else is what a check is for.
+    # Named by the options, not by the resulting plan: a check must notice that the same options give another plan.
     name = f"{asked.hf} batch={asked.batch} seq={step.seq} accumulate={asked.accumulate} optimizer={asked.optimizer}"
     name += " keeps_output" * asked.keeps_output
     name += f" dtype={asked.dtype}" * (asked.dtype is not None) + f" plan={options.plan}" * (options.plan is not None)
@@ -156,9 +156,9 @@ def _simulated(step: Step, options: CheckOptions) -> Run:
 
 def _tell(run: Run, comparison: Comparison | None, options: CheckOptions) -> None:
     if options.as_json:
-        told: dict[str, Any] = {"verdict": "new", "run": run.summary()}
+        data: dict[str, Any] = {"verdict": "new", "run": run.summary()}
         if comparison is not None:
-            told = {
+            data = {
                 "verdict": comparison.verdict,
                 "changed_bytes": comparison.changed_bytes,
                 "by_category": comparison.diff.by_category,
@@ -166,7 +166,7 @@ def _tell(run: Run, comparison: Comparison | None, options: CheckOptions) -> Non
                 "before": comparison.before.summary(),
                 "run": run.summary(),
             }
-        print(json.dumps(told))
+        print(json.dumps(data))
         return
     show(
         f"new: {run.name} on {run.hardware}: {format_bytes(run.profile.taken_bytes)}"
@@ -240,16 +240,16 @@ def push(
         if url is not None:
             history.queue(url)
         refused: list[str] = []
-        told = {"new": 0, "was there": 0}
+        counts = {"new": 0, "was there": 0}
 
         def tell(run: Run, _: str, said: str) -> None:
-            if said in told:
-                told[said] += 1
+            if said in counts:
+                counts[said] += 1
             else:
                 refused.append(f"{run.id} {run.name!r}: {said}")
 
-        send(history, tell)  # what is not acknowledged waits, and goes next time
-    print(f"{told['new']} sent, {told['was there']} were there")
+        send(history, tell)  # runs without an acknowledgement stay queued for the next push
+    print(f"{counts['new']} sent, {counts['was there']} were there")
     for line in refused:
         print(f"memscale: {line}", file=sys.stderr)
     return 1 if refused else 0

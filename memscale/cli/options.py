@@ -1,4 +1,4 @@
-"""The options of a command are the fields of a dataclass: how they become a command line, and what several share."""
+"""Builds a command line from a dataclass whose fields are the options, and defines the options that commands share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 def whole_number(text: str | int) -> int:
-    """A parser for options that are counts."""
+    """Parses an option that is a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -24,12 +24,12 @@ def whole_number(text: str | int) -> int:
 
 
 def count(metavar: str, text: str) -> Any:
-    """An option that is a whole number."""
+    """Returns a typer option for a whole number."""
     return typer.Option(parser=whole_number, metavar=metavar, help=text)
 
 
 def file(text: str) -> Any:
-    """An option that is a file to write."""
+    """Returns a typer option for a file to write."""
     return typer.Option(metavar="FILE", help=text)
 
 
@@ -38,28 +38,29 @@ Shorthand = Annotated[
     str | None,
     typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),
 ]
-Json = Annotated[Path | None, file("Where the result goes as JSON.")]
+Json = Annotated[Path | None, file("File for the result as JSON.")]
 Seconds = Annotated[
     float, typer.Option(metavar="N", help="How long to look for something better; Ctrl-C keeps the best so far.")
 ]
-Python = Annotated[Path | None, file("Where a script goes that trains the model under the plan.")]
+Python = Annotated[Path | None, file("File for a script that trains the model under the plan.")]
 
 
 def add(app: typer.Typer, name: str, options: type[_T], run: Callable[[_T], int], text: str) -> None:
-    """Give `app` a command that calls `run` with `options`; a field that is such a dataclass stands for its own fields.
+    """Adds a command to `app` that calls `run` with an instance of `options`.
 
     Args:
-        app: to add to.
-        name: of the command.
-        options: a dataclass whose fields are annotated with a ``typer.Option``, or are dataclasses of such.
-        run: what the command does; returns the exit status.
-        text: what ``--help`` says.
+        app: the command line.
+        name: the name of the command.
+        options: a dataclass whose fields are annotated with a ``typer.Option``. A field may be such a dataclass itself,
+            whose fields then become options too.
+        run: runs the command and returns the exit status.
+        text: the help text.
     """
 
     def command(**given: Any) -> int:
         return run(_made(options, given))
 
-    # What must be given comes first.
+    # Required parameters come first, as a signature demands.
     parameters = sorted(_parameters(options), key=lambda each: each.default is not each.empty)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -67,7 +68,7 @@ def add(app: typer.Typer, name: str, options: type[_T], run: Callable[[_T], int]
 
 
 def typed(options: Any) -> str:
-    """The fields of `options` that differ from their defaults, as they are typed.
+    """Returns the fields of `options` that differ from their defaults, as typed on a command line.
 
     >>> from memscale.cli.step import StepOptions
     >>> typed(StepOptions(hf="my model/config.json", batch=8, keeps_output=False))

@@ -1,4 +1,4 @@
-"""``memscale plan`` and ``memscale frontier``: what fits a budget, and what memory costs in time."""
+"""``memscale plan`` and ``memscale frontier``: a plan for one budget, and the step time for many budgets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memscale.cli.step import RankOptions, Step, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
 from memscale.core import Argument, BudgetError, ConfigError, MemscaleError, budget_bytes, format_bytes, format_unlike
 
-# What --allow and --forbid call the switches of a Config.
+# Maps the names that --allow and --forbid take to the switches of a Config.
 _SWITCHES = {
     "checkpoint": "enable_checkpointing",
     "offload": "enable_offloading",
@@ -30,7 +30,7 @@ _SWITCHES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllowOptions:
-    """What a plan may use, as typed."""
+    """The options about the techniques of a plan, as typed."""
 
     mode: Annotated[
         str | None,
@@ -41,18 +41,18 @@ class AllowOptions:
         Option(metavar="NAME", help="Allow checkpoint, offload, tile or cast too; cast changes numbers. Repeatable."),
     ] = None
     allow_rounding: Annotated[
-        bool, Option("--allow-rounding", help="Allow tile, whose sums are in another order: less memory.")
+        bool, Option("--allow-rounding", help="Allow tile: less memory, with sums in another order.")
     ] = False
     forbid: Annotated[
-        list[str] | None, Option(metavar="NAME", help="Do without checkpoint, offload, tile or cast. Repeatable.")
+        list[str] | None, Option(metavar="NAME", help="Forbid checkpoint, offload, tile or cast. Repeatable.")
     ] = None
-    host: Annotated[str | None, Option(metavar="SIZE", help="What may lie in the host's memory at most.")] = None
+    host: Annotated[str | None, Option(metavar="SIZE", help="The most host memory that a plan may use.")] = None
 
     def config(self, *, auto: bool = False) -> ms.Config:
-        """The config that these mean: without a mode every transform that changes no bit.
+        """Returns the config of these options; without a mode it allows every transform that changes no bit.
 
         Raises:
-            ConfigError: an unknown mode or technique, or one that is both allowed and forbidden.
+            ConfigError: a mode or technique is unknown, or a technique is both allowed and forbidden.
         """
         modes = [mode.value for mode in ms.OptimizationMode]
         mode = "aggressive" if self.mode is None else self.mode.lower()
@@ -65,7 +65,7 @@ class AllowOptions:
         if both := set(allow) & set(forbid):
             raise ConfigError(f"--allow {min(both)} and --forbid {min(both)} contradict each other")
         switches: dict[str, Any] = {_SWITCHES[name]: name in allow for name in (*allow, *forbid)}
-        if self.allow_rounding or self.mode is None:  # a mode has asked for what it allows
+        if self.allow_rounding or self.mode is None:  # a mode sets this itself
             switches.setdefault("enable_tiling", self.allow_rounding)
         if self.host is not None:
             host_bytes = budget_bytes(self.host, 0, argument="--host")
@@ -75,7 +75,7 @@ class AllowOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Options:
-    """What ``memscale plan`` and ``memscale frontier`` are both told, as typed."""
+    """The options that ``memscale plan`` and ``memscale frontier`` share, as typed."""
 
     step: RankOptions
     using: AllowOptions
@@ -95,7 +95,7 @@ class _Options:
 
     @property
     def files(self) -> dict[str, Path | None]:
-        """By the option that asks for them."""
+        """The files to write, by the name of their option."""
         return {name: getattr(self, name) for name in ("json", "plot", "html", "python")}
 
 
@@ -103,11 +103,11 @@ class _Options:
 class PlanOptions(_Options):
     """The command line of ``memscale plan``, as typed."""
 
-    budget: Annotated[str, Option(metavar="SIZE", help=f"What the step may take: {SIZES}.")]
-    plot: Annotated[Path | None, file("Where a picture of the planned step goes, a .png or .svg.")] = None
+    budget: Annotated[str, Option(metavar="SIZE", help=f"Memory for the step: {SIZES}.")]
+    plot: Annotated[Path | None, file("File for a picture of the planned step, a .png or .svg.")] = None
     prices: PriceOptions
     auto: Annotated[bool, Option("--auto", help="Let a policy choose the techniques that are tried first.")] = False
-    html: Annotated[Path | None, file("Where a page about the plan goes, a .html.")] = None
+    html: Annotated[Path | None, file("File for a page about the plan, a .html.")] = None
     seconds: Seconds = 30.0
 
 
@@ -115,19 +115,19 @@ class PlanOptions(_Options):
 class FrontierOptions(_Options):
     """The command line of ``memscale frontier``, as typed."""
 
-    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Plan for this too, and say why: {SIZES}.")] = None
+    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Plan for this too, with reasons: {SIZES}.")] = None
     points: Annotated[int, count("N", "Budgets to plan for.")] = 12
     prices: PriceOptions
-    plot: Annotated[Path | None, file("Where a picture of the curve goes, a .png or .svg.")] = None
-    html: Annotated[Path | None, file("Where the curve goes as a page that shows each plan, a .html.")] = None
+    plot: Annotated[Path | None, file("File for a picture of the curve, a .png or .svg.")] = None
+    html: Annotated[Path | None, file("File for a page with the curve and each plan, a .html.")] = None
 
 
 def plan(options: PlanOptions) -> int:
-    """Plan, print why, write the files; return 0, 3 if nothing fits, or 130 if it was stopped with a plan.
+    """Plans, prints the reasons and writes the files. Returns 0, 3 if nothing fits, 130 if interrupted with a plan.
 
     Raises:
         ConfigError: an option is wrong, or the step cannot be simulated.
-        RuntimeUnavailable: a package is not there.
+        RuntimeUnavailable: a package is missing.
     """
     from memscale.planning import INTERRUPTED_SEARCH, Point
 
@@ -154,7 +154,7 @@ def plan(options: PlanOptions) -> int:
 
 
 def frontier(options: FrontierOptions) -> int:
-    """Plan for many budgets, print the curve, write the files; return 0, or 3 if nothing fits the budget that is given.
+    """Plans for many budgets, prints the curve and writes the files. Returns 0, or 3 if nothing fits ``--budget``.
 
     Raises:
         ConfigError, RuntimeUnavailable: as `plan`.
@@ -199,8 +199,9 @@ def frontier(options: FrontierOptions) -> int:
 def _engine(
     options: _Options, *, auto: bool = False, verdict: bool = False
 ) -> Iterator[tuple[ms.DecisionEngine, Step]]:
-    """The engine for the step of these options, with its progress on stderr; a `verdict` that a plan is needed is
-    printed before one is looked for.
+    """Returns the engine for the step of these options, with its progress on stderr.
+
+    With `verdict`, prints before the search whether the plain step fits the budget.
     """
     options.step.check()
     check_files(options.files)
@@ -224,7 +225,7 @@ def _engine(
             )
         except MemscaleError:
             raise
-        except Exception as error:  # the model's own
+        except Exception as error:  # any error of the model
             raise ConfigError(
                 f"the step fails: {type(error).__name__}: {error}; check that the batch is what the model takes"
             ) from error
@@ -236,14 +237,15 @@ def _engine(
 
 
 def nothing_fits(error: BudgetError, *, steps: bool = False) -> int:
-    """Say so, as it is typed for a command that has ``--stepping`` if it `steps`, and return the exit status."""
+    """Prints the error with its arguments as options, and returns the exit status. `steps`: there is ``--stepping``."""
     print(f"memscale: {error.spelled(lambda argument: as_option(argument, steps))}", file=sys.stderr)
     return DOES_NOT_FIT
 
 
 def as_option(argument: Argument, steps: bool = True) -> str:
-    """How an argument of the library is typed, for a command that has ``--stepping`` if it `steps`; as Python where no
-    option is it.
+    """Returns an argument of the library as a command line option, or as Python if there is no such option.
+
+    `steps`: whether the command has the option ``--stepping``.
     """
     switches = {field: name for name, field in _SWITCHES.items()}
     if argument.of == "Config" and argument.name in switches:

@@ -1,4 +1,4 @@
-"""``memscale predict``: whether a training step fits on a card, from the model's config alone."""
+"""``memscale predict``: predicts from a model's config whether a training step fits on a card."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor, Recommendation, SizeGrid
 
 _MOST = 2**20
-_ROWS, _COLUMNS, _DEFAULT_LONGEST = 6, 6, 8192  # of a table: powers of two from the batch up, from the longest down
+# The table of --largest grid: batches are powers of two from --batch up, sequences powers of two from the longest down.
+_ROWS, _COLUMNS, _DEFAULT_LONGEST = 6, 6, 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,35 +38,33 @@ class Options:
     prices: PriceOptions
     plan: Shorthand = None
     budget: Annotated[
-        str | None, Option(metavar="SIZE", help="What the step may take: 6GiB, 6GB, bytes, or a share: 0.9 or 90%.")
+        str | None, Option(metavar="SIZE", help="Memory for the step: 6GiB, 6GB, bytes, or a share: 0.9 or 90%.")
     ] = None
     largest: Annotated[
         str | None,
-        Option(metavar="batch|seq|grid", help="Find also the largest batch or sequence that fits, or a table."),
+        Option(metavar="batch|seq|grid", help="Also find the largest batch or sequence that fits, or a table."),
     ] = None
-    at_most: Annotated[int | None, count("N", "The largest size that --largest looks at.")] = None
+    at_most: Annotated[int | None, count("N", "The largest size that --largest tries.")] = None
     recommend: Annotated[
         bool | None,
-        Option("--recommend/--no-recommend", help="Simulate what would free memory; by default if it is close."),
+        Option("--recommend/--no-recommend", help="Simulate ways to free memory; by default if it is close."),
     ] = None
     seconds: Seconds = 30.0
     fits: Annotated[
         bool, Option("--fits", help="Only the verdict, in a line and by the exit status: 0 fits, 3 does not.")
     ] = False
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False
-    html: Annotated[Path | None, Option(help="Where a report of the step goes, a .html.")] = None
-    plot: Annotated[Path | None, Option(help="Where a picture of the step, or of the table, goes: a .png or .svg.")] = (
-        None
-    )
-    csv: Annotated[Path | None, Option(help="Where the table of --largest grid goes, a .csv.")] = None
+    html: Annotated[Path | None, Option(help="File for a report of the step, a .html.")] = None
+    plot: Annotated[Path | None, Option(help="File for a picture of the step or of the table, a .png or .svg.")] = None
+    csv: Annotated[Path | None, Option(help="File for the table of --largest grid, a .csv.")] = None
 
 
 def predict(options: Options) -> int:
-    """Predict, print, write the pictures; return 0 if the step fits, 3 if it does not.
+    """Predicts, prints the result and writes the files. Returns 0 if the step fits, 3 if it does not.
 
     Raises:
         ConfigError: an option is wrong.
-        RuntimeUnavailable: a package is not there, or the step can be neither simulated nor run here.
+        RuntimeUnavailable: a package is missing, or the step can be neither simulated nor run on this machine.
     """
     from memscale.planning import LargestBatch
 
@@ -95,7 +94,7 @@ def predict(options: Options) -> int:
         print(f"{prediction.risk}: {prediction.message}")
     elif not options.as_json:
         cost_line = line_of(options.prices, cost)
-        show("\n".join(filter(None, (prediction.verdict(), step.told(options.step.batch), cost_line, step.precision))))
+        show("\n".join(filter(None, (prediction.verdict(), step.line(options.step.batch), cost_line, step.precision))))
     with simulations() as bar:
         if options.fits:
             return 0 if prediction.fits else DOES_NOT_FIT
@@ -126,7 +125,7 @@ def _check(options: Options) -> None:
 
 
 def read_plan(text: str, model: nn.Module, hardware: Hardware) -> ms.Plan:
-    """The plan of a JSON file, or that of names such as ``checkpoint+tile``."""
+    """Returns the plan in a JSON file, or the plan of shorthands such as ``checkpoint+tile``."""
     from memscale.planning import planned, shorthands
 
     if Path(text).is_file():
@@ -148,7 +147,7 @@ def read_plan(text: str, model: nn.Module, hardware: Hardware) -> ms.Plan:
 
 
 def check_axis(option: str, asked: str, wanted: list[str], subject: Subject, batch: int, seq: int) -> None:
-    """Refuse to look for the largest of what the batches do not grow with, and say what they do."""
+    """Raises an error if the search is over an axis along which the subject's batches do not grow."""
     from memscale.planning import parts_of
 
     sizes = {"batch": [(1, seq), (2, seq)], "seq": [(batch, 1), (batch, 2)]}
@@ -185,7 +184,7 @@ def _largest(
     except BudgetError as error:
         return error
     except ConfigError as error:
-        # What the predictor says of it is about arguments that a command line does not have.
+        # The cause, since the predictor's own message names arguments that the command line lacks.
         cause = error.__cause__ if isinstance(error.__cause__, MemscaleError) else error
         raise ConfigError(
             f"--largest {options.largest}: {cause}; if that is beyond what the data or the model has, use --at-most"
@@ -230,8 +229,9 @@ def _show(
 
 
 def _next(prediction: OOMPrediction, options: Options) -> str:
-    """The command that plans or predicts what fits, empty where nothing does: rather what changes no bit, rather the
-    batch in one, the fastest first where times are known.
+    """Returns the command to type next for a plan or batch that fits; empty if nothing fits.
+
+    Prefers exact numbers, then the whole batch in one pass, then the shortest time.
     """
     from memscale.planning import LEFT_FREE
 

@@ -1,4 +1,4 @@
-"""``--price`` and ``--tokens``: what a step's time means in tokens a second, hours and dollars."""
+"""``--price`` and ``--tokens``: converts the time of a step to tokens a second, hours and dollars."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 @dataclass(frozen=True, kw_only=True)
 class PriceOptions:
-    """What an hour costs and how much is to be trained, as typed."""
+    """The options for the price of an hour and the number of tokens, as typed."""
 
     price: Annotated[
-        float | None, Option(metavar="DOLLARS", help="Of an hour of one card: tells what a dollar trains.")
+        float | None, Option(metavar="DOLLARS", help="The price of an hour of one card: shows tokens for a dollar.")
     ] = None
     tokens: Annotated[
-        str | None, Option(metavar="10B", help="How many are to be trained: tells the hours, and with --price dollars.")
+        str | None, Option(metavar="10B", help="Tokens to train: shows the hours, and with --price dollars.")
     ] = None
 
     def check(self) -> None:
-        """Raise ConfigError for a price or an amount that is none."""
+        """Raises ConfigError for a wrong price or amount."""
         if self.price is not None and not (math.isfinite(self.price) and self.price > 0):
             raise ConfigError(f"--price must be dollars an hour above 0, got {self.price:g}; write --price 2.50")
         if self.tokens is not None:
@@ -36,13 +36,13 @@ class PriceOptions:
 
 
 def amount(text: str) -> float:
-    """The number that a text such as ``"10B"`` means.
+    """Parses a number such as ``"10B"``.
 
     >>> amount("10B"), amount("1.5k"), amount("300")
     (10000000000.0, 1500.0, 300.0)
 
     Raises:
-        ConfigError: it is none, or 0.
+        ConfigError: the text is no number, or 0.
     """
     found = _AMOUNT.fullmatch(text.strip())
     if found is None or not float(found[1]):
@@ -54,15 +54,15 @@ def amount(text: str) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """What training at the pace of a step costs.
+    """The cost of training at the speed of a step.
 
     Attributes:
-        unit: ``"tokens"``, or ``"samples"`` where a batch is as large for any length.
-        per_second: how many the cards get through together.
-        per_dollar: how many for a dollar, None without a price.
-        hours: what as many as were asked for take, None where no number was.
-        dollars: what these hours cost, None without a price or a number.
-        cards: how many are paid for.
+        unit: ``"tokens"``, or ``"samples"`` if batches do not depend on a sequence length.
+        per_second: units a second, of all cards together.
+        per_dollar: units for a dollar; `None` without a price.
+        hours: the hours for ``--tokens`` units; `None` without the option.
+        dollars: the price of these hours; `None` without a price or hours.
+        cards: the number of cards that are paid for.
     """
 
     unit: str
@@ -83,13 +83,13 @@ class Cost:
 
 
 def cost_of(prices: PriceOptions, options: StepOptions, step: Step, seconds: float | None, **size: int) -> Cost | None:
-    """What a step that takes `seconds` costs; None where nothing was asked, or the time is not known.
+    """Returns the cost at `seconds` a step; `None` without a price and an amount, or if the time is unknown.
 
     Args:
-        prices, options: as typed.
-        step: what they mean.
-        seconds: of the step.
-        size: its ``batch`` or ``seq``, where that is another than the options say.
+        prices, options: the options as typed.
+        step: the step of the options.
+        seconds: the seconds of the step.
+        size: ``batch`` or ``seq`` of the step, if they differ from the options.
     """
     if (prices.price is None and prices.tokens is None) or not seconds:
         return None
@@ -114,12 +114,12 @@ def cost_of(prices: PriceOptions, options: StepOptions, step: Step, seconds: flo
 
 
 def axis_of(prices: PriceOptions, cost: Cost | None, seconds: float) -> dict[str, Any]:
-    """What ``Frontier.plot`` and ``html`` are told for an axis in dollars; empty without a price.
+    """Returns the arguments of ``Frontier.plot`` and ``html`` for an axis in dollars; empty without a price.
 
     Args:
-        prices: as typed.
-        cost: of one of the curve's steps.
-        seconds: of that step.
+        prices: the options as typed.
+        cost: the cost of one of the steps on the curve.
+        seconds: the seconds of that step.
     """
     if prices.price is None or cost is None:
         return {}
@@ -128,7 +128,7 @@ def axis_of(prices: PriceOptions, cost: Cost | None, seconds: float) -> dict[str
 
 
 def line_of(prices: PriceOptions, cost: Cost | None) -> str:
-    """What is printed of a cost; empty where nothing was asked."""
+    """Returns the line to print for a cost; empty without a price and an amount."""
     if cost is not None:
         return str(cost)
     asked = prices.price is not None or prices.tokens is not None
@@ -136,7 +136,7 @@ def line_of(prices: PriceOptions, cost: Cost | None) -> str:
 
 
 def _short(value: Any) -> str:
-    """A number with three digits and what powers of 1000 are called.
+    """Returns a number with three digits and a prefix for powers of 1000.
 
     >>> _short(1234.0), _short(0.5), _short(2.5e10)
     ('1.23 k', '0.5', '25 B')

@@ -1,4 +1,4 @@
-"""``memscale plan pull``: a plan from a team's server, by its hash."""
+"""``memscale plan pull``: reads a plan from a team's server by its hash."""
 
 from __future__ import annotations
 

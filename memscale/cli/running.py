@@ -1,4 +1,4 @@
-"""How a command's errors reach the user: one line each."""
+"""Runs a command and prints each error as one line."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import sys
 
 import typer
 
-# The base of typer's usage errors. It is click's class in older versions and typer's own copy in newer ones,
-# so no import names it in both.
+# The base class of typer's usage errors: click's class in older versions and typer's own copy in newer ones, so that no
+# single import works for both.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO}
 
 
 def run_app(app: typer.Typer, arguments: list[str]) -> int:
-    """Run the command line `arguments` of `app` and return the exit status."""
+    """Runs the command line `arguments` of `app` and returns the exit status."""
     try:
         status = int(app(arguments or ["--help"], prog_name="memscale", standalone_mode=False) or 0)
-        sys.stdout.flush()  # here, and not when Python ends: what cannot be written is an error like others
+        sys.stdout.flush()  # flushed here, so that a failed write becomes an error of the command
         return status
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
@@ -29,12 +29,12 @@ def run_app(app: typer.Typer, arguments: list[str]) -> int:
         if error.errno not in _UNWRITABLE:
             raise
         message = f"the output cannot be written: {error.strerror}"
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or Python would say so again when it ends
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or Python would report it again at its exit
     except (KeyboardInterrupt, typer.Abort):
         print("memscale: stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        from memscale.core import MemscaleError  # of who has raised it; without an error, PyTorch is not loaded for it
+        from memscale.core import MemscaleError  # imported late, since it may load PyTorch
 
         if not isinstance(error, MemscaleError):
             raise

@@ -1,4 +1,4 @@
-"""``--python``: a script that trains the model under a plan, as the step was planned."""
+"""``--python``: writes a script that trains the model under a plan."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CPU_OR_CARD = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
 
 
 def as_script(step: Step, options: StepOptions, plan: Plan, batch: Any) -> str:
-    """Python that builds the model with its weights, applies the plan, and trains.
+    """Returns Python that builds the model with its weights, applies the plan, and trains.
 
-    For a step of several processes it ends with the planned model: how they start and shard it is the reader's.
+    For a step of several processes the script ends with the planned model; starting and sharding are left to the user.
 
     Args:
-        step: the model and how it is trained.
-        options: as typed.
-        plan: to train under.
-        batch: as it was planned for; the script has made-up numbers of its shapes in place of data.
+        step: the model and its training loop.
+        options: the options as typed.
+        plan: the plan to train under.
+        batch: the batch of the plan; the script makes random data of its shapes.
     """
     subject, optimizer = step.subject, step.optimizer
     code = subject.code if "import torch\n" in subject.code else f"import torch\n{subject.code}"
@@ -58,7 +58,7 @@ def _data(batch: Any) -> str:
 
 
 def _made(value: Any) -> str:
-    """Python that makes numbers of the shapes of `value`."""
+    """Returns Python that makes random data of the shapes of `value`."""
     if isinstance(value, torch.Tensor):
         size = ", ".join(map(str, value.shape))
         if value.is_floating_point():

@@ -1,4 +1,4 @@
-"""``memscale server``: run history for a team, on a machine of the team's own. Loads no PyTorch."""
+"""``memscale server``: serves the run history of a team on the team's own machine, without loading PyTorch."""
 
 from __future__ import annotations
 

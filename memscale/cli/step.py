@@ -1,4 +1,4 @@
-"""The training step that a command line describes: a model, its batch, its optimizer, its device."""
+"""Reads a training step from a command line: a model, its batch, its optimizer and its device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from memscale.hardware import Hardware
 
 _WHOLE = AdapterOptions()
-# They need what a plain loop does not have: a closure that runs the step, sparse gradients.
+# These need more than a plain loop has: a closure that runs the step, or sparse gradients.
 _NOT_OPTIMIZERS = ("optimizer", "lbfgs", "sparseadam")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """How a model is trained, as typed."""
+    """The options of a training loop, as typed."""
 
     batch: Annotated[int, count("N", "Rows of a batch.")] = 1
     seq: Annotated[int | None, count("N", "Tokens of a row; by default 1024 or all positions.")] = None
@@ -38,17 +38,17 @@ class TrainingOptions:
     ] = None
     dtype: Annotated[
         str | None,
-        Option(help="Of the weights: fp32, bf16 or fp16; by default fp32 for a config, and as it is for a factory."),
+        Option(help="Dtype of the weights: fp32, bf16 or fp16; by default fp32 for a config, unchanged for a factory."),
     ] = None
     amp: Annotated[
         str | None,
-        Option(metavar="bf16|fp16", help="Autocast to it, as a Trainer's bf16=True; weights stay as they are."),
+        Option(metavar="bf16|fp16", help="Train under autocast, as a Trainer's bf16=True; weights keep their dtype."),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(TrainingOptions):
-    """What a command about a step is told, as typed."""
+    """The options of a training step, as typed."""
 
     hf: Annotated[
         str,
@@ -64,13 +64,13 @@ class StepOptions(TrainingOptions):
         bool,
         Option(
             "--keeps-output/--no-keeps-output",
-            help="The loop keeps the output by a name, as output = model(x); or not, as loss(model(x)) and Trainers.",
+            help="The loop keeps the output in a variable, output = model(x); or not, as loss(model(x)) and Trainers.",
         ),
     ] = True
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the options say of the loop, as keyword arguments of the library."""
+        """Returns the options of the loop as keyword arguments of the library."""
         return {"accumulate": self.accumulate, "keeps_output": self.keeps_output}
 
     def check(self) -> None:
@@ -87,17 +87,17 @@ class StepOptions(TrainingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions(StepOptions):
-    """What a command is told about a step that may be one process's of several, as typed."""
+    """The options of a step that may be one of several parallel processes, as typed."""
 
     parallel: Annotated[
-        str | None, Option(metavar="fsdp2|ddp", help="The step is one process's of several; the batch is that one's.")
+        str | None, Option(metavar="fsdp2|ddp", help="Train on several processes; the batch is that of one process.")
     ] = None
     world: Annotated[int | None, count("N", "How many processes, with --parallel.")] = None
     shard: Annotated[
         list[str] | None,
         Option(metavar="PATTERN", help="Modules that fsdp2 shards, by default the repeated blocks. Repeatable."),
     ] = None
-    tensor: Annotated[int | None, count("M", "Over how many processes fsdp2's layers are split besides.")] = None
+    tensor: Annotated[int | None, count("M", "The number of processes of tensor parallelism, with fsdp2.")] = None
 
     def check(self) -> None:
         super().check()
@@ -112,7 +112,7 @@ class RankOptions(StepOptions):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the options say of the loop and of the processes, as keyword arguments of the library."""
+        """Returns the options of the loop and of the processes as keyword arguments of the library."""
         shard = tuple(self.shard) if self.shard else None
         processes = {"parallel": self.parallel, "world": self.world, "shard": shard, "tensor": self.tensor}
         return {**super().arguments, **processes}
@@ -120,15 +120,14 @@ class RankOptions(StepOptions):
 
 @dataclass(frozen=True)
 class Step:
-    """The step that the options mean.
+    """The training step of the options.
 
     Args:
-        subject: the model and how to train it.
+        subject: the model, its batches and its loss.
         seq: the sequence length.
-        optimizer: of the model's parameters, None for a step without one.
-        hardware: where it would run.
-        precision: notes that tell weights in fewer bits from autocast, and what is trained; empty where none of it
-            was asked for.
+        optimizer: an optimizer of the model's parameters; `None` for a step without one.
+        hardware: the device of the step.
+        precision: notes about narrow weights, autocast and adapters; empty without any of them.
     """
 
     subject: Subject
@@ -137,19 +136,19 @@ class Step:
     hardware: Hardware
     precision: str = ""
 
-    def told(self, batch: int) -> str:
-        """What is simulated, in a line: options that were not given have defaults, and those are seen here."""
+    def line(self, batch: int) -> str:
+        """Returns a line that describes the simulated step, including the defaults of options."""
         dtypes = dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in self.subject.model.parameters())
         optimizer = "no optimizer" if self.optimizer is None else type(self.optimizer).__name__
         return f"the step: --batch {batch} --seq {self.seq}, {' and '.join(dtypes) or 'no'} weights, {optimizer}"
 
 
 def read_step(options: StepOptions) -> Step:
-    """The step of these options, without its batch.
+    """Returns the step of these options, without its batch.
 
     Raises:
         ConfigError: an option is wrong.
-        RuntimeUnavailable: a package is not there.
+        RuntimeUnavailable: a package is missing.
     """
     from memscale.simulation import as_hardware
 
@@ -157,7 +156,7 @@ def read_step(options: StepOptions) -> Step:
     dtype, adapters = None if options.dtype is None else DTYPES[options.dtype.lower()], options.adapters
     compute = adapters.compute((options.amp, options.dtype), hardware)
     if dtype is None and adapters.quant is not None:
-        dtype = compute  # what checkpoints have, which is packed from that
+        dtype = compute  # as in a checkpoint, whose weights are then quantized
     subject = adapted(read_subject(options.hf, dtype), adapters, options.hf, dtype or torch.float32, compute)
     optimizer, precision = _optimizer(options.optimizer, subject.model), ""
     if options.amp is not None:
@@ -172,10 +171,10 @@ def read_step(options: StepOptions) -> Step:
 
 
 def batch_of(subject: Subject, batch: int, seq: int) -> Any:
-    """The subject's batch of this size.
+    """Returns the subject's batch of this size.
 
     Raises:
-        ConfigError: its batch_fn raises.
+        ConfigError: the user's batch_fn raises.
     """
     try:
         return subject.batch(batch, seq)

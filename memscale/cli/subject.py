@@ -1,4 +1,4 @@
-"""What a command is about: a model from its transformers config or from a function, and its batches."""
+"""`Subject`: the model of a command, from a transformers config or from a function, with its batches."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _DEFAULT_SEQ = 1024
 _CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-# The heads that transformers puts on its models, by the end of the class's name, and the shape of their labels.
+# The ends of the names of transformers' model classes, by the shape of their labels.
 _LABELS_OF_TOKENS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification")
 _LABELS_OF_ROWS = ("ForSequenceClassification", "ForImageClassification")
-# The simulation reads integers up to this many (masks, lengths); more are not worth the host's memory.
+# Batches with at most this many integers get real values, which the simulation can read (masks, lengths).
 _REAL_NUMBERS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and how to train it.
+    """A model with its batches and its loss.
 
     Args:
-        model: in training mode.
-        batch: the batch of a batch size and a sequence length.
-        loss: ``loss(output, batch)``, None for ``output.loss``.
-        longest: the most positions that the model has, None if it does not say.
-        code: Python that builds the model, as ``model``.
+        model: the model, in training mode.
+        batch: makes a batch from a batch size and a sequence length.
+        loss: ``loss(output, batch)``; `None` for ``output.loss``.
+        longest: the number of positions of the model; `None` if unknown.
+        code: Python that builds the model, in a variable ``model``.
     """
 
     model: nn.Module
@@ -57,7 +57,7 @@ class Subject:
     code: str = ""
 
     def seq(self, asked: int | None) -> int:
-        """The sequence length to predict for: the one that was asked for, else 1024 or the longest that there is.
+        """Returns the sequence length: `asked`, else 1024 or the model's positions if these are fewer.
 
         Raises:
             ConfigError: the model has fewer positions.
@@ -70,11 +70,11 @@ class Subject:
 
 
 def read_subject(source: str, dtype: torch.dtype | None) -> Subject:
-    """The model that `source` names: a transformers ``config.json``, or its folder, or ``module:factory``.
+    """Builds the model that `source` names: a transformers ``config.json`` or its folder, or ``module:factory``.
 
     Raises:
-        ConfigError: it names neither, or what it names cannot be built.
-        RuntimeUnavailable: a config is given and transformers is not installed.
+        ConfigError: `source` names neither, or the model cannot be built.
+        RuntimeUnavailable: `source` is a config and transformers is not installed.
     """
     path = Path(source) / _CONFIG if Path(source).is_dir() else Path(source)
     if path.is_file():
@@ -88,7 +88,7 @@ def read_subject(source: str, dtype: torch.dtype | None) -> Subject:
 
 
 def _missing(source: str) -> str:
-    """What to do about the file or folder `source`, which is not what it should be."""
+    """Returns the remedy for a `source` that is neither a config nor a factory, as the end of an error message."""
     if Path(source).is_dir():
         return f"; there is no {_CONFIG} in this folder"
     if not _HUB_NAME.fullmatch(source) or source.endswith(".json"):
@@ -102,10 +102,10 @@ def _missing(source: str) -> str:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Keep transformers from the network: a model comes from its config alone.
+    """Imports transformers in the body with network access turned off, since a config is enough for a model.
 
-    transformers reads the variable once, when it is loaded. Afterwards the variable is as the user had it: a user who
-    sets it opts out of telemetry, and a command that does so does not.
+    transformers reads the variable once, when it is imported. The variable is restored afterwards, because it is also a
+    user's way to opt out of telemetry.
     """
     before = os.environ.get("HF_HUB_OFFLINE")
     os.environ["HF_HUB_OFFLINE"] = before or "1"
@@ -129,14 +129,14 @@ def _from_config(path: Path, dtype: torch.dtype) -> Subject:
     transformers.logging.set_verbosity_error()
     try:
         config = transformers.AutoConfig.from_pretrained(str(path))
-    except Exception as error:  # whatever transformers says to a config that it does not know
+    except Exception as error:  # transformers raises various errors for an unknown config
         raise ConfigError(
             f"--hf {str(path)!r} is not a config of transformers: {first_line(error).rstrip('.')}. A model of another "
             "library, diffusers or timm, comes from a function of yours, --hf module:factory"
         ) from error
     build = _architecture(transformers, config, path)
     if getattr(config, "use_cache", False):
-        config.use_cache = False  # keys and values for generating, which a training loop has no use for
+        config.use_cache = False  # the cache of keys and values is for generation only
     try:
         with torch.device("meta"):
             model = build(config)
@@ -158,7 +158,7 @@ def _from_config(path: Path, dtype: torch.dtype) -> Subject:
 
 
 def _architecture(transformers: Any, config: Any, path: Path) -> Callable[[Any], nn.Module]:
-    """What builds the model of `config`: the class that it names, else the first kind of model that it can be."""
+    """Returns the function that builds the model of `config`: the class it names, else the first fitting auto class."""
     for name in config.architectures or ():
         found: Callable[[Any], nn.Module] | None = getattr(transformers, name, None)
         if found is not None:
@@ -175,7 +175,7 @@ def _architecture(transformers: Any, config: Any, path: Path) -> Callable[[Any],
 
 
 def word_of_dtype() -> str:
-    """What ``from_pretrained`` of the transformers that is installed calls the dtype of the weights."""
+    """Returns the name of the argument for the weights' dtype in ``from_pretrained`` of the installed transformers."""
     import transformers
     from packaging.version import Version
 
@@ -184,13 +184,13 @@ def word_of_dtype() -> str:
 
 def _from_factory(source: str, dtype: torch.dtype | None) -> Subject:
     module_name, _, name = source.partition(":")
-    if os.getcwd() not in sys.path:  # a console script does not have the current folder there, `python -m` does
+    if os.getcwd() not in sys.path:  # as with `python -m`; a console script lacks it
         sys.path.insert(0, os.getcwd())
     try:
         made: Any = importlib.import_module(module_name)
         for part in name.split("."):
             made = getattr(made, part)
-    except Exception as error:  # a module of the user's may raise anything
+    except Exception as error:  # the user's module may raise any error
         raise ConfigError(f"--hf {source!r} cannot be imported: {type(error).__name__}: {error}") from error
     try:
         made = made()
@@ -220,7 +220,7 @@ def _from_factory(source: str, dtype: torch.dtype | None) -> Subject:
 
 
 def _of_transformers(model: Any) -> Subject:
-    """The subject of a model of transformers, with batches by what its class says that it takes."""
+    """Returns the subject of a transformers model, with batches by the inputs that its class names."""
     config, name, takes = model.config, type(model).__name__, model.main_input_name
     model.train()
     if takes == "input_ids" and name.endswith((*_LABELS_OF_TOKENS, *_LABELS_OF_ROWS)):
@@ -249,7 +249,7 @@ def _of_transformers(model: Any) -> Subject:
 
 
 def _needs_decoder_tokens(config: Any) -> bool:
-    """Whether a decoder's tokens cannot be made by shifting the labels, which takes a first one and one for padding."""
+    """Whether the batch needs decoder tokens: the config lacks the start or padding token for shifting the labels."""
     ends = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
     return bool(getattr(config, "is_encoder_decoder", False)) and None in ends
 
@@ -260,7 +260,7 @@ def _zeros(*shape: int) -> torch.Tensor:
 
 
 def first_line(error: Exception) -> str:
-    """What `error` says, without the frames of C++ that PyTorch may add."""
+    """Returns the first line of `error`'s message, without the C++ frames that PyTorch may add."""
     return (str(error).strip().splitlines() or [""])[0]
 
 

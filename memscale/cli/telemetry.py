@@ -1,4 +1,4 @@
-"""``memscale telemetry``: what is counted, whether it is, and the one place that sends it."""
+"""``memscale telemetry``: shows, switches and sends the counts of calls. No other code sends them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from memscale.telemetry import (
 
 TELEMETRY = typer.Typer()
 
-_SECONDS = 3.0  # for all of a post: looking the name up, connecting, sending, waiting
+_SECONDS = 3.0  # the limit for a whole post: name lookup, connection, sending and the answer
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SYSTEMS = ("darwin", "linux", "windows")
 
 
 @TELEMETRY.callback(invoke_without_command=True)
 def telemetry(context: typer.Context) -> int:
-    """Counts of calls: off by default, and sent by nothing but `send`. Alone it shows what holds."""
+    """Counts of calls: off by default, and sent only by `send`. Without a command: show the present setting."""
     return status() if context.invoked_subcommand is None else 0
 
 
 @TELEMETRY.command("status")
 def status() -> int:
-    """Show what holds, what decided it, and where the files are."""
+    """Show the present setting, what decided it, and the files."""
     now = consent()
     print(f"telemetry is {now.state.value}: {now.because}")
     print(f"files: {folder() or 'none'}")
@@ -106,7 +106,7 @@ def show(
 def send(
     dry_run: Annotated[bool, Option("--dry-run", help="Say what would be sent, and send nothing.")] = False,
 ) -> int:
-    """Post the weeks that are over, each once. Exits with 1 where one could not be sent, which then stays."""
+    """Post each finished week once. Exits with 1 if a week could not be sent; it stays for the next time."""
     now = consent()
     if now.state is not State.ON:
         return _not_on(now)
@@ -136,7 +136,7 @@ def clean() -> int:
 
 
 def machine() -> Machine:
-    """What a report says of this machine."""
+    """Returns the fields of a report about this machine."""
     version = ".".join(torch.__version__.split(".")[:2])
     own = sys.modules["memscale"].__version__
     system = platform.system().lower()
@@ -161,7 +161,7 @@ def machine() -> Machine:
 
 
 def _not_on(now: Consent) -> int:
-    if now.because.startswith("$"):  # a scheduled send where it is off for now: no fault of anybody's
+    if now.because.startswith("$"):  # a scheduled send while a variable turns it off is no failure
         print(f"nothing is sent: telemetry is {now.state.value}, for {now.because}")
         return 0
     raise ConfigError(
@@ -185,7 +185,7 @@ def _checked(endpoint: str) -> SplitResult:
 
 
 def _posted(url: SplitResult, report: bytes, seconds: float) -> str | None:
-    """Post, and return what went wrong. The thread bounds what no timeout of a socket does, as looking a name up."""
+    """Posts the report. Returns the error or `None`. A thread bounds the time, as a name lookup has no timeout."""
     answer: list[str | None] = []
     posting = threading.Thread(target=lambda: answer.append(_answer(url, report, seconds)), daemon=True)
     posting.start()
@@ -204,7 +204,7 @@ def _answer(url: SplitResult, report: bytes, seconds: float) -> str | None:
         connection.request("POST", f"{url.path or '/'}{'?' * bool(url.query)}{url.query}", report, headers)
         answer = connection.getresponse()
         return None if 200 <= answer.status < 300 else f"answered {answer.status}"
-    except (OSError, http.client.HTTPException, ValueError) as error:  # of a network, of a server, of an address
+    except (OSError, http.client.HTTPException, ValueError) as error:  # of network, server or address
         return f"failed: {type(error).__name__}: {error}"
     finally:
         connection.close()

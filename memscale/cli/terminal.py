@@ -1,4 +1,4 @@
-"""What commands have in common where they meet a terminal and files: progress on stderr, files that can be written."""
+"""Output that commands share: progress on stderr, checks of output files, and printing at 80 columns."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 from memscale.core import ConfigError, RuntimeUnavailable, wrapped
 
-#: What a file gets: a text, or whatever a function writes into it.
+#: The content of a file: a text, or a function that writes the file.
 Content = str | Callable[[Path], object]
-#: What is simulated next, how many simulations are done, and how many there will be if that is known.
+#: A function of the next simulation's name, the number of finished simulations, and their total number if known.
 Progress = Callable[[str, int, int | None], None]
 
-#: Exit statuses, beside 0 for done, 1 for a check that failed and 2 for bad input.
+#: Exit statuses, besides 0 for success, 1 for a failed check and 2 for bad input.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
 
 _QUIET_SECONDS = 2.0
@@ -26,9 +26,9 @@ _SUFFIXES = {"html": (".html", ".htm"), "plot": (".png", ".svg"), "json": (), "p
 
 @contextmanager
 def simulations() -> Iterator[Progress]:
-    """A bar on stderr, which counts simulations; it pulses while their number is not known.
+    """Gives a progress bar on stderr that counts simulations; it pulses while their total number is unknown.
 
-    Without a terminal there is a line now and then, and none from what is done at once.
+    Without a terminal it prints a line from time to time, and nothing for short work.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -62,14 +62,14 @@ def simulations() -> Iterator[Progress]:
 
 
 def check_files(files: Mapping[str, Path | None]) -> None:
-    """Refuse files that could not be written, before anything is simulated for them.
+    """Checks that files can be written, before any simulation.
 
     Args:
-        files: by the option that asks for them, without its dashes.
+        files: the files by the name of their option, without dashes.
 
     Raises:
-        ConfigError: the folder does not exist or cannot be written, or the suffix is of another kind.
-        RuntimeUnavailable: a picture is asked for and matplotlib is not installed.
+        ConfigError: the folder does not exist or cannot be written, or the suffix is wrong.
+        RuntimeUnavailable: a file is a picture and matplotlib is not installed.
     """
     for option, path in files.items():
         if path is None:
@@ -90,10 +90,10 @@ def check_files(files: Mapping[str, Path | None]) -> None:
 
 
 def write(files: Mapping[str, Path | None], contents: Mapping[str, Content]) -> None:
-    """Write each file that is asked for.
+    """Writes each of `files` that is not `None`.
 
     Raises:
-        ConfigError: it cannot be written after all.
+        ConfigError: a file cannot be written.
     """
     for option, path in files.items():
         if path is not None:
@@ -108,7 +108,7 @@ def write(files: Mapping[str, Path | None], contents: Mapping[str, Content]) -> 
 
 
 def show(text: str) -> None:
-    """Print what was found at 80 columns, a command to type in one line."""
+    """Prints `text` wrapped at 80 columns; a command to type stays on one line."""
     from rich.console import Console
 
     Console(soft_wrap=True, highlight=False, markup=False).print(

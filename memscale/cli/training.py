@@ -1,4 +1,4 @@
-"""What ``memscale demo`` trains: a GPT-2-shaped model, on the standard library's own source text."""
+"""The training of ``memscale demo``: a GPT-2-shaped model on the source text of the standard library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class Job:
-    """One training job; the same job gives the same batches, weights and dropout every time.
+    """One training job. Equal jobs have equal batches, weights and dropout masks.
 
     Args:
         steps: optimizer steps. The first warms up, the last is measured, those between are timed.
@@ -37,7 +37,7 @@ class Job:
         width: hidden size, a multiple of :data:`HEAD_WIDTH`.
         batch: rows of text in a step.
         seq: bytes of text in a row.
-        device: where it trains.
+        device: the device of the training.
     """
 
     steps: int
@@ -49,26 +49,26 @@ class Job:
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and AdamW's two moments, in float32."""
+        """The bytes of weights, gradients and AdamW's two moments, in float32."""
         weights = self.layers * (12 * self.width + 13) * self.width + (256 + self.seq) * self.width
         return 4 * 4 * weights
 
     @property
     def activation_bytes(self) -> int:
-        """About what the baseline keeps for backward, in float32; only good enough to refuse by."""
+        """An estimate of the bytes that the baseline saves for backward, only exact enough to refuse a job."""
         heads = self.width // HEAD_WIDTH
         return 4 * self.layers * self.batch * self.seq * (20 * self.width + 3 * heads * self.seq)
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What came of one job.
+    """The results of one job.
 
     Args:
         losses: the loss of every step.
-        step_seconds: median wall time of the steps that are neither the first nor the last.
+        step_seconds: median wall time of the steps except the first and the last.
         trace: the last step's memory.
-        digests: what must be the same bit for bit, by name: a hash of the bytes.
+        digests: hashes of the results that must be equal bit for bit, by name.
     """
 
     losses: list[float]
@@ -78,10 +78,10 @@ class Run:
 
 
 def read_text() -> torch.Tensor:
-    """Return the standard library's own source as one uint8 tensor of bytes, in the order of file names.
+    """Returns the source of the standard library as one uint8 tensor of bytes, in the order of file names.
 
     Raises:
-        RuntimeUnavailable: this Python came without its sources, as a frozen one does.
+        RuntimeUnavailable: this Python has no sources, as a frozen one.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
@@ -91,8 +91,8 @@ def read_text() -> torch.Tensor:
 
 
 def gpt2(job: Job) -> nn.Module:
-    """Return a freshly initialised GPT-2 of the job's shape over bytes, dropout on, in training mode."""
-    # Slow to import, and not needed to refuse a bad option.
+    """Returns a newly initialised GPT-2 of the job's shape over bytes, with dropout, in training mode."""
+    # Imported late: the import is slow, and checks of options do not need it.
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -101,15 +101,15 @@ def gpt2(job: Job) -> nn.Module:
         n_embd=job.width,
         n_layer=job.layers,
         n_head=job.width // HEAD_WIDTH,
-        # Byte 0 does not occur in source text; GPT-2's own ids lie outside this vocabulary.
+        # Byte 0 does not occur in source text; GPT-2's default ids are outside of this vocabulary.
         bos_token_id=0,
         eos_token_id=0,
-        # Keys and values are kept for generating, never for training.
+        # The cache of keys and values is for generation only.
         use_cache=False,
     )
     torch.manual_seed(_SEED)
     model = GPT2LMHeadModel(config)
-    # What it falls back to anyway, but with a warning about a missing name.
+    # The default anyway, set to avoid a warning about a missing name.
     model.loss_type = "ForCausalLM"
     model.train()
     placed: nn.Module = nn.Module.to(model, job.device)
@@ -117,13 +117,13 @@ def gpt2(job: Job) -> nn.Module:
 
 
 class Training:
-    """One model on its way through a job, a step at a time.
+    """The training of one model through a job, step by step.
 
-    Several can take turns, so that whatever else slows the machine slows each of them: every one has its
-    own random state, and its measured memory leaves out the others.
+    Several trainings can alternate, so that disturbances of the machine affect all of them alike. Each has its own
+    random state, and its measured memory excludes the others.
 
     Args:
-        job: what to train and where.
+        job: the training job.
         text: the bytes to train on, uint8 of shape (bytes,).
         change: maps the new model to the one that trains.
     """
@@ -133,7 +133,7 @@ class Training:
         self._model = change(gpt2(job))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=_LEARNING_RATE)
         self._starts = torch.Generator().manual_seed(_SEED)
-        # From here on the only draws are dropout's; a recompute that disturbs them changes every later loss.
+        # From here on only dropout draws random numbers; a recompute that disturbs them would change all later losses.
         torch.manual_seed(_SEED)
         self._random_states = _random_states(job.device)
         self._gradients = hashlib.sha256()
@@ -142,7 +142,7 @@ class Training:
         self._trace: AllocatorTrace | None = None
 
     def step(self) -> None:
-        """Train one step: measured when it is the job's last, timed otherwise."""
+        """Trains one step. The last step of the job is measured, the others are timed."""
         job = self._job
         rows = torch.randint(len(self._text) - job.seq, (job.batch,), generator=self._starts).tolist()
         batch = torch.stack([self._text[row : row + job.seq] for row in rows]).long().to(job.device)
@@ -165,11 +165,11 @@ class Training:
         for _, parameter in self._model.named_parameters():
             assert parameter.grad is not None
             _add_bytes(self._gradients, parameter.grad)
-        # Here and not in the step, whose memory then starts without the previous gradients.
+        # Before the step, so that its measured memory starts without the previous gradients.
         self._optimizer.zero_grad(set_to_none=True)
 
     def result(self) -> Run:
-        """What came of the job, after its last step."""
+        """Returns the results of the job, after its last step."""
         assert self._trace is not None
         digests = {
             "losses": repr([loss.hex() for loss in self._losses]),
@@ -184,10 +184,10 @@ class Training:
 def train(
     job: Job, text: torch.Tensor, changes: Sequence[Callable[[nn.Module], nn.Module]], on_step: Callable[[], None]
 ) -> list[Run]:
-    """Train one model for each of ``changes``, taking turns, and return what came of each.
+    """Trains one model for each of `changes`, alternating between them, and returns the results of each.
 
     Args:
-        job: what to train and where.
+        job: the training job.
         text: the bytes to train on, uint8 of shape (bytes,).
         changes: each maps a new model to the one that trains.
         on_step: called after every step of every model.
@@ -201,7 +201,7 @@ def train(
 
 
 class _Step:
-    """One training step as a function of nothing; ``loss`` is its result."""
+    """One training step as a function without arguments; ``loss`` holds its result."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
         self.model, self.optimizer, self.batch = model, optimizer, batch
@@ -215,7 +215,7 @@ class _Step:
 
 
 def _without_strangers(trace: AllocatorTrace) -> AllocatorTrace:
-    """The trace less what lived before the step without a role: on CUDA, the models that wait their turn."""
+    """Removes from the trace the memory of other models on CUDA: allocations from before the step without a role."""
     others = trace.timeline.live_bytes["other"]
     others_bytes = int(others[0])
     live_bytes = {**trace.timeline.live_bytes, "other": others - others_bytes}

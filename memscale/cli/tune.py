@@ -1,4 +1,4 @@
-"""``memscale tune``: the best batch size or sequence length, and the plan that it needs."""
+"""``memscale tune``: finds the best batch size or sequence length, and the plan that it needs."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ class TuneOptions:
     budget: Annotated[
         str | None, Option(metavar="SIZE", help=f"What a step may take: {SIZES}; by default 95 % of the device.")
     ] = None
-    at_least: Annotated[int, count("N", "The smallest size to look at.")] = 1
-    at_most: Annotated[int | None, count("N", "The largest size to look at.")] = None
+    at_least: Annotated[int, count("N", "The smallest size to try.")] = 1
+    at_most: Annotated[int | None, count("N", "The largest size to try.")] = None
     confirm: Annotated[
-        bool, Option("--confirm/--no-confirm", help="Run a real step at the end, if model and device are there.")
+        bool, Option("--confirm/--no-confirm", help="Run a real step at the end, if the weights and the device exist.")
     ] = True
     seconds: Seconds = 30.0
     json: Json = None
-    plot: Annotated[Path | None, file("Where a picture of the sizes goes, a .png or .svg.")] = None
-    html: Annotated[Path | None, file("Where a page about the plan goes, a .html.")] = None
+    plot: Annotated[Path | None, file("File for a picture of the sizes, a .png or .svg.")] = None
+    html: Annotated[Path | None, file("File for a page about the plan, a .html.")] = None
     python: Python = None
 
     @property
     def files(self) -> dict[str, Path | None]:
-        """By the option that asks for them."""
+        """The files to write, by the name of their option."""
         return {name: getattr(self, name) for name in ("json", "plot", "html", "python")}
 
 
 def tune(options: TuneOptions) -> int:
-    """Tune, print the sizes, write the files; return 0, 3 if nothing fits, or 130 if it was stopped with a result.
+    """Tunes, prints the sizes and writes the files. Returns 0, 3 if nothing fits, 130 if interrupted with a result.
 
     Raises:
         ConfigError: an option is wrong, or a step cannot be simulated.
-        RuntimeUnavailable: a package is not there.
+        RuntimeUnavailable: a package is missing.
     """
     from memscale.planning import LEFT_FREE
 
@@ -72,7 +72,7 @@ def tune(options: TuneOptions) -> int:
     _check(options)
     check_files(options.files)
     config = options.using.config()
-    # A real step is recorded by Kineto, which logs to stderr, through the bar; see `demo`.
+    # Kineto records the real step and logs to stderr, which would break the progress bar; see `demo`.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     step = read_step(options.step)
     subject = step.subject
