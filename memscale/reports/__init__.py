@@ -1,7 +1,6 @@
-"""Profiles, frontiers and tunings for people: text for a terminal, pictures, pages.
+"""Reports of profiles, frontiers and tunings: text for a terminal, pictures and HTML pages.
 
-Loaded by the first `Profile`, `Frontier` or `Tuning` that is asked to print or to draw itself, so what it offers is
-what they ask for.
+The first `Profile`, `Frontier` or `Tuning` that prints or draws itself imports this folder.
 """
 
 import importlib
@@ -44,7 +43,7 @@ __all__ = [
     "write_trace",
 ]
 
-# What draws profiles loads the simulation; the charts of a server of run history need `drawing` alone.
+# Imported on first use: reports of profiles import the simulation, which the charts of the history server do not need.
 _HOMES = {
     name: home
     for home, names in {

@@ -1,4 +1,4 @@
-"""The stacked area of a step as what a template draws, and the numbers behind it for a script to look up."""
+"""Prepares the stacked area chart of a step for an HTML template, with the numbers that its script shows."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memscale.reports.drawing import Axis, Columns, byte_scale, columns, placed, thick, time_scale
+from memscale.reports.drawing import Axis, Columns, byte_scale, columns, placed, time_scale, visible_categories
 from memscale.reports.queues import Bar, queue_rows
 from memscale.simulation import Profile
 
 _COLUMNS = 720
 _LEFT, _BOTTOM, _WIDTH, _HEIGHT = 70, 326, 920, 300
-_LETTER = 6.5  # the width of a letter of 12 pixels
+_LETTER = 6.5  # the width in pixels of a letter of size 12
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A step's memory as ``chart.html`` draws it.
+    """The memory of a step as the template ``chart.html`` draws it.
 
     Attributes:
-        peak_bytes: the most that is live.
-        peak: the column in which it is.
+        peak_bytes: the most live bytes.
+        peak: the index of the column with the peak.
         across, up: the axes, in the units of position and of bytes.
-        unit, byte_unit: what these units are called; ``""`` where positions are numbers of operators.
-        seconds: in a unit of `across`.
-        phases: names, and where they begin.
-        names: the same where they are written; without those that do not fit.
-        areas: from the bottom of the stack up: category, and the outline of its area.
-        live: from the top of the stack down: category, and its bytes in each column.
-        total: bytes in each column.
+        unit, byte_unit: the names of these units; ``unit`` is ``""`` if positions count operators.
+        seconds: the seconds in one unit of `across`.
+        phases: the names of the phases and their beginnings.
+        names: the names of the phases that fit, and the positions of their texts.
+        areas: category and outline of each area, from the bottom of the stack up.
+        live: category and bytes in each column, from the top of the stack down.
+        total: the bytes in each column.
         rows: the bars of each queue.
     """
 
@@ -51,7 +51,7 @@ class Chart:
 
 
 def chart(profile: Profile) -> Chart:
-    """The picture of a profile's step."""
+    """Returns the chart of a profile's step."""
     timeline = profile.timeline
     unit, seconds = time_scale(float(timeline.position[-1])) if timeline.unit == "seconds" else ("", 1.0)
     byte_unit, scale = byte_scale(profile.peak_bytes)
@@ -59,7 +59,7 @@ def chart(profile: Profile) -> Chart:
     up = Axis(0.0, max(1, profile.peak_bytes) * 1.08 / scale, _BOTTOM, -_HEIGHT)
     phases = [(name, begin / seconds) for name, begin in timeline.phases]
     cut = columns(timeline.position, timeline.live_bytes, count=_COLUMNS)
-    shown = thick([timeline.live_bytes], profile.peak_bytes)
+    shown = visible_categories([timeline.live_bytes], profile.peak_bytes)
     total: list[int] = np.stack([*cut.live_bytes.values()]).sum(axis=0).tolist()
     return Chart(
         peak_bytes=profile.peak_bytes,
@@ -90,7 +90,7 @@ def _areas(up: Axis, cut: Columns, shown: Sequence[str], scale: int) -> Iterator
 
 
 def _runs(heights: npt.NDArray[np.float64], ends: npt.NDArray[np.float64]) -> Iterator[tuple[str, str]]:
-    """Each height with where it ends, equal neighbours as one, as exact as a picture shows."""
+    """Yields the height and the end of each run of equal heights, rounded to what a picture shows."""
     texts = [f"{height:.1f}" for height in heights]
     for at, (text, following) in enumerate(zip(texts, [*texts[1:], ""], strict=True)):
         if text != following:

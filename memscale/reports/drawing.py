@@ -1,4 +1,4 @@
-"""Live memory over a step, made ready to be drawn: colours for categories, and as many moments as there are pixels."""
+"""Prepares live memory over a step for drawing: colours of categories, one moment per column of pixels, axes, units."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-# Okabe and Ito's palette, which readers with colour blindness can tell apart. What a transform can remove is warm; what
-# stays whatever one does is cold.
+# Okabe and Ito's palette, which readers with colour blindness can distinguish. Categories that a transform can reduce
+# have warm colours, the others cold ones.
 COLOURS = {
     "parameter": "#0072B2",
     "buffer": "#7A8793",
@@ -22,7 +22,7 @@ COLOURS = {
     "temporary": "#F0B44A",
     "workspace": "#CC79A7",
     "other": "#BBBBBB",
-    "backward": "#009E73",  # of a crash, whose gradients nobody can tell from what backward needs for a moment
+    "backward": "#009E73",  # for crash reports, which cannot separate gradients from temporary tensors of backward
     "rounding": "#DDDDDD",
 }
 
@@ -32,7 +32,7 @@ _Number = TypeVar("_Number", float, npt.NDArray[np.float64])
 
 @dataclass(frozen=True)
 class Axis:
-    """From `low` to `high` along `length` pixels that begin at `start`; upwards where the length is negative.
+    """An axis from `low` to `high` over `length` pixels from `start`; a negative length points upwards.
 
     >>> axis = Axis(9.8, 13.6, start=100, length=380)
     >>> axis.place(10.8), axis.ticks()
@@ -47,15 +47,15 @@ class Axis:
     length: float
 
     def at(self, value: _Number) -> _Number:
-        """The pixel of a value."""
+        """Returns the pixel of a value."""
         return self.start + self.length * (value - self.low) / (self.high - self.low)
 
     def place(self, value: float) -> str:
-        """The pixel of a value, as exact as a picture shows."""
+        """Returns the pixel of a value as text, rounded to what a picture shows."""
         return f"{self.at(value):.1f}"
 
     def written(self, value: float) -> str:
-        """A tick with as many digits behind the point as the others.
+        """Returns the text of a tick; all ticks of an axis have as many digits after the point.
 
         >>> axis = Axis(0.07, 0.12, 0, 1)
         >>> [axis.written(value) for value in axis.ticks()]
@@ -65,7 +65,7 @@ class Axis:
         return f"{value:,.{digits}f}"
 
     def ticks(self) -> list[float]:
-        """Round numbers between the ends, about three to seven of them."""
+        """Returns about three to seven round numbers between the ends."""
         span = self.high - self.low
         power = 10.0 ** math.floor(math.log10(span))
         step = next(step for step in (0.2 * power, 0.5 * power, power, 2 * power) if span / step <= 6.5)
@@ -74,17 +74,17 @@ class Axis:
 
 
 def css_name(category: str) -> str:
-    """What a style sheet calls the colour of a category."""
+    """Returns the name of a category's colour in the style sheet."""
     return "--" + category.replace(" ", "-")
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A step cut into equal spans, each with the moment in it at which most was live.
+    """A step divided into equal spans, each with its moment of most live bytes.
 
     Attributes:
-        edges: float64 of shape (columns + 1,), where the spans begin and end.
-        live_bytes: for each category int64 of shape (columns,).
+        edges: float64 of shape (columns + 1,), the bounds of the spans.
+        live_bytes: for each category, int64 of shape (columns,).
     """
 
     edges: npt.NDArray[np.float64]
@@ -94,10 +94,10 @@ class Columns:
 def columns(
     position: npt.NDArray[np.float64], live_bytes: Mapping[str, npt.NDArray[np.int64]], *, count: int
 ) -> Columns:
-    """Return one moment for each of `count` columns of pixels.
+    """Returns one moment for each of `count` columns of pixels: the moment of most live bytes in the column.
 
-    A peak that comes and goes between two pixels, or in no time at all, is kept: the column shows it. The categories of
-    a column are all of the same moment, so that they add up to what was really live.
+    So a short peak between two pixels stays visible. All categories of a column are of the same moment, so that they
+    add up to the live bytes at that moment.
 
     >>> live = {"activation": np.array([0, 8, 3, 90, 3, 0]), "temporary": np.array([0, 0, 0, 1, 0, 2])}
     >>> cut = columns(np.array([0.0, 0.1, 1.0, 2.5, 2.5, 4.0]), live, count=4)
@@ -106,13 +106,13 @@ def columns(
 
     Args:
         position: ascending from 0, of shape (moments,).
-        live_bytes: by category what is live from each position to the next, of the same shape.
-        count: at least 1.
+        live_bytes: by category, the live bytes from each position to the next, of the same shape.
+        count: the number of columns, at least 1.
     """
     total = np.sum(list(live_bytes.values()), axis=0)
     edges = np.linspace(0.0, float(position[-1]) or 1.0, count + 1)
     first = np.searchsorted(position, edges[:-1], side="left").clip(max=len(position) - 1)
-    first -= (position[first] > edges[:-1]) & (first > 0)  # what was live already when the column began
+    first -= (position[first] > edges[:-1]) & (first > 0)  # include the moment that was live when the column began
     last = np.searchsorted(position, edges[1:], side="left")
     last[-1] = len(position)
     spans = zip(first, last, strict=True)
@@ -120,8 +120,8 @@ def columns(
     return Columns(edges, {category: values[picked] for category, values in live_bytes.items()})
 
 
-def thick(stacks: Iterable[Mapping[str, npt.NDArray[np.int64]]], highest_bytes: int) -> list[str]:
-    """The categories that are worth a colour: a layer thinner than a pixel is only a puzzle in the legend."""
+def visible_categories(stacks: Iterable[Mapping[str, npt.NDArray[np.int64]]], highest_bytes: int) -> list[str]:
+    """Returns the categories to draw: those whose area is at least about a pixel high somewhere."""
     found: dict[str, bool] = {}
     for live_bytes in stacks:
         for category, values in live_bytes.items():
@@ -130,7 +130,7 @@ def thick(stacks: Iterable[Mapping[str, npt.NDArray[np.int64]]], highest_bytes: 
 
 
 def placed(phases: Sequence[tuple[str, float]], end: float, letter: float) -> list[tuple[str, float]]:
-    """Where to begin writing the name of each phase, so that none overlaps another; without those that do not fit.
+    """Returns the positions of the texts of phase names so that none overlap, without names that do not fit.
 
     >>> placed([("forward", 0), ("backward", 50), ("optimizer", 98)], 100, letter=1.0)
     [('forward', 21.5), ('backward', 70.0), ('optimizer', 91.0)]
@@ -138,8 +138,8 @@ def placed(phases: Sequence[tuple[str, float]], end: float, letter: float) -> li
     [('forward', 0.0), ('backward', 49.0)]
 
     Args:
-        phases: names, and where they begin.
-        end: of the last phase.
+        phases: the names of the phases and their beginnings.
+        end: the end of the last phase.
         letter: the width of a letter in the same unit.
     """
     found: list[tuple[str, float]] = []
@@ -155,7 +155,7 @@ def placed(phases: Sequence[tuple[str, float]], end: float, letter: float) -> li
 
 
 def byte_scale(highest_bytes: int) -> tuple[str, int]:
-    """The unit for an axis that goes up to `highest_bytes`, and its bytes.
+    """Returns the name and the bytes of the unit for an axis up to `highest_bytes`.
 
     >>> byte_scale(3 << 20), byte_scale(0)
     (('MiB', 1048576), ('B', 1))
@@ -165,7 +165,7 @@ def byte_scale(highest_bytes: int) -> tuple[str, int]:
 
 
 def time_scale(end_seconds: float) -> tuple[str, float]:
-    """The unit for an axis that goes up to `end_seconds`, and its seconds.
+    """Returns the name and the seconds of the unit for an axis up to `end_seconds`.
 
     >>> time_scale(0.3)
     ('ms', 0.001)

@@ -1,4 +1,4 @@
-"""What memory costs in time: a curve of plans, as a picture and as a page where each point shows its plan."""
+"""Draws a frontier, step time over memory, as a picture or as a page where each point shows its plan."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from memscale.reports.page import PAGES, checked_target, write_page
 from memscale.reports.plot import INK, figure_of, label, plain
 
 _LEFT, _BOTTOM, _WIDTH, _HEIGHT = 80, 360, 900, 340
-_ROOM = 0.08  # of an axis, beyond the points at its ends
-_LINE = "#0072B2"  # the same palette as that of the categories
+_ROOM = 0.08  # the margin beyond the outer points, as a share of the axis
+_LINE = "#0072B2"  # from the palette of the categories
 
 
 class Price(NamedTuple):
-    """What time costs: the dollars of so many steps of one second, and how many steps that are."""
+    """The dollars for `steps` steps of one second each, and the number of steps."""
 
     dollars: float
     steps: int
 
     @classmethod
     def of(cls, dollars_an_hour: float, steps: int, caller: str) -> Price:
-        """From an hour's price.
+        """Returns the price for a price of an hour.
 
         Raises:
-            ConfigError: the price is no number above 0, or there are no steps.
+            ConfigError: the price is no number above 0, or `steps` is below 1.
         """
         if not (isinstance(dollars_an_hour, (int, float)) and 0 < dollars_an_hour < math.inf):
             raise ConfigError(
@@ -48,7 +48,7 @@ class Price(NamedTuple):
 
 
 class PartOfPlan(NamedTuple):
-    """What a plan does to parts of a model that are alike."""
+    """The transform of a row of equal parts of a model."""
 
     name: str
     what: str
@@ -64,12 +64,12 @@ class DrawnPoint:
     """One point of the curve.
 
     Attributes:
-        peak_bytes: what its step takes of the device.
-        step_seconds: how long that takes.
-        summary: what it does, in a line.
-        parts: what it does to each part.
-        text: how it was decided.
-        script: the Python that composes it.
+        peak_bytes: the device memory of the step, in bytes.
+        step_seconds: the time of the step.
+        summary: the plan in one line.
+        parts: the transform of each part.
+        text: the explanation of the plan.
+        script: the Python that makes the plan.
     """
 
     peak_bytes: int
@@ -83,10 +83,10 @@ class DrawnPoint:
 def plot_frontier(
     choices: Sequence[DrawnPoint], device: str, path: str | PathLike[str], price: Price | None = None
 ) -> None:
-    """Draw the curve as PNG or SVG, by the suffix; with a price, dollars are an axis on the right.
+    """Draws the curve as PNG or SVG, by the suffix. A price adds an axis of dollars on the right.
 
     Raises:
-        ConfigError: the suffix is neither, or the folder does not exist.
+        ConfigError: the suffix is another, or the folder does not exist.
         RuntimeUnavailable: matplotlib is not installed.
     """
     target = checked_target(path, "Frontier.plot", (".png", ".svg"), "use html() for a page")
@@ -115,9 +115,9 @@ def plot_frontier(
 def write_frontier(
     choices: Sequence[DrawnPoint], device: str, path: str | PathLike[str], price: Price | None = None
 ) -> None:
-    """Write the curve as one HTML file that needs nothing else; each point shows its plan.
+    """Writes the curve as one self-contained HTML file, where each point shows its plan.
 
-    With a price, dollars are an axis on the right and a column.
+    A price adds an axis of dollars on the right, and a column.
 
     Raises:
         ConfigError: the suffix is not ``.html``, or the folder does not exist.
@@ -138,12 +138,12 @@ def write_frontier(
 
 @dataclass(frozen=True)
 class _Axes:
-    """The curve's place in a picture, with the units that its axes are in.
+    """The axes of the curve in a picture, with their units.
 
     Attributes:
-        across, up: in the units of bytes and of seconds.
-        second: how many seconds the unit of `up` is.
-        points: of each plan its bytes and its seconds, in these units.
+        across, up: the axes, in the units of bytes and of seconds.
+        second: the seconds in one unit of `up`.
+        points: the bytes and seconds of each plan, in these units.
     """
 
     bytes_unit: str
@@ -163,13 +163,13 @@ class _Axes:
         return cls(bytes_unit, seconds_unit, across, up, seconds_scale, points)
 
     def priced(self, price: Price) -> Axis:
-        """The same axis as `up`, in dollars."""
+        """Returns the axis `up` converted to dollars."""
         dollars = price.dollars * self.second
         return Axis(self.up.low * dollars, self.up.high * dollars, self.up.start, self.up.length)
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:
-    """The ends of an axis for these values; a curve of one point has one in its middle."""
+    """Returns the ends of an axis for these values; a single value is in the middle."""
     least, most = min(values), max(values)
     room = _ROOM * ((most - least) or most or 1.0)
     return max(0.0, least - room), most + room

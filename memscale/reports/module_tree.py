@@ -1,4 +1,4 @@
-"""Modules as a tree with sums, and the layers of a stack taken together, for tables that people read."""
+"""Builds a tree of modules with sums of bytes and seconds, and groups equal layers, for printed tables."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ ROOT = "(model)"
 TOP = "(top level)"
 REST = "(the rest)"
 _RESIDENT = ("parameter", "buffer", "optimizer state", "gradient")
-_THIN = 0.01  # of the whole: less is not worth a line
-_FEWEST = 3  # parts that are named when not all can be
+_THIN = 0.01  # a part below this share of the whole gets no line
+_FEWEST = 3  # the least number of parts to name if not all fit
 
 
 class Held(NamedTuple):
-    """Bytes at the peak: what stays until the gradients are dropped or longer, and what comes and goes in the step."""
+    """Bytes at the peak: resident (parameters, buffers, optimizer states, gradients) and transient (all others)."""
 
     resident_bytes: int
     transient_bytes: int
 
     @classmethod
     def of(cls, by_category: Mapping[str, int]) -> Held:
-        """The two sums over the categories.
+        """Returns the two sums over the categories.
 
         >>> Held.of({"parameter": 4, "gradient": 4, "activation": 9})
         Held(resident_bytes=8, transient_bytes=9)
@@ -41,14 +41,14 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Branch:
-    """What a module, or several that are alike, hold at the peak with all that is in them.
+    """A module, or several equal ones, with its submodules, and their bytes at the peak.
 
     Attributes:
-        path: of the module; of several, with their numbers as ``*``, ``{1-6}`` or ``{0,2,4}``.
-        held: bytes, or changes of bytes.
+        path: the path of the module; for several, with their numbers as ``*``, ``{1-6}`` or ``{0,2,4}``.
+        held: the bytes, or changes of bytes.
         seconds: the time of its operators.
-        weight: the bytes of every module in it, added up without their signs; or its seconds, see `by_time`.
-        parts: of which it is made, the heaviest first. What is its own and no submodule's is a part too.
+        weight: the sum of the absolute bytes of its modules; or its seconds, see `by_time`.
+        parts: its submodules, heaviest first, and a part for the bytes of the module itself.
     """
 
     path: str
@@ -64,14 +64,14 @@ class Branch:
 
 
 def module_tree(held: Iterable[tuple[str, Held]], seconds: Iterable[tuple[str, float]]) -> Branch:
-    """The root of the tree of modules.
+    """Returns the root of the tree of modules.
 
     >>> root = module_tree([("", Held(0, 1)), ("a.b", Held(0, 2)), ("a.c", Held(4, 0))], [("a.b", 0.5)])
     >>> root.held, [(part.path, part.held.nbytes, part.seconds) for part in root.parts]
     (Held(resident_bytes=4, transient_bytes=3), [('a', 6, 0.5), ('(top level)', 1, 0.0)])
 
     Args:
-        held, seconds: of each module itself, with its path; those with one path are added up.
+        held, seconds: pairs of a module's path and its own bytes or seconds; equal paths are added.
     """
     own_bytes: dict[str, list[Held]] = defaultdict(list)
     for path, own in held:
@@ -116,7 +116,7 @@ def _largest_first(parts: Iterable[Branch]) -> list[Branch]:
 
 
 def by_time(branch: Branch) -> Branch:
-    """The same tree with the parts that take longest first.
+    """Returns the tree with parts sorted by time, longest first.
 
     >>> root = by_time(module_tree([("a", Held(0, 9)), ("b", Held(0, 1))], [("a", 0.25), ("b", 0.5)]))
     >>> [part.path for part in root.parts]
@@ -127,9 +127,9 @@ def by_time(branch: Branch) -> Branch:
 
 
 def summary(root: Branch, lines: int) -> list[Branch]:
-    """At most `lines` parts that make up `root`: the largest is split for as long as they fit; the last is the rest.
+    """Returns at most `lines` parts that add up to `root`: the largest is split while they fit; the last is the rest.
 
-    The rest has not the part in it that takes longest, which then has a line of its own.
+    The part that takes longest never goes into the rest, but has a line of its own.
 
     >>> layers = [(f"h.{at}.{part}", Held(0, size)) for at in "01" for part, size in (("mlp", 9), ("attn", 7))]
     >>> root = module_tree([*layers, ("head", Held(8, 0))], [])
@@ -158,10 +158,10 @@ def summary(root: Branch, lines: int) -> list[Branch]:
 
 
 def _split(part: Branch, whole: float, lines: int) -> tuple[list[Branch], list[Branch]]:
-    """At most `lines` parts of `part`, and those too thin for a line; nothing if a split would not tell enough."""
+    """Returns up to `lines` parts of `part`, and parts too small for a line; empty if a split says too little."""
     large = [below for below in part.parts if below.weight >= _THIN * whole]
     named = large[:lines]
-    # The rest of the root is the rest of all; of another module it keeps its name, if it is worth a line.
+    # The rest of the root joins the rest of the table; the rest of another module is named if it is large enough.
     has_rest = part.path != "" and sum(below.weight for below in part.parts[len(named) :]) >= _THIN * whole
     if has_rest:
         named = large[: lines - 1]
@@ -181,14 +181,14 @@ class _Module:
     likeness: int | None = None  # equal for modules with equal parameters; None without any
 
     def walk(self) -> Iterator[_Module]:
-        """Itself and all below, what is below first."""
+        """Yields all modules below, then itself."""
         for child in self.children.values():
             yield from child.walk()
         yield self
 
 
 def stacks(parameter_bytes: Mapping[str, int]) -> dict[str, str]:
-    """A pattern for each module path, the same for layers of a stack that have equal parameters.
+    """Returns a pattern for each module path; layers of a stack with equal parameters share a pattern.
 
     >>> stacks({"h.0.fc": 4, "h.0.act": 0, "h.1.fc": 4, "h.1.act": 0})["h.1.act"]
     'h.*.act'
@@ -197,7 +197,7 @@ def stacks(parameter_bytes: Mapping[str, int]) -> dict[str, str]:
     ('{0,3}', '{1-2}.fc', '4')
 
     Args:
-        parameter_bytes: of each module itself, by its path.
+        parameter_bytes: the bytes of each module's own parameters, by its path.
     """
     root = _Module("")
     for path, nbytes in parameter_bytes.items():

@@ -1,4 +1,4 @@
-"""HTML pages from templates: one file each that needs nothing else, no network, no fonts, no library."""
+"""Writes HTML pages from templates, each as one self-contained file without network, fonts or libraries."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 #: The folder of the templates, the style sheet (``page.css``) and the script (``page.js``) of every page.
 TEMPLATES = Path(__file__).with_name("templates")
 
-#: What the file of a page may end in.
+#: The suffixes of pages.
 PAGES = (".html", ".htm")
 
 
 @functools.cache
 def environment() -> Environment:
-    """The templates of all pages. Every value is escaped; a name without a value is an error.
+    """Returns the environment of the templates. Every value is escaped; an undefined name is an error.
 
-    A template writes numbers by the filters ``bytes``, ``seconds``, ``flops`` and ``percent``.
+    Templates format numbers by the filters ``bytes``, ``seconds``, ``flops`` and ``percent``.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -49,10 +49,10 @@ def environment() -> Environment:
 
 
 def checked_target(path: str | PathLike[str], caller: str, suffixes: Sequence[str], remedy: str) -> Path:
-    """The file to write a report to, a picture or a page.
+    """Returns `path`, the file of a picture or a page, after checking it.
 
     Raises:
-        ConfigError: it has another suffix, or its folder does not exist.
+        ConfigError: the suffix is another, or the folder does not exist.
     """
     target = Path(path)
     if target.suffix.lower() not in suffixes:
@@ -64,12 +64,12 @@ def checked_target(path: str | PathLike[str], caller: str, suffixes: Sequence[st
 
 
 def write_page(target: Path, template: str, **values: Any) -> None:
-    """Write a page: a template with its values."""
+    """Writes a page from a template and its values."""
     target.write_text(environment().get_template(template).render(values), encoding="utf-8")
 
 
 def write_html(profile: Profile, path: str | PathLike[str]) -> None:
-    """Write `Profile.html`'s page.
+    """Writes the page of `Profile.html`.
 
     Raises:
         ConfigError: the suffix is not ``.html``, or the folder does not exist.

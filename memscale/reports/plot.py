@@ -1,4 +1,4 @@
-"""Pictures of a step's memory: what lived when, stacked by what it was for."""
+"""Draws the live memory of a step over time as stacked areas by category."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memscale.core import ConfigError, RuntimeUnavailable, format_bytes, format_seconds
-from memscale.reports.drawing import COLOURS, byte_scale, columns, placed, thick, time_scale
+from memscale.reports.drawing import COLOURS, byte_scale, columns, placed, time_scale, visible_categories
 from memscale.reports.page import checked_target
 from memscale.reports.queues import COLOURS as QUEUE_COLOURS
 from memscale.reports.queues import MEANINGS, ROWS, Bar, queue_rows
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 INK = "#222222"
 BUDGET = "#b3261e"
-_COLUMNS = 1200  # about as many as the widest panel has pixels
-_LETTER = 0.0095  # the width of a letter of 9 points, as a share of a panel 8 inches wide
+_COLUMNS = 1200  # about the width of the widest panel in pixels
+_LETTER = 0.0095  # the width of a letter of 9 points, as a share of a panel of 8 inches
 
 
 def plot_timelines(path: str | PathLike[str], traces: Mapping[str, AllocatorTrace]) -> None:
-    """Write a PNG with one panel a trace, side by side on the same axes, each with its peak marked.
+    """Writes a PNG with one panel per trace, side by side on the same axes, each with its peak marked.
 
     >>> import os, tempfile, torch
     >>> from memscale.simulation.measured.allocator_trace import measure
@@ -40,8 +40,8 @@ def plot_timelines(path: str | PathLike[str], traces: Mapping[str, AllocatorTrac
     ['memory.png']
 
     Args:
-        path: where the picture goes; its folder must exist.
-        traces: title to trace, from left to right; the later panels also show the first one's peak.
+        path: the file of the picture; its folder must exist.
+        traces: maps titles to traces, from left to right; later panels also show the peak of the first.
 
     Raises:
         ConfigError: ``traces`` is empty.
@@ -51,7 +51,7 @@ def plot_timelines(path: str | PathLike[str], traces: Mapping[str, AllocatorTrac
         raise ConfigError("plot_timelines(traces=...) is empty; give it at least one trace")
     highest_bytes = max(1, *(trace.peak_bytes for trace in traces.values()))
     unit, scale = byte_scale(highest_bytes)
-    shown = thick((trace.timeline.live_bytes for trace in traces.values()), highest_bytes)
+    shown = visible_categories((trace.timeline.live_bytes for trace in traces.values()), highest_bytes)
     figure = figure_of(1.2 + 5.4 * len(traces), "plot_timelines")
     panels = figure.subplots(1, len(traces), sharex=True, sharey=True, squeeze=False)[0]
     first_peak_bytes = next(iter(traces.values())).peak_bytes
@@ -68,7 +68,7 @@ def plot_timelines(path: str | PathLike[str], traces: Mapping[str, AllocatorTrac
 
 
 def plot_profile(profile: Profile, path: str | PathLike[str], budget_bytes: int | None = None) -> None:
-    """Write `Profile.plot`'s picture.
+    """Writes the picture of `Profile.plot`.
 
     Raises:
         ConfigError: the suffix is neither ``.png`` nor ``.svg``, or the folder does not exist.
@@ -79,13 +79,13 @@ def plot_profile(profile: Profile, path: str | PathLike[str], budget_bytes: int 
 
 
 def profile_figure(profile: Profile, budget_bytes: int | None = None) -> Figure:
-    """`plot_profile`'s picture as a matplotlib figure."""
+    """Returns the picture of `plot_profile` as a matplotlib figure."""
     timeline = profile.timeline
     time_unit, seconds = time_scale(float(timeline.position[-1])) if timeline.unit == "seconds" else ("", 1.0)
     position = timeline.position / seconds
     end = float(position[-1]) or 1.0
     unit, scale = byte_scale(profile.peak_bytes)
-    shown = thick([timeline.live_bytes], profile.peak_bytes)
+    shown = visible_categories([timeline.live_bytes], profile.peak_bytes)
     rows = queue_rows(profile.schedule, columns=_COLUMNS)
     figure = figure_of(10.0, "Profile.plot", height=5.0 + 0.25 * len(rows) + 0.3 * bool(rows))
     heights = [5.0, 0.3 * len(rows)][: 1 + bool(rows)]
@@ -118,7 +118,7 @@ def profile_figure(profile: Profile, budget_bytes: int | None = None) -> Figure:
 
 
 def _draw_queues(axes: Axes, rows: Mapping[str, list[Bar]], seconds: float) -> None:
-    """What each queue does, one under the other."""
+    """Draws one row of bars per queue."""
     told: set[str] = set()
     for place, bars in enumerate(rows.values()):
         for what in dict.fromkeys(bar.what for bar in bars):
@@ -139,12 +139,12 @@ def figure_of(width: float, caller: str, height: float = 5.0) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RuntimeUnavailable(f"{caller} needs matplotlib: pip install 'memscale-transforms[plot]'") from error
-    # A figure of our own and not pyplot's: no window system, no global state left behind.
+    # Without pyplot, which has global state and may need a window system.
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def plain(axes: Axes, *, grid: bool = False) -> None:
-    """Ink for what is said, and no frame around it."""
+    """Removes the frame of `axes` and sets the colour of texts."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK)
     if grid:
@@ -154,17 +154,17 @@ def plain(axes: Axes, *, grid: bool = False) -> None:
 def label(
     axes: Axes, text: str, at: tuple[float, float], coords: Any = "data", *, offset: tuple[float, float], **style: Any
 ) -> Annotation:
-    """Write `text` so many points beside a place."""
+    """Writes `text` at a position plus an offset in points."""
     style.setdefault("fontsize", 9)
     style.setdefault("color", INK)
     return axes.annotate(text, at, xycoords=coords, xytext=offset, textcoords="offset points", **style)
 
 
 def _stack(axes: Axes, step: Profile | AllocatorTrace, shown: list[str], scale: int, seconds: float = 1.0) -> None:
-    """The area of each category in `shown` over those before it; both axes in units of so many bytes and seconds."""
+    """Draws the stacked areas of the categories in `shown`, in units of `scale` bytes and `seconds` seconds."""
     cut = columns(step.timeline.position / seconds, step.timeline.live_bytes, count=_COLUMNS)
     layers = np.array([cut.live_bytes[category] for category in shown]) / scale
-    # Only where something changes, or a vector file has a point for every pixel; and the right edge of the last column.
+    # Only changes and the right edge, since a vector file would otherwise have a point for every pixel.
     kept = [0, *(np.flatnonzero(np.diff(layers).any(axis=0)) + 1), -1]
     colours = [COLOURS[category] for category in shown]
     axes.stackplot(cut.edges[kept], layers[:, kept], labels=shown, colors=colours, step="post", linewidth=0)

@@ -1,4 +1,4 @@
-"""What the queues of a schedule do over the step, as bars to draw."""
+"""Converts the queues of a schedule to bars over the step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from memscale.hardware import COLLECTIVES
 from memscale.simulation import Schedule, queues_of
 
-#: Names of the rows, and what a bar in them is: computing or copying, and standing still for each cause.
+#: The names of the rows, and below the kinds of bars in them: busy, or waiting for a cause.
 ROWS = {
     "device": "device",
     "streams": "other streams",
@@ -33,7 +33,7 @@ MEANINGS = {
 
 
 class Bar(NamedTuple):
-    """From `begin` to `end` seconds a queue is ``"busy"``, or the device waits for a cause."""
+    """An interval in seconds in which a queue is ``"busy"``, or the device waits for a cause."""
 
     begin: float
     end: float
@@ -41,9 +41,9 @@ class Bar(NamedTuple):
 
 
 def queue_rows(schedule: Schedule | None, *, columns: int) -> dict[str, list[Bar]]:
-    """The rows that are worth drawing, each with its bars in order; none where nothing is copied and nothing waits.
+    """Returns the rows to draw, each with its bars in order; empty for a step without copies and waits.
 
-    Bars closer than one of `columns` columns are drawn as one.
+    Bars that are closer than one of `columns` columns are joined.
     """
     if schedule is None or not (schedule.copies or schedule.collectives or schedule.waits):
         return {}
@@ -63,7 +63,7 @@ def queue_rows(schedule: Schedule | None, *, columns: int) -> dict[str, list[Bar
 
 
 def _joined(bars: Iterable[Bar], gap: float) -> list[Bar]:
-    """Bars of one kind as one where they are closer than `gap`.
+    """Joins bars of one kind that are closer than `gap` seconds.
 
     >>> _joined([Bar(0, 1, "busy"), Bar(1.1, 2, "busy"), Bar(2, 3, "room")], 0.5)
     [Bar(begin=0, end=2, what='busy'), Bar(begin=2, end=3, what='room')]

@@ -1,4 +1,4 @@
-"""What steps with batches of different sizes take and get through, as a picture and as a page."""
+"""Draws memory and throughput over the batch size (or sequence length), as a picture or as a page."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from memscale.reports.drawing import Axis, byte_scale
 from memscale.reports.page import PAGES, checked_target, write_page
 from memscale.reports.plot import INK, figure_of, plain
 
-_LINE, _BEST, _TOO_MUCH = "#0072B2", "#D55E00", "#999999"  # of the palette of the categories
+_LINE, _BEST, _TOO_MUCH = "#0072B2", "#D55E00", "#999999"  # from the palette of the categories
 
 
 class TriedSize(NamedTuple):
-    """A size that was tried: what its step takes of the device, and what it gets through in a second."""
+    """A size that was tried, with the device memory of its step and its throughput in a second."""
 
     size: int
     taken_bytes: int
@@ -27,18 +27,18 @@ class TriedSize(NamedTuple):
 def plot_sizes(
     trials: Sequence[TriedSize], best: int, budget_bytes: int, axis: str, unit: str, path: str | PathLike[str]
 ) -> None:
-    """Draw memory and rate over size, as PNG or SVG, by the suffix.
+    """Draws memory and rate over size, as PNG or SVG, by the suffix.
 
     Args:
-        trials: by size.
-        best: the size that was chosen.
-        budget_bytes: what a step may take.
-        axis: what a size is.
-        unit: of the rate.
-        path: of the picture.
+        trials: the sizes that were tried, ascending.
+        best: the chosen size.
+        budget_bytes: the budget of a step, in bytes.
+        axis: the name of the size.
+        unit: the unit of the rate.
+        path: the file of the picture.
 
     Raises:
-        ConfigError: the suffix is neither, or the folder does not exist.
+        ConfigError: the suffix is another, or the folder does not exist.
         RuntimeUnavailable: matplotlib is not installed.
     """
     target = checked_target(path, "Tuning.plot", (".png", ".svg"), "use to_json() for the numbers")
@@ -80,12 +80,12 @@ def write_sizes(
     trials: Sequence[TriedSize], best: int, budget_bytes: int, axis: str, unit: str, path: str | PathLike[str],
     *, text: str, script: str,
 ) -> None:  # fmt: skip
-    """Write the rate over size as one HTML page that needs no other file.
+    """Writes the rate over size as one self-contained HTML page.
 
     Args:
-        trials, best, budget_bytes, axis, unit, path: as of `plot_sizes`.
-        text: how the plan of the best size was decided.
-        script: the Python that applies it.
+        trials, best, budget_bytes, axis, unit, path: as in `plot_sizes`.
+        text: the explanation of the plan of the best size.
+        script: the Python that applies this plan.
 
     Raises:
         ConfigError: the suffix is not ``.html``, or the folder does not exist.

@@ -1,4 +1,4 @@
-"""Profiles as text: compact tables for a terminal, at most 80 columns wide and about 35 lines long."""
+"""Prints profiles as compact tables for a terminal, at most 80 columns wide and about 35 lines long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memscale.simulation import Holding, Profile, ProfileDiff, differences
 
 _LINES = 35
 _MODULES = 10
-_TABLES = 19  # rows of categories and modules together, so that there is room for a note
+_TABLES = 19  # rows of the two tables of categories and modules together, which leaves room for a note
 _TENSORS = 7
 _GAP = "  "
 _WORTH_A_WORD = 0.01
@@ -34,7 +34,7 @@ def profile_text(profile: Profile) -> str:
 
 
 def facts(profile: Profile) -> list[str]:
-    """How the peak compares with the device, and how it came about beside the totals of the step."""
+    """Returns lines about the peak relative to the device, the moment of the peak, and the totals of the step."""
     usable_bytes = profile.hardware.usable_bytes
     share = f"{percent(profile.peak_bytes, usable_bytes)} % of {format_bytes(usable_bytes)}"
     device = [f"{share} on {profile.hardware.name}"]
@@ -57,7 +57,7 @@ def facts(profile: Profile) -> list[str]:
 
 
 def _waits(profile: Profile, step_seconds: float) -> list[str]:
-    """What of the step's time the device waits for, where that is worth a word."""
+    """Returns the causes and shares of the step's time in which the device waits, without negligible ones."""
     waits = sorted(profile.exposed_seconds.items(), key=lambda item: -item[1])
     shown = [
         f"{format_seconds(seconds)} for {_CAUSES[cause]}"
@@ -88,7 +88,7 @@ def diff_text(diff: ProfileDiff) -> str:
 
 def _changed_modules(before: Profile, after: Profile) -> list[str]:
     if not before.categories_by_module or not after.categories_by_module:
-        return []  # of a measured step it is not known
+        return []  # unknown for a measured step
     paths = patterns(after, before)
     first, second = before.categories_by_module, after.categories_by_module
     changes = [(path, differences(first.get(path, {}), second.get(path, {}))) for path in {**first, **second}]
@@ -102,7 +102,7 @@ def _changed_modules(before: Profile, after: Profile) -> list[str]:
 
 
 def patterns(*profiles: Profile) -> dict[str, str]:
-    """For each module path that the profiles know, the pattern that stands for it and its like."""
+    """Maps each module path of the profiles to the pattern of equal layers that it belongs to."""
     parameter_bytes = {path: 0 for profile in profiles for path in profile.seconds_by_module}
     for profile in profiles:
         for path, parts in profile.categories_by_module.items():
@@ -111,15 +111,12 @@ def patterns(*profiles: Profile) -> dict[str, str]:
 
 
 def alike(profile: Profile) -> list[tuple[Holding, str, int]]:
-    """The storages at the peak, those of equal layers taken together: one of them, where they are, and how many.
-
-    The most bytes first.
-    """
+    """Groups storages at the peak by equal layers. Returns (one storage, pattern of modules, count), largest first."""
     paths = patterns(profile)
     groups: dict[tuple[object, ...], list[Holding]] = defaultdict(list)
     for holding in profile.holdings:
         module, name = holding.path, ""
-        if module not in paths:  # the path of a parameter, or of what goes with one
+        if module not in paths:  # the path of a parameter, or of a tensor that belongs to one
             module, _, name = module.rpartition(".")
         path = ".".join(filter(None, (paths.get(module, module), name)))
         groups[path, holding.nbytes, holding.category, holding.op, holding.shape, holding.dtype].append(holding)
@@ -128,7 +125,7 @@ def alike(profile: Profile) -> list[tuple[Holding, str, int]]:
 
 
 def is_cut(profile: Profile, holding: Holding) -> bool:
-    """Whether there may be more storages like this one than ``profile.holdings`` lists, which has the largest only."""
+    """Whether ``profile.holdings``, which lists only the largest storages, may lack others like this one."""
     listed_bytes = sum(other.nbytes for other in profile.holdings) + profile.by_category.get("rounding", 0)
     return listed_bytes < profile.peak_bytes and holding.nbytes == profile.holdings[-1].nbytes
 
@@ -140,10 +137,10 @@ def _category_table(profile: Profile) -> list[str]:
 
 
 def module_text(profile: Profile, by: str, rows: int) -> str:
-    """What ``Profile.table`` returns.
+    """Returns the text of ``Profile.table``.
 
     Raises:
-        ConfigError: `by` or `rows` is none of what it takes, or the profile has no times to sort by.
+        ConfigError: `by` or `rows` is wrong, or the profile has no times to sort by.
     """
     if by not in ("bytes", "time"):
         raise ConfigError(f"table(by={by!r}) must be 'bytes' or 'time'")
@@ -186,16 +183,16 @@ def _tensor_table(profile: Profile) -> list[str]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with names on the left and numbers on the right; none without a row."""
+    """Returns lines with names on the left and numbers on the right; empty without rows."""
     if not rows:
         return []
     return _aligned([header, *((f"  {name}", *cells) for name, *cells in rows)], "<" + ">" * (len(header) - 1))
 
 
 def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Each row as a line whose columns begin (``<``) or end (``>``) where those of the others do.
+    """Returns each row as a line, with its columns aligned left (``<``) or right (``>``).
 
-    Where the columns do not fit, the widest give way, each in the middle of its texts.
+    If the columns do not fit, the widest ones are shortened in the middle of their texts.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while sum(widths) + len(_GAP) * len(widths) > COLUMNS:
@@ -205,7 +202,7 @@ def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 
 def percent(part: float, whole: float) -> str:
-    """`part` of `whole` in percent, without the sign.
+    """Returns `part` of `whole` in percent, without the percent sign.
 
     >>> percent(1, 8), percent(1, 8000), percent(0, 8)
     ('12.5', '<0.1', '0.0')
@@ -215,7 +212,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """`text` in at most `width` letters: the middle gives way, since paths differ at both ends.
+    """Shortens `text` to at most `width` letters, in the middle, since paths differ at both ends.
 
     >>> shortened("transformer.h.0.mlp", 12)
     'transf…0.mlp'
@@ -224,7 +221,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def signed(nbytes: int) -> str:
-    """A change with its sign; a dash where there is none.
+    """Formats a change in bytes with its sign; no change is a dash.
 
     >>> signed(-2048), signed(1), signed(0)
     ('-2.00 KiB', '+1 B', '-')
@@ -241,7 +238,7 @@ def _or_dash(nbytes: int) -> str:
 
 
 def _notes(notes: Sequence[str], room: int) -> list[str]:
-    """The notes that fit into `room` lines; where some do not, how many, in the last line."""
+    """Returns the notes that fit into `room` lines; if some do not, the last line has their number."""
     lines: list[str] = []
     for at, note in enumerate(notes):
         wrapped = textwrap.wrap(f"note: {note}", COLUMNS, subsequent_indent="  ")

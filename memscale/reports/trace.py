@@ -1,4 +1,4 @@
-"""A step's schedule in the Trace Event Format, which Chrome and Perfetto open."""
+"""Writes a step's schedule in the Trace Event Format, which Chrome and Perfetto open."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBERS = {queue: number for number, queue in enumerate(ROWS)}
 
 
 def write_trace(profile: Profile, path: str | PathLike[str]) -> None:
-    """Write `Profile.trace`'s file.
+    """Writes the file of `Profile.trace`.
 
     Raises:
         ConfigError: the step has no schedule, the suffix is not ``.json``, or the folder does not exist.
@@ -26,7 +26,7 @@ def write_trace(profile: Profile, path: str | PathLike[str]) -> None:
 
 
 def trace_data(profile: Profile) -> dict[str, Any]:
-    """The trace as data; times are microseconds.
+    """Returns the trace as data, with times in microseconds.
 
     Raises:
         ConfigError: the step has no schedule.

@@ -17,7 +17,7 @@ from torch import nn
 import memscale as ms
 from memscale.core.units import format_bytes
 from memscale.reports import plot
-from memscale.reports.drawing import COLOURS, columns, placed, thick
+from memscale.reports.drawing import COLOURS, columns, placed, visible_categories
 from memscale.reports.module_tree import Held, by_time, module_tree, stacks, summary
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.results import Holding, Moment
@@ -356,7 +356,7 @@ def test_names_of_phases_do_not_overlap(phases):
 def test_every_category_has_a_colour_of_its_own():
     colours = [COLOURS[category] for category in CATEGORIES]
     assert len(set(colours)) == len(CATEGORIES)
-    assert thick([{"input": np.array([0, 1]), "activation": np.array([0, 3])}], 1000) == ["activation"]
+    assert visible_categories([{"input": np.array([0, 1]), "activation": np.array([0, 3])}], 1000) == ["activation"]
 
 
 def drawn(profile):
