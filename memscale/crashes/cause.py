@@ -66,8 +66,8 @@ def explain(
     ...     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB "
     ...     "is free. Of the allocated memory 4.00 GiB is allocated by PyTorch, and 2.50 GiB is reserved by PyTorch "
     ...     "but unallocated.")).message)
-    cuda:0: 2.00 GiB more could not be had; 4.00 GiB were in tensors, 2.50 GiB of what the allocator held were free \
-and the device had 1.00 GiB left, enough but for fragmentation: less in its largest piece
+    cuda:0: an allocation of 2.00 GiB failed; tensors held 4.00 GiB, the allocator had 2.50 GiB free and the device \
+had 1.00 GiB left, enough without fragmentation: the largest free block is smaller
 
     Args:
         subject: the path of a snapshot, a snapshot, a ``torch.OutOfMemoryError``, its text, or the path of a log that

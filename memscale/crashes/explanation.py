@@ -103,25 +103,25 @@ class Explanation:
     @property
     def message(self) -> str:
         """The cause in one sentence."""
-        held = f"{format_bytes(self.allocated_bytes)} were in tensors"
+        held = f"tensors held {format_bytes(self.allocated_bytes)}"
         if self.requested_bytes is None:
             return f"{self.device}: no allocation failed; {held}"
         where = f" at {self.failed_at}" if self.failed_at else ""
-        text = f"{self.device}: {format_bytes(self.requested_bytes)} more could not be had{where}; {held}"
+        text = f"{self.device}: an allocation of {format_bytes(self.requested_bytes)} failed{where}; {held}"
         free = self.free_bytes
         if free is None:
             return text
-        text += f", {format_bytes(free)} of what the allocator held were free"
+        text += f", the allocator had {format_bytes(free)} free"
         left = self.left_bytes
         if left:
             text += f" and the device had {format_bytes(left)} left"
         if left is not None and left > self.requested_bytes:
-            return f"{text}, which is enough: the process had a limit below the device, which is to be given as budget"
+            return f"{text}, which is enough: the process had a limit below the device, to be passed as budget"
         if self.fragmentation_bytes:
             largest = self.largest_free_bytes
-            piece = "less in its largest piece" if largest is None else f"{format_bytes(largest)} in the largest piece"
-            return f"{text}, enough but for fragmentation: {piece}"
-        return f"{text}, too little in any arrangement"
+            size = "is smaller" if largest is None else f"has {format_bytes(largest)}"
+            return f"{text}, enough without fragmentation: the largest free block {size}"
+        return f"{text}, too little even in one block"
 
     def html(self, path: str | PathLike[str]) -> None:
         """Writes the report as one self-contained HTML file.

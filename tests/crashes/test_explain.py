@@ -49,9 +49,9 @@ def test_the_moment_of_the_failure_is_put_together_again() -> None:
 @pytest.mark.parametrize(
     ("requested", "left", "said"),
     [
-        (20, 0, "enough but for fragmentation: 8.00 MiB in the largest piece"),
-        (40, 10, "and the device had 10.0 MiB left, enough but for fragmentation: 8.00 MiB in the largest piece"),
-        (40, 5, "and the device had 5.00 MiB left, too little in any arrangement"),
+        (20, 0, "enough without fragmentation: the largest free block has 8.00 MiB"),
+        (40, 10, "and the device had 10.0 MiB left, enough without fragmentation: the largest free block has 8.00 MiB"),
+        (40, 5, "and the device had 5.00 MiB left, too little even in one block"),
         (40, 50, "and the device had 50.0 MiB left, which is enough: the process had a limit below the device"),
     ],
 )
@@ -115,7 +115,7 @@ def test_an_error_alone_tells_its_numbers() -> None:
     assert (found.device, found.requested_bytes, found.available_bytes) == ("cuda:1", 32 * 2**20, 200 * 2**20)
     # 146.29 and 32 are less than the 200 MiB that are allowed: 31.71 lie in pieces, and 22 more could be had.
     assert found.fragmentation_bytes == found.free_bytes
-    assert "22.0 MiB left, enough but for fragmentation" in found.message
+    assert "22.0 MiB left, enough without fragmentation" in found.message
     with pytest.raises(ms.ConfigError, match="this one says: something else"):
         ms.explain(torch.OutOfMemoryError("something else"))
     with pytest.raises(ms.ConfigError, match=r"takes a torch\.OutOfMemoryError"):
@@ -275,7 +275,7 @@ def test_what_was_unpickled_by_a_number_before_is_not_taken_from_there(tmp_path:
 
 def test_the_command_prints_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["explain", str(SNAPSHOT), "--html", str(tmp_path / "crash.html")]) == 0
-    assert "32.0 MiB more could not be had at /home/user/train.py:16 in forward" in capsys.readouterr().out
+    assert "an allocation of 32.0 MiB failed at /home/user/train.py:16 in forward" in capsys.readouterr().out
     assert (tmp_path / "crash.html").exists()
     assert app.run(["explain", str(tmp_path / "none.pickle")]) == 2
     assert "cannot be read" in capsys.readouterr().err
