@@ -1,8 +1,8 @@
 """Train PyTorch models in less memory: memory techniques as composable, pure transforms of functions.
 
-``transform(model, plan)`` returns a new module that trains to the same numbers; a plan is data, from module paths to
-transforms such as `checkpoint`. Transforms also apply to plain functions, and inside `torch.func`. `wrap` is the
-older one-line style, in place and reversible.
+``transform(model, plan)`` returns a new module that trains to the same numbers. A plan is data: it maps module paths to
+transforms such as `checkpoint`. Transforms also apply to plain functions, and inside `torch.func`. `wrap` makes and
+applies a plan in one line, in place and reversibly.
 """
 
 import gc
@@ -114,8 +114,8 @@ __all__ = [
     "wrap",
 ]
 
-# Each name is loaded when it is first asked for: a training run needs few of them, and the command's help none. The
-# branch for type checkers above says the same; a test holds the two together.
+# Each name is imported on first use, since a training run needs few of them, and the command's help none. The branch
+# for type checkers above has the same names; a test compares the two.
 _LOADED_WHEN_ASKED = {
     name: f"memscale.{home}"
     for home, names in {
@@ -146,7 +146,7 @@ _FOLDERS = ("algebra", "core", "policies", "runtime", "transforms")
 def __getattr__(name: str) -> Any:
     if name not in _LOADED_WHEN_ASKED and name not in _FOLDERS:
         raise AttributeError(f"module 'memscale' has no attribute {name!r}")
-    # So much is loaded that Python would look through all of PyTorch for garbage, which there is not.
+    # The import makes so many objects that Python would run garbage collections over all of PyTorch, and find nothing.
     collecting = gc.isenabled()
     gc.disable()
     try:

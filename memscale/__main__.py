@@ -1,4 +1,4 @@
-"""``python -m memscale``: the command, of whichever Python is asked."""
+"""``python -m memscale`` runs the ``memscale`` command with this Python."""
 
 from memscale.cli import main
 

@@ -1,4 +1,4 @@
-"""What the user allows: the legacy face's configuration, frozen and validated."""
+"""`Config`: the settings of `wrap` and of planning, frozen and validated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_PORT = 65535
 
 
 class OptimizationMode(enum.Enum):
-    """Names how far a plan may go; each mode allows what the one before it allows, and more.
+    """The techniques that a plan may use; each mode allows those of the one before it, and more.
 
     >>> OptimizationMode("aggressive")
     OptimizationMode.AGGRESSIVE
@@ -37,7 +37,7 @@ class OptimizationMode(enum.Enum):
         return f"{type(self).__name__}.{self.name}"
 
 
-# The switches that the mode decides unless the caller did, and those that each mode has on.
+# The switches that the mode sets unless the caller did, and those that each mode turns on.
 _SWITCHES = ("enable_checkpointing", "enable_offloading", "enable_tiling")
 _ON = {
     OptimizationMode.CONSERVATIVE: ("enable_checkpointing",),
@@ -49,10 +49,10 @@ _OPEN = (
     "mode",
     *_SWITCHES,
     "async_offload",
-)  # the fields that read as what follows from the others, unless they are set
-_FOLLOWS: Any = None  # their default
+)  # the fields that follow from the others unless they are set
+_FOLLOWS: Any = None  # the default of these fields
 
-# Switch of Config -> the transform it makes eligible.
+# Maps each switch of Config to the transform that it allows.
 _TRANSFORM_OF_SWITCH = {
     "enable_checkpointing": "checkpoint",
     "enable_offloading": "offload",
@@ -113,40 +113,40 @@ def _async_config(value: object) -> AsyncOffloadConfig:
 
 @dataclass(frozen=True, repr=False)
 class Config:
-    """Says what :func:`memscale.wrap` may do to a model; frozen, validated, never changed by memscale.
+    """The settings of :func:`memscale.wrap` and of `memscale.plan`: frozen, validated, never changed by memscale.
 
     The mode sets the three switches ``enable_checkpointing``, ``enable_offloading`` and ``enable_tiling``
-    (conservative: the first; balanced: the first two; aggressive: all three), and a switch that the caller
-    sets wins over the mode; so does ``async_offload=True``, which sets ``enable_offloading``. A field whose default
-    is None reads as what follows from the others: the mode is balanced, a switch is as the mode has it,
-    ``async_offload`` is False. ``repr`` shows the fields that the caller set: evaluated, it gives the same config.
+    (conservative: the first; balanced: the first two; aggressive: all three). A switch that the caller sets takes
+    precedence over the mode, and so does ``async_offload=True``, which sets ``enable_offloading``. A field with the
+    default `None` follows from the others: the mode is balanced, a switch is as the mode sets it, ``async_offload`` is
+    `False`. ``repr`` shows the fields that the caller set, as Python that makes an equal config.
 
     Args:
         mode: an :class:`OptimizationMode` or its name in any case; balanced by default.
         enable_checkpointing: activations may be recomputed in backward instead of kept.
         enable_offloading: tensors may be moved to another memory tier and back.
-        enable_tiling: wide layers may run in pieces.
+        enable_tiling: wide layers may run in tiles.
         use_mixed_precision: regions may run in a lower precision. Not exact.
         use_8bit_optimizer: optimizer states may be kept in 8 bits. Not exact.
-        max_cpu_offload_gb: hard cap on offloaded host memory, in GB of 10**9 bytes; None is no cap.
+        max_cpu_offload_gb: hard cap on offloaded host memory, in GB of 10**9 bytes; `None` is no cap.
         target_gpu_utilization: share of the device's memory that a step may fill, above 0 and at most 1.
         force_optimize: transform even a model that fits comfortably, by rule.
         use_static_profiling: measure by simulation, without running the model.
         use_empirical_fallback: measure a real step where simulation cannot.
         warmup_steps: real steps to run before measuring one.
-        enable_logging: print what was decided in a line; log the hardware, the plan and what is skipped, at level INFO.
-        log_file: path of a file that gets the same lines, appended; None is no file.
-        observability_port: local port that serves live figures for Prometheus, 0 for any free one, or
-            ``"address:port"`` to be reached from elsewhere; None serves nothing.
-        verify_correctness: prove the wrapped model's numbers on ``sample_input`` before returning it.
-        async_offload: move tensors, and while the device computes. Not with ``enable_offloading=False``.
-        async_config: sizes of that engine; None takes the defaults of :class:`AsyncOffloadConfig`.
-        auto_policy: let a policy choose which exact transforms are tried first; a switch that the caller sets stays as
-            it is. False uses the config exactly as given.
+        enable_logging: print the decision in one line; log the hardware, the plan and skipped parts, at level INFO.
+        log_file: path of a file to which the same lines are appended; `None` is no file.
+        observability_port: local port that serves live metrics for Prometheus, 0 for any free one, or
+            ``"address:port"`` to be reachable from other machines; `None` serves nothing.
+        verify_correctness: verify the wrapped model's numbers on ``sample_input`` before returning it.
+        async_offload: move tensors while the device computes. Not with ``enable_offloading=False``.
+        async_config: sizes of the copy engine; `None` uses the defaults of :class:`AsyncOffloadConfig`.
+        auto_policy: let a policy choose which exact transforms are tried first; switches that the caller set stay the
+            same. `False` uses the config exactly as given.
 
     Raises:
-        ConfigError: a field is of the wrong type or out of range, or does not exist (all bad fields are named at once),
-            or two fields contradict each other.
+        ConfigError: fields are of the wrong type, out of range or unknown (the message lists all of them), or two
+            fields contradict each other.
 
     >>> config = Config(mode="aggressive", enable_offloading=False)
     >>> sorted(config.eligible())
@@ -175,7 +175,7 @@ class Config:
     async_config: AsyncOffloadConfig | None = None
     auto_policy: bool = False
     follows: InitVar[Mapping[str, object] | None] = None
-    """What the fields that the caller left open read as; `dataclasses.replace` hands it on, so that they stay open."""
+    """The values of the fields that the caller did not set; `dataclasses.replace` passes it on, so they stay unset."""
 
     def __post_init__(self, follows: Mapping[str, object] | None) -> None:
         validate(self, _CONFIG_CHECKS)
@@ -188,7 +188,7 @@ class Config:
 
     @property
     def given(self) -> frozenset[str]:
-        """The names of the fields that the caller set; the rest have their defaults or follow the mode.
+        """The names of the fields that the caller set; the others have their defaults or follow the mode.
 
         >>> import dataclasses
         >>> sorted(dataclasses.replace(Config(warmup_steps=3), mode="conservative").given)
@@ -207,12 +207,12 @@ class Config:
         >>> Config(max_cpu_offload_gb=0.3).host_bytes
         300000000
         """
-        # A fraction, for a float of this size may overflow, and 0.3 is meant as it is written.
+        # As a fraction: a float of this size may overflow, and 0.3 means exactly 0.3.
         gigabytes = self.max_cpu_offload_gb
         return None if gigabytes is None else int(Fraction(str(gigabytes)) * 10**9)
 
     def eligible(self) -> frozenset[str]:
-        """Return the names of the transforms that a plan under this config may use.
+        """Returns the names of the transforms that a plan under this config may use.
 
         >>> sorted(Config(mode="conservative").eligible())
         ['checkpoint']
@@ -227,7 +227,7 @@ class Config:
 
 
 def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the fields in `given` read as, those that are None following from the others."""
+    """Returns the values of the fields in `given`, with each `None` replaced by what follows from the others."""
     mode = OptimizationMode.BALANCED if given["mode"] is None else given["mode"]
     found = {switch: switch in _ON[mode] if given[switch] is None else given[switch] for switch in _SWITCHES}
     overlaps = bool(given["async_offload"])
@@ -256,7 +256,7 @@ def _refusing_unknown(init: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-setattr(Config, "__init__", _refusing_unknown(Config.__init__))  # noqa: B010  # mypy lets nobody assign to it
+setattr(Config, "__init__", _refusing_unknown(Config.__init__))  # noqa: B010  # mypy forbids a plain assignment
 
 _CONFIG_CHECKS: dict[str, Check] = {
     **{each.name: boolean for each in dataclasses.fields(Config) if each.type == "bool"},
@@ -274,15 +274,15 @@ _CONFIG_CHECKS: dict[str, Check] = {
 
 
 def as_code(fields: Mapping[str, object]) -> str:
-    """The call that makes a config with `fields`."""
+    """Returns the Python that makes a config with `fields`."""
     return f"Config({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 def check_config(config: object) -> None:
-    """Do nothing for a `Config`, and for None.
+    """Checks that `config` is a `Config` or `None`.
 
     Raises:
-        ConfigError: it is neither; with what to write for a mode, or for fields in a dictionary.
+        ConfigError: `config` is neither; the message says what to write for a mode, or for fields in a dictionary.
     """
     if config is None or isinstance(config, Config):
         return

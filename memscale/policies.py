@@ -1,11 +1,11 @@
-"""Checkpoint policies: which values of a region are kept for backward, as data.
+"""Checkpoint policies, as data: they decide which values of a region are saved for backward.
 
 A policy maps a `Site` (one operator call inside the region) to a verdict: `Save` its output, `Recompute` it in
-backward, or `Move` it to another memory tier. Calls whose tensors need no gradient are always recomputed. The names
-follow `jax.checkpoint_policies`, and so does their meaning.
+backward, or `Move` it to another memory tier. Calls whose tensors need no gradient are always recomputed. The names and
+their meanings are those of `jax.checkpoint_policies`.
 
-Values: `nothing_saveable`, `everything_saveable`, `dots_saveable`, `dots_with_no_batch_dims_saveable`, and one that JAX
-does not have, `attention_saveable`.
+Values: `nothing_saveable`, `everything_saveable`, `dots_saveable`, `dots_with_no_batch_dims_saveable`, and
+`attention_saveable`, which JAX does not have.
 Factories: `save_only_these_names`, `save_any_names_but_these`, `save_and_offload_only_these_names`,
 `save_from_both_policies`. For a policy of your own: `Policy`, `Site`, and the verdicts `Save`, `Recompute`, `Move`.
 """
@@ -48,7 +48,7 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Keep the value on another memory tier, and bring it back for backward. `tier` is as in `memscale.offload`."""
+    """Keep the value in another memory tier, and bring it back for backward. `tier` is as in `memscale.offload`."""
 
     tier: str = "auto"
 
@@ -61,10 +61,10 @@ class Site:
     """One value inside a region, as a policy sees it.
 
     Attributes:
-        op: the ATen operator that makes it, such as ``torch.ops.aten.mm.default``.
+        op: the ATen operator that computes the value, such as ``torch.ops.aten.mm.default``.
         label: the label given by `memscale.name`, or `None`.
-        batch_dims: how many dimensions a contraction shares between both sides and the result (1 for ``bmm``, 0 for
-            ``mm``); `None` for an operator that contracts nothing.
+        batch_dims: the number of dimensions that a contraction shares between both sides and the result (1 for ``bmm``,
+            0 for ``mm``); `None` for an operator that is no contraction.
     """
 
     op: internals.OpOverload
@@ -96,11 +96,11 @@ BATCH_DIMS = {
 
 
 def batch_dims(op: internals.OpOverload) -> int | None:
-    """The batch dimensions of the contraction `op`, `None` when `op` contracts nothing."""
+    """Returns the number of batch dimensions of the contraction `op`; `None` if `op` is no contraction."""
     return BATCH_DIMS.get(op._schema.name)
 
 
-#: The names of the operators that `attention_saveable` keeps the results of.
+#: The names of the operators whose results `attention_saveable` keeps.
 FUSED_ATTENTION = frozenset(name for name, dims in BATCH_DIMS.items() if dims == _OF_ATTENTION)
 
 
@@ -118,19 +118,19 @@ class Policy(Value):
     checkpoint(policy=OnlyConvolutions())
 
     Attributes:
-        sees_labels: whether `verdict` may depend on more than the operator. A policy that says it does not is asked
-            once about each operator, which makes its regions faster.
+        sees_labels: whether `verdict` may depend on more than the operator. With `False`, `verdict` is called once per
+            operator, which makes regions faster.
     """
 
     sees_labels: ClassVar[bool] = True
 
     @property
     def moves(self) -> bool:
-        """Whether a verdict may be `Move`."""
+        """Whether the policy may return `Move`."""
         return False
 
     def verdict(self, site: Site) -> Verdict:
-        """What becomes of the value made at `site`."""
+        """Returns the verdict about the value computed at `site`."""
         raise NotImplementedError
 
 
@@ -308,7 +308,7 @@ def save_and_offload_only_these_names(
 
 
 def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> Policy:
-    """Keep what either policy keeps; where both would keep a value, the first says how.
+    """Keep the values that either policy keeps; for a value that both would keep, the first policy decides how.
 
     >>> import memscale as ms
     >>> ms.policies.save_from_both_policies(
@@ -324,7 +324,7 @@ def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> Policy:
 
 
 def check_policy(where: str, policy: Any) -> None:
-    """Raise `ConfigError` unless `policy` is a policy value."""
+    """Raises `ConfigError` unless `policy` is a policy value."""
     if not isinstance(policy, Policy):
         hint = "; call it first" if callable(policy) else ""
         raise ConfigError(

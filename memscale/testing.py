@@ -1,4 +1,4 @@
-"""For users' own test suites: a test that fails when a training step would take more memory than it may."""
+"""`limit_peak`, for users' own test suites: a test fails if a training step would take more memory than a limit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Test = TypeVar("Test", bound=Callable[..., object])
 
 
 def limit_peak(limit: int | float | str, *, hardware: Hardware | str | None = None) -> Callable[[Test], Test]:
-    """Let a test, whose body is one training step, fail where the step would take more than `limit` on a device.
+    """Decorates a test whose body is one training step: the test fails if the step would take more than `limit`.
 
-    The body is simulated, twice in a row, and never run: it takes a second and next to no memory for a model of any
-    size, and needs no card. Models and optimizers may be made in it, or come from outside, as from fixtures; those stay
-    as they are. The second time counts as well, in which an optimizer from outside has its states.
+    The body is simulated twice in a row, and never run. This takes about a second and almost no memory for a model of
+    any size, and needs no card. Models and optimizers may be made in the body, or come from outside, such as fixtures,
+    which do not change. In the second simulation an optimizer from outside has its states; both simulations count.
 
     >>> import torch, memscale as ms
     >>> from memscale.testing import limit_peak
@@ -33,13 +33,14 @@ def limit_peak(limit: int | float | str, *, hardware: Hardware | str | None = No
     ...
 
     Args:
-        limit: bytes, ``"22GiB"``, or a share of the device's memory, ``"90%"``; compared with what the caching
-            allocator holds at its most, or on a CPU with the bytes of live tensors.
-        hardware: as in `memscale.profile`; None is the CPU at hand.
+        limit: bytes, ``"22GiB"``, or a share of the device's memory, ``"90%"``. Compared with the peak that the caching
+            allocator reserves; on a CPU, with the peak of live bytes.
+        hardware: as in `memscale.profile`; `None` is this machine's CPU.
 
     Raises:
-        AssertionError: of the test: the step takes more; the message has the table of the profile.
-        ConfigError: the limit or the hardware is none; of the test: its body reads what only a real run computes.
+        AssertionError: in the test, if the step takes more; the message has the table of the profile.
+        ConfigError: the limit or the hardware is wrong; in the test, if its body reads values that only a real run
+            computes.
     """
     device = as_hardware(hardware, "cpu")
     limit_bytes = budget_bytes(limit, device.usable_bytes, argument="limit")

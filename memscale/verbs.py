@@ -1,4 +1,4 @@
-"""`profile`, `plan` and `frontier`: the engines as functions, one engine for each call."""
+"""`profile`, `plan` and `frontier`: functions that make a planning engine per call."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def profile(
     tensor: int | None = None,
     record: Record = None,
 ) -> Profile:
-    """The memory of a training step, found without running it: in seconds, on a laptop, for a model of any size.
+    """Returns the memory of a training step by simulation: in seconds, on a laptop, for a model of any size.
 
-    Forward, loss, backward, optimizer step and the dropping of gradients run twice with every kernel left out; what
-    each tensor would take is recorded from its birth to its death. Nothing is changed: model, optimizer, gradients and
-    random states are as before, also after an error.
+    Forward, loss, backward, optimizer step and the dropping of gradients run twice without their kernels, and the
+    simulation records the lifetime and size of each tensor. Model, optimizer, gradients and random states do not
+    change, also after an error.
 
     >>> import torch, memscale as ms
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
@@ -59,38 +59,38 @@ def profile(
 
     Args:
         model: a module on any device (``meta`` costs no memory), or a function without arguments that is one pass of a
-            training loop; modules, optimizers and tensors that it uses are found.
-        batch: what the model is called with: a tensor is one positional argument, a tuple or list the arguments, a
-            mapping keyword arguments. None for a function.
-        optimizer: the one that trains the model; None leaves the step at backward.
-        loss: ``loss(output, batch)``, a scalar tensor. None takes the output's ``loss``, or the output if it is a
+            training loop; its modules, optimizers and tensors are found automatically.
+        batch: the model's arguments: a tensor is one positional argument, a tuple or list the positional arguments, a
+            mapping the keyword arguments. `None` for a function.
+        optimizer: the optimizer of the model; `None` ends the step after backward.
+        loss: ``loss(output, batch)``, a scalar tensor. `None` uses the output's ``loss``, or the output if it is a
             tensor.
-        plan: transforms to apply first, as in `transform`; the model stays as it is.
-        hardware: the device to predict for: a `Hardware`, a card's name such as ``"h100"``, ``"cpu"``, or None for the
-            model's device.
+        plan: transforms to apply first, as in `transform`; the model itself does not change.
+        hardware: the device to predict for: a `Hardware`, a card's name such as ``"h100"``, ``"cpu"``, or `None` for
+            the model's device.
         accumulate: forward and backward passes for each optimizer step.
-        keeps_output: whether the model's output, such as all logits of a language model, lives until the next output
-            takes its place, as ``output = model(x)`` has it in a loop. False is for a loop that lets go of the output
-            before backward, as ``loss(model(x)).backward()`` and the Trainer of transformers do, which takes less.
-        probe: run each kernel for real, on the device and on inputs like those of the step, to see what memory it takes
-            inside and, on a CPU, how long it takes; Python between the operators is timed as the simulation runs it.
-            Otherwise memory is known by formulas (CUDA), or asked of the kernels that take much (CPU), and time by the
-            speeds of `hardware`. Answers of CPU kernels are kept in a cache on disk.
-        parallel: the step is one process's of several that train this model, under ``"fsdp2"`` (the repeated blocks and
-            the root sharded, as `fully_shard` does by default) or ``"ddp"``; the batch is this process's. None for a
-            model that is trained as it is, distributed already or not.
-        world: how many processes, with `parallel`.
-        shard: patterns of the modules that ``"fsdp2"`` shards each on its own, beside the root; None is the repeated
-            blocks.
-        tensor: over how many of the processes, next to each other, each layer's weights are split besides, by what the
-            model's ``tp_plan`` says (models of transformers have one; the names of its styles are theirs). FSDP2 then
-            shards over every `tensor`-th process, and the batch is that of such a group. None is 1.
-        record: keep the profile in the history. None does where ``$MEMSCALE_HISTORY`` names its file, False does not,
-            True asks for the variable, and a path is another file. A history that cannot be written is logged.
+        keeps_output: whether the loop keeps the model's output, such as all logits, until the next forward, as
+            ``output = model(x)`` in a loop does. `False` is for a loop that drops the output before backward, as
+            ``loss(model(x)).backward()`` and the Trainer of transformers do, which takes less memory.
+        probe: run each kernel on the device, with inputs of the step's shapes, to measure its scratch memory and, on a
+            CPU, its time; the time of Python between operators is measured in the simulation. `False` computes scratch
+            memory by formulas (CUDA) or measures it for large kernels (CPU), and times from the speeds of `hardware`.
+            Measurements of CPU kernels are cached on disk.
+        parallel: ``"fsdp2"`` (the repeated blocks and the root sharded, as `fully_shard` does by default) or ``"ddp"``:
+            the step is that of one of several processes, and the batch is that process's. `None` simulates the model
+            as given, distributed already or not.
+        world: the number of processes, with `parallel`.
+        shard: patterns of the modules that ``"fsdp2"`` shards as units of their own besides the root; `None` is the
+            repeated blocks.
+        tensor: the number of neighbouring processes over which tensor parallelism splits each layer's weights, by the
+            model's ``tp_plan`` (models of transformers have one). FSDP2 then shards over every `tensor`-th process, and
+            the batch is that of such a group. `None` is 1.
+        record: whether to store the profile in the run history. `None` stores it if ``$MEMSCALE_HISTORY`` names a file,
+            `False` never does, `True` requires the variable, and a path is the file. A failed write is logged.
 
     Raises:
         ConfigError: an argument is wrong, or does not fit the others; the message says which.
-        RuntimeUnavailable: the step can be neither simulated nor run here.
+        RuntimeUnavailable: the step can be neither simulated nor run on this machine.
     """
     path = history_path(record)
     step = TrainingStep.of(
@@ -134,11 +134,11 @@ def plan(
     tensor: int | None = None,
     record: Record = None,
 ) -> ProvenPlan:
-    """The fastest composition of transforms whose training step fits `budget`, proved by simulation.
+    """Returns the plan of the fastest training step that fits `budget`, proved by simulation.
 
-    Candidates for each part of the model (its repeated blocks, their large children, stages, the loss head) are
-    simulated, a solver chooses among them, and the step that the choice makes is simulated as a whole: only what then
-    fits is returned. Nothing is run, and nothing is changed.
+    `plan` simulates candidates for each part of the model (repeated blocks, their large children, stages, the loss
+    head), a solver chooses among them, and the whole step is simulated with the choice. Only a plan whose simulated
+    step fits is returned. The model does not run, and nothing changes.
 
     >>> import torch, memscale as ms
     >>> from torch import nn
@@ -153,23 +153,24 @@ def plan(
     Args:
         model: a module on any device; ``meta`` costs no memory.
         batch, optimizer, loss, accumulate, keeps_output: as in `memscale.profile`.
-        budget: what the step may take of the device, everything that it holds counted: bytes as an int, ``"6GiB"`` or
+        budget: the device memory for the step, with everything that it holds: bytes as an int, ``"6GiB"`` or
             ``"6GB"``, or a share of ``hardware.usable_bytes`` as a float in (0, 1].
-        config: which transforms may be used; None is all that change no bit: the numbers are the model's own.
-        exact: False lets the plan use `tile` too, whose sums are in another order: less memory, and numbers that differ
-            by roundings. A `config` that sets ``enable_tiling``, or its mode, decides by itself.
-        hardware: the device to plan for: a `Hardware`, a card's name, ``"cpu"``, or None for the model's device. One
-            that does not say how fast it is gets nominal speeds; ``Hardware.measure()`` finds the real ones.
-        stepping: what the plan may do with the optimizer: any of ``"step_in_groups"``, ``"offload_states"``,
-            ``"quantize_states"`` (not exact) and ``"step_in_backward"``, or such a transform with options of its own,
-            as ``step_in_backward(max_norm=1.0)`` for a loop of two passes. ``Config(use_8bit_optimizer=True)`` allows
-            the third by itself. Such a plan is applied with ``transform(model, plan, optimizer=optimizer)``.
-        seconds: how long to look for a faster plan; then, or after Ctrl-C, the fastest of those that were tried is
-            returned, and a note in its evidence says so. None looks to the end, and the same plan comes every time.
-        progress: called before each simulation with what it is about, how many are done, and None.
-        parallel, world, shard, tensor: as in `memscale.profile`: the step is one process's of several, and the plan is
-            the same for all of them. Apply it to the plain model, then distribute what `transform` returns.
-        record: keep the step with the plan in the history, as in `memscale.profile`; it is simulated once more for it.
+        config: the allowed transforms; `None` allows all that change no bit of the model's numbers.
+        exact: `False` also allows `tile`, which takes less memory and changes the order of sums, so that numbers differ
+            by rounding. A `config` that sets ``enable_tiling`` or its mode takes precedence.
+        hardware: the device to plan for: a `Hardware`, a card's name, ``"cpu"``, or `None` for the model's device. A
+            device without known speeds gets default speeds; ``Hardware.measure()`` finds the real ones.
+        stepping: the optimizer transforms that the plan may use: any of ``"step_in_groups"``, ``"offload_states"``,
+            ``"quantize_states"`` (not exact) and ``"step_in_backward"``, or such a transform with options, as
+            ``step_in_backward(max_norm=1.0)`` for a loop of two passes. ``Config(use_8bit_optimizer=True)`` allows
+            ``"quantize_states"`` too. Apply such a plan with ``transform(model, plan, optimizer=optimizer)``.
+        seconds: the time limit of the search; after it, or after Ctrl-C, the fastest plan so far is returned, with a
+            note in its evidence. `None` completes the search, which finds the same plan every time.
+        progress: called before each simulation with its description, the number of finished simulations, and `None`.
+        parallel, world, shard, tensor: as in `memscale.profile`: the step is that of one of several processes, which
+            all use this plan. Apply it to the plain model, then distribute the result of `transform`.
+        record: whether to store the step with the plan in the run history, as in `memscale.profile`, which simulates it
+            once more.
 
     Raises:
         BudgetError: no composition fits; the error has the smallest peak that can be reached, and its plan.
@@ -217,7 +218,7 @@ def frontier(
     shard: Iterable[str] | str | None = None,
     tensor: int | None = None,
 ) -> Frontier:
-    """What memory costs in time: plans from the smallest peak that can be reached to the step as it is.
+    """Returns plans for a range of budgets, from the smallest peak that can be reached to the step without a plan.
 
     >>> import torch, memscale as ms
     >>> from torch import nn
@@ -232,7 +233,7 @@ def frontier(
         model, batch, optimizer, loss, config, exact, hardware, accumulate, keeps_output, stepping: as in `plan`.
         progress: as in `plan`.
         parallel, world, shard, tensor: as in `plan`.
-        points: how many budgets to plan for, evenly spaced; fewer points come back where several have the same plan.
+        points: the number of evenly spaced budgets; budgets with the same plan give one point.
 
     Raises:
         ConfigError: as in `plan`.
@@ -257,7 +258,7 @@ def frontier(
 
 
 def _keep(profile: Profile, path: str, step: TrainingStep, plan: Plan | None, config: Config | None = None) -> None:
-    from memscale import history  # a database, and what draws its runs: loaded when something is recorded
+    from memscale import history  # imported when a call is recorded, since it loads a database
 
     spec = step.parallel
     history.keep(
@@ -268,7 +269,7 @@ def _keep(profile: Profile, path: str, step: TrainingStep, plan: Plan | None, co
         plan=plan,
         optimizer=step.optimizer,
         config=config,
-        # As runs are told apart by it: those of before the default are of the other loop.
+        # Part of the identity of a run: runs from before the default changed have the other loop.
         loop="keeps_output" if step.loop.keeps_output and step.module is not None else None,
         accumulate=step.loop.accumulate,
         parallel=None if spec is None else spec.kind,
