@@ -38,7 +38,7 @@ def _searched(model, batch, loss=lambda output, _: output.square().mean(), hardw
     [
         pytest.param(lambda: (Stages(), torch.ones(4, 3, 32, 32)), 1e-6, marks=pytest.mark.deep),
         (_activated, 1e-6),
-        (lambda: (MODELS["blocks"][0](), MODELS["blocks"][1]()), 1e-6),
+        pytest.param(lambda: (MODELS["blocks"][0](), MODELS["blocks"][1]()), 1e-6, marks=pytest.mark.deep),
     ],
     ids=["stages", "activated", "blocks"],
 )

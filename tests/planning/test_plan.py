@@ -5,8 +5,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from memscale.algebra import is_transformed
 from memscale.core import format_bytes
 from memscale.planning import INTERRUPTED_SEARCH, ProvenPlan
 from memscale.simulation.measured import training_roles
+from tests.support import processes
 from tests.support.checks import bits
 from tests.support.models import TransformerBlock
 
@@ -225,6 +224,7 @@ def test_nothing_fits():
     assert steps.count("the step as it is") == 1  # what is known is not simulated again to say so
 
 
+@pytest.mark.deep  # by default in test_plan_cache.py: plans with and without
 def test_mixed_precision_only_where_it_is_allowed():
     model, batch = _mlps(2), torch.ones(512, 64)
     step = _step(model, batch)
@@ -318,14 +318,8 @@ print(hashlib.sha256(plan.to_json().encode()).hexdigest())
 
 
 def test_every_process_makes_the_same_plan_and_knows_those_of_others(planned):
-    found = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        env={**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert found.strip() == hashlib.sha256(planned.to_json().encode()).hexdigest()
+    found = processes.run(_SCRIPT, MEMSCALE_CACHE=os.environ["MEMSCALE_CACHE"])  # whose hashes have a seed of their own
+    assert found.stdout.strip() == hashlib.sha256(planned.to_json().encode()).hexdigest()
     said = []
     model = _mlps()
     known = ms.plan(model, budget=BUDGET, progress=lambda *what: said.append(what), **_step(model, torch.ones(512, 64)))
@@ -555,7 +549,14 @@ def test_after_the_last_second_a_plan_that_takes_few_simulations_is_tried(monkey
     assert engine.simulations < whole.simulations
     with pytest.raises(ms.BudgetError, match=r"was found: stopped after 0 s \(allow more seconds\), and the smallest"):
         engine.plan(smallest // 2, seconds=0)
-    # An answer that was cut short is not kept for others, nor is what the engine says after it.
+
+
+@pytest.mark.deep
+def test_an_answer_that_was_cut_short_is_not_kept_for_others_nor_what_the_engine_says_after_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))
+    step = _step(model := _mlps(), torch.ones(512, 64))
+    engine = ms.DecisionEngine(model, **step)
+    engine.plan("4.5MiB", seconds=0)
     engine.plan("4MiB")
     assert not list(tmp_path.rglob("plans/*"))
     assert ms.DecisionEngine(model, **step).plan("4MiB") == ms.DecisionEngine(model, **step).plan("4MiB")
