@@ -149,8 +149,9 @@ class Kernels:
             )
         if torch.backends.cudnn.enabled and any(isinstance(module, _CONVOLUTIONS) for module in modules):
             found.append(
-                "what cuDNN takes for convolutions while they run follows rules that were read off an H100; it takes "
-                "more with torch.backends.cudnn.benchmark"
+                "what cuDNN takes for convolutions while they run follows rules that were read off an H100: peaks of "
+                "40 other steps there were off by 0.6 % in the median and 13 % at worst; it takes more with "
+                "torch.backends.cudnn.benchmark"
             )
         return found
 
