@@ -13,7 +13,7 @@ from transformers.optimization import Adafactor as HFAdafactor
 import memscale as ms
 from memscale.optimizers import offloaded
 from tests.support.checks import bits
-from tests.support.coverings import in_turn, pairwise
+from tests.support.coverings import pairwise, taking_turns
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
 
 ADAMW = OPTIMIZERS["AdamW"]
@@ -28,13 +28,7 @@ TRANSFORMS = {
 IN_PLACE = {title: how for title, how in TRANSFORMS.items() if "offload_states" not in repr(how)}
 every_transform = pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-in_turns = pytest.mark.parametrize(
-    ("make", "how"),
-    [
-        pytest.param(OPTIMIZERS[kind], TRANSFORMS[title], id=f"{kind}-{title}")
-        for kind, title in in_turn(OPTIMIZERS, TRANSFORMS)
-    ],
-)
+in_turns = taking_turns(make=OPTIMIZERS, how=TRANSFORMS)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,8 @@
 import itertools
 import os
 
+import pytest
+
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"  # `make test-deep`
 
 
@@ -33,3 +35,11 @@ def in_turn(*axes):
     if DEEP:
         return list(itertools.product(*axes))
     return [tuple(values[at % len(values)] for values in axes) for at in range(max(map(len, axes)))]
+
+
+def taking_turns(**axes):
+    """A parametrization of a test by `in_turn`; each axis is a dictionary, whose keys name the values."""
+    cases = in_turn(*axes.values())
+    values = [[axis[key] for axis, key in zip(axes.values(), case, strict=True)] for case in cases]
+    ids = ["-".join(map(str, case)) for case in cases]
+    return pytest.mark.parametrize(tuple(axes), [pytest.param(*v, id=i) for v, i in zip(values, ids, strict=True)])

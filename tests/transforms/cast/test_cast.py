@@ -582,7 +582,7 @@ PLANS = {
 }
 
 
-QUICK = ("root", "around layers in checkpoint", "nested")  # the compiler takes a second for each
+QUICK = ("around layers in checkpoint", "nested")  # the compiler takes a second for each
 
 
 @pytest.mark.usefixtures("cast_in_one_graph")

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memscale as ms
 from memscale import checkpoint, compose, offload, policies
 from tests.support.checks import bits
+from tests.support.coverings import taking_turns
 
 DOTS = checkpoint(policy=policies.dots_saveable)
 NAMES = checkpoint(policy=policies.save_any_names_but_these())
@@ -159,8 +160,7 @@ def gradients(run: Any, module: nn.Module, between: Any = lambda: None) -> bytes
     return bits([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
 
 
-@pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@taking_turns(program=PROGRAMS, how=TRANSFORMS)
 def test_a_cache_that_the_run_fills_shifts_no_result(program, how):
     """A product of one layer stood for that of the next, in silence; or a recompute was said to differ."""
     torch.manual_seed(0)
@@ -172,8 +172,7 @@ def test_a_cache_that_the_run_fills_shifts_no_result(program, how):
     assert [gradients(fit, module) for _ in range(3)] == 3 * [expected]
 
 
-@pytest.mark.parametrize("how", SINGLE.values(), ids=SINGLE)
-@pytest.mark.parametrize("program", [*PROGRAMS.values(), Detached], ids=[*PROGRAMS, "of a weight"])
+@taking_turns(program={**PROGRAMS, "of a weight": Detached}, how=SINGLE)
 def test_calls_that_only_the_recompute_makes_shift_no_result(program, how):
     torch.manual_seed(0)
     module = program()

@@ -20,7 +20,7 @@ from memscale.runtime import Runtime
 from memscale.simulation.measured.allocator_trace import measure
 from memscale.transforms.checkpoint import functorch, recompute
 from tests.support.checks import bits
-from tests.support.coverings import in_turn, pairwise
+from tests.support.coverings import pairwise, taking_turns
 from tests.support.models import numbers
 
 DOTS = checkpoint(policy=policies.dots_saveable)
@@ -240,9 +240,8 @@ def test_with_create_graph_fetched_inputs_go_with_the_graph_of_the_gradients(mon
     assert loss.requires_grad
 
 
-@pytest.mark.parametrize(("name", "norm"), in_turn(TRANSFORMS, NORMS))
-def test_a_backward_that_retains_the_graph_leaves_as_many_bytes_as_it_found(name, norm):
-    how = TRANSFORMS[name]
+@taking_turns(how=TRANSFORMS, norm={"layer": nn.LayerNorm, "batch": nn.BatchNorm1d})
+def test_a_backward_that_retains_the_graph_leaves_as_many_bytes_as_it_found(how, norm):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), norm(16), nn.Tanh(), nn.Dropout()) for _ in range(3)])
     runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0), disk_bytes=1 << 24)
     fit = ms.transform(model, {"*": how}, runtime=runtime)

@@ -18,6 +18,7 @@ import memscale as ms
 from memscale import checkpoint, compose, offload
 from tests.support.checking.checked_engine import CheckedRuntime
 from tests.support.checks import bits
+from tests.support.coverings import in_turn
 from tests.support.layers import (
     HOWS,
     LAYER,
@@ -152,8 +153,9 @@ def in_threads(count, work):
     assert not failures, failures[0]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("how", [PARAMS, compose(PARAMS, offload()), compose(checkpoint(), PARAMS)], ids=repr)
+@pytest.mark.parametrize(
+    ("how", "depth"), in_turn([PARAMS, compose(PARAMS, offload()), compose(checkpoint(), PARAMS)], [0, 2])
+)
 def test_threads_share_a_runtime(how, depth):
     runtime = runtime_of(depth, CheckedRuntime)
     models = [ms.transform(layers(), {"*": how}, runtime=runtime) for _ in range(3)]

@@ -17,6 +17,7 @@ from memscale.runtime.backends.host import HostBackend
 from memscale.simulation.measured.allocator_trace import measure
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits, fingerprint
+from tests.support.coverings import taking_turns
 from tests.support.layers import (
     BIAS,
     HOWS,
@@ -282,9 +283,7 @@ def check_other_contents_between_steps(change, how, depth):
     assert change is CHANGES["vector"] or len(at_home(model)) == 2 * LAYERS
 
 
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.deep), 2])
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@taking_turns(change=CHANGES, how=HOWS, depth={"0": 0, "2": 2})
 def test_other_contents_between_steps(change, how, depth):
     check_other_contents_between_steps(change, how, depth)
 

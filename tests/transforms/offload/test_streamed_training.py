@@ -12,7 +12,7 @@ from memscale import compose, tile
 from memscale.runtime import Runtime
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
-from tests.support.coverings import pairwise
+from tests.support.coverings import pairwise, taking_turns
 from tests.support.layers import (
     HOWS,
     LAYER,
@@ -190,8 +190,7 @@ def test_anomaly_detection_sees_gradients_that_have_arrived():
     under_anomaly_detection(ms.transform(layers(), {"*": PARAMS}, runtime=runtime))
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@taking_turns(how=HOWS, depth={"0": 0, "2": 2})
 def test_an_exception_leaves_nothing_behind(how, depth):
     class Interrupted(Exception):
         pass

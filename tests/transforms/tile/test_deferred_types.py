@@ -9,6 +9,7 @@ from torch import nn
 
 from memscale import tile
 from memscale.transforms.tile.head.deferred import Deferred
+from tests.support.coverings import in_turn
 
 ROWS, WIDTH, CLASSES = 12, 8, 50
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -39,8 +40,7 @@ def loss(logits, target):
     return F.cross_entropy(logits, target)
 
 
-@pytest.mark.parametrize("constant", [*SCALARS, *CONSTANTS])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "constant"), in_turn(DTYPES, [*SCALARS, *CONSTANTS]))
 def test_arithmetic_promotes_as_without_tile(dtype, constant):
     value = SCALARS.get(constant, CONSTANTS.get(constant))
     layer = head(dtype)
