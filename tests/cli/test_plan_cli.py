@@ -127,8 +127,14 @@ def test_a_plan_may_change_how_the_optimizer_steps(folder, capsys):
 
 @pytest.mark.parametrize(
     "options",
-    [("--amp", "fp16"), ("--no-keeps-output", "--accumulate", 2, "--stepping", "step_in_backward")],
-    ids=["float16", "accumulated, in backward"],
+    [
+        pytest.param(("--amp", "fp16"), id="float16"),
+        pytest.param(
+            ("--no-keeps-output", "--accumulate", 2, "--stepping", "step_in_backward"),
+            id="accumulated, in backward",
+            marks=pytest.mark.deep,
+        ),
+    ],
 )
 def test_a_script_trains_on_the_weights_that_are_there(folder, capsys, options):
     """From the weights beside the config, which it changes; with a scaled loss in float16."""
