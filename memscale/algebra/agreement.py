@@ -61,8 +61,8 @@ class Agreement:
         if mesh is not None and (placing := [path for path, each in model.named_modules() if placing_in(each)]):
             raise TransformError(
                 f"offload(what='params') keeps the parameters of {placing[0] or 'the model'!r} on another tier, and "
-                "fully_shard() took them after that: two cannot decide where they live. Leave what='params' out of the "
-                "plan, and shard with CPUOffloadPolicy() for parameters in the host's memory"
+                "fully_shard() took the same parameters; only one of the two can place them. Leave what='params' out "
+                "of the plan, and shard with CPUOffloadPolicy() for parameters in host memory"
             )
         if mesh is not None:
             _refuse_around_sharded(model)
@@ -82,7 +82,7 @@ class Agreement:
             return
         here = f"{parallel} over {count} process{'es' * (count > 1)}" if parallel else "one process"
         warnings.warn(
-            f"this plan was made for {asked}, and this is {here}: what it takes and how long is not what was planned; "
+            f"this plan was made for {asked}, and this is {here}, so its memory and time differ from the plan's; "
             "plan again with the parallel= and world= of this run",
             RuntimeWarning,
             stacklevel=2,
@@ -98,7 +98,7 @@ def _refuse_around_sharded(model: nn.Module) -> None:
             if each is not module and fsdp_groups_of(each):
                 raise TransformError(
                     f"{regions[0].how!r} of {path or 'the model'!r} is around {name!r}, which fully_shard() took: "
-                    f"{why}. Say it of the modules that fully_shard() takes, or of what is inside them"
+                    f"{why}. In the plan, name the modules that fully_shard() takes, or modules inside them"
                 )
 
 
@@ -132,8 +132,8 @@ def _compare(distributed: Any, ranks: tuple[int, ...], text: str) -> None:
     except RuntimeError as error:  # the store timed out, or its host is gone
         late = [rank for rank, key in keys.items() if not store.check([key])]
         raise TransformError(
-            f"processes {late} have not begun a step of a transformed model {_PATIENCE.seconds} s after this one: give "
-            "every process the same plan, also one without rules"
+            f"processes {late} have not begun a step of a transformed model {_PATIENCE.seconds} s after this one; "
+            "transform the model in every process with the same plan, even with a plan without rules"
         ) from error
     texts = store.multi_get(list(keys.values())) if store.has_extended_api() else map(store.get, keys.values())
     plans: dict[str, str] = {}
@@ -145,7 +145,7 @@ def _compare(distributed: Any, ranks: tuple[int, ...], text: str) -> None:
     if len(plans) > 1:
         differing = "; ".join(f"{_numbered(having[each])} {each[:8]} {_shown(plan)}" for each, plan in plans.items())
         raise TransformError(
-            f"the processes of this model run it under different plans, and would wait for each other: {differing}. "
+            f"the processes of this model have different plans, and would wait for each other: {differing}. "
             "Make the plan in one of them and send it to the others (torch.distributed.broadcast_object_list), or plan "
             "in each with the same arguments"
         )

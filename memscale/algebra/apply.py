@@ -118,9 +118,8 @@ def transform(
     if (sharded := _sharded_in(modules)) is not None:
         if regions:
             raise TransformError(
-                f"{sharded or 'the model'} was sharded by fully_shard, which gathers its parameters in that very "
-                "module and would not in the new one; call transform() before fully_shard(), or wrap(), which works in "
-                "place"
+                f"{sharded or 'the model'} was sharded by fully_shard, whose hooks work for this module only and not "
+                "for a copy; call transform() before fully_shard(), or use wrap(), which works in place"
             )
         return model if optimizer is None else (model, stepping)
     memo = copy_tree(modules)
@@ -233,8 +232,8 @@ def _modules_of(verb: str, model: Any) -> Modules:
     ]
     if lazy:
         raise TransformError(
-            f"{verb}(model, plan): parameter {lazy[0]!r} has no shape yet, for its module is a lazy one; run a batch "
-            "through the model first, and transform it then"
+            f"{verb}(model, plan): parameter {lazy[0]!r} has no shape yet, since its module is lazy; "
+            "run a batch through the model first, then transform it"
         )
     return modules
 
@@ -313,7 +312,7 @@ def _warn_of_own_checkpointing(modules: Modules) -> None:
         if beside:
             warnings.warn(
                 f"the model's own activation checkpointing is on (at {beside[0]!r}), in or around the region {path!r}: "
-                "one of the two keeps nothing, and what memscale checks is not checked; call "
+                "one of the two has no effect, and memscale's checks of recomputes do not cover the model's own; call "
                 "model.gradient_checkpointing_disable() before transform()",
                 RuntimeWarning,
                 stacklevel=3,

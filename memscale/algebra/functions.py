@@ -179,8 +179,8 @@ def _compiled(fn: types.FunctionType, method: types.MethodType) -> Callable[...,
     settings = inspect.getclosurevars(fn).nonlocals.get("self")
     if settings is None:
         raise TransformError(
-            f"a module inside is compiled in a way of its own ({fn.__qualname__}), and would run as the original does "
-            "in what transform() returns; transform the model first, and compile what comes of it"
+            f"a module inside has a custom compiled function ({fn.__qualname__}), which would still run the original "
+            "module in the result of transform(); transform the model first, and compile what comes of it"
         )
     compiled: Callable[..., Any] = settings(method)
     return compiled

@@ -65,7 +65,7 @@ class Transformed(Assembled):
         if name.startswith("__") or not isinstance(self.__dict__.get("fn"), nn.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise AttributeError(
-            f"{self.how!r}(model) is a function, which computes what the model does, and has no {name!r}; write "
+            f"{self.how!r}(model) is a function that computes the same as the model, and has no {name!r}; write "
             f"transform(model, {{'': {self.how!r}}}) for a model of the same class, or wrap(model)"
         )
 
@@ -124,8 +124,8 @@ class OfModule:
         module = self._module()
         if module is None:
             raise TransformError(
-                "the module of this forward is gone: a region does not keep its module alive; keep the module itself, "
-                "not only its forward"
+                "the module of this forward is gone: a region's forward does not keep its module alive; "
+                "keep the module itself, not only its forward"
             )
         return module
 
@@ -331,7 +331,7 @@ class _Lent:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TransformError(
             f"this {type(self.__self__).__name__} is a copy.copy of one under a transform: its forward would "
-            "be that of the original; use copy.deepcopy, or transform() what was copied"
+            "run the original; use copy.deepcopy, or copy the plain model and transform() the copy"
         )
 
     @property

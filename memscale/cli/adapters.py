@@ -223,8 +223,8 @@ def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype
     transformers = _package("transformers", "--quant")
     if not isinstance(model, transformers.PreTrainedModel) or not all(each.is_meta for each in model.parameters()):
         raise ConfigError(
-            f"--quant {options.quant} is for a model that transformers builds from a config; {source!r} returns one as "
-            "it trains, so let it return layers of bitsandbytes"
+            f"--quant {options.quant} is for a model that transformers builds from a config; {source!r} returns a "
+            "finished model, so let it return layers of bitsandbytes"
         )
     layers = importlib.import_module("transformers.integrations.bitsandbytes")
     quantizers = importlib.import_module("transformers.quantizers.base")

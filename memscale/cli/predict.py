@@ -135,7 +135,7 @@ def read_plan(text: str, model: nn.Module, hardware: Hardware) -> ms.Plan:
     names = [name for name, _, _ in asked]
     if wrong := [name + sep + dtype for name, sep, dtype in asked if sep and (name != "cast" or dtype not in DTYPES)]:
         raise ConfigError(
-            f"--plan {text!r}: {', '.join(map(repr, wrong))} is none; cast takes a dtype, as in cast:fp16"
+            f"--plan {text!r}: {', '.join(map(repr, wrong))} is wrong; only cast takes a dtype, as in cast:fp16"
         )
     if unknown := [name for name in names if name not in rules]:
         raise ConfigError(

@@ -24,7 +24,7 @@ def pull(
     url = source or os.environ.get("MEMSCALE_SERVER")
     if not url:
         raise ConfigError(
-            "the server is not said; pass --from with the address of the team's page, or set $MEMSCALE_SERVER"
+            "no server is given; pass --from with the address of the team's page, or set $MEMSCALE_SERVER"
         )
     text = Remote(url).plan(name).to_json()
     if out is None:

@@ -179,7 +179,7 @@ def _checked(endpoint: str) -> SplitResult:
     if not encrypted or not url.hostname or not port_is_sound or "@" in url.netloc or not endpoint.isascii():
         raise ConfigError(
             f"--endpoint {endpoint!r} must be an https:// address without a user's name (http:// on this machine "
-            "only); there is none that is built in"
+            "only); no address is built in"
         )
     return url
 

@@ -49,8 +49,8 @@ def check_call(model: Callable[..., Any], batch: Any) -> None:
     except TypeError as error:
         raise ConfigError(
             f"the batch does not fit {type(model).__name__}.forward: {error}. A tuple is its positional arguments, a "
-            "mapping its keyword arguments; labels that the model does not take belong to the loss: leave them out, "
-            "and write loss=lambda output, _: F.cross_entropy(output, y) where a loss is asked for"
+            "mapping its keyword arguments. Labels that the forward does not take belong to the loss: leave them out "
+            "of the batch, and write loss=lambda output, _: F.cross_entropy(output, y)"
         ) from None
 
 
@@ -106,7 +106,7 @@ def check_loss(loss: Any) -> None:
     if isinstance(loss, type):
         name = loss.__name__
         raise ConfigError(
-            f"loss={name} is a class, whose call makes a {name} and no number; write loss=lambda output, _: "
+            f"loss={name} is a class, and calling it makes a {name} instead of a loss; write loss=lambda output, _: "
             f"{name}()(output, y), with your labels for y"
         )
     if loss is not None and not callable(loss):

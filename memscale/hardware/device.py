@@ -240,7 +240,7 @@ class Hardware:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0 or (device.index is not None and device.index >= count):
             raise RuntimeUnavailable(
-                f"device {str(device)!r} is not there, this process sees {count} CUDA devices; use one of "
+                f"device {str(device)!r} does not exist, this process sees {count} CUDA devices; use one of "
                 f"these or 'cpu'"
             )
         properties = torch.cuda.get_device_properties(device)
@@ -266,7 +266,7 @@ class Hardware:
         memory_bytes = _ram_bytes()
         if memory_bytes is None:
             raise RuntimeUnavailable(
-                "this system does not say how much RAM it has; describe it yourself with "
+                "this system does not report the size of its RAM; describe it yourself with "
                 "Hardware(name=..., device_type='cpu', memory_bytes=...)"
             )
         return cls(cpu_name(), "cpu", memory_bytes, available_host_bytes())

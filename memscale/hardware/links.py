@@ -111,12 +111,12 @@ def assumed_links(over: Span, hardware: Hardware) -> str:
     if missing := _missing(over, hardware):
         fields = ", ".join(f"{name}=..." for name in missing)
         return (
-            f"how fast {over.size} processes talk to each other is not known of {hardware.name}, and that time is not "
-            f"in the step's seconds: write it down with dataclasses.replace(hardware, {fields})"
+            f"the speed of links between {over.size} {hardware.name} is not known, and the step's seconds exclude "
+            f"communication; pass it with dataclasses.replace(hardware, {fields})"
         )
     if hardware.devices_per_node is None:
         return (
-            f"how many {hardware.name} a machine holds is not known: all {over.size} were taken to be in one; write it "
-            "down with dataclasses.replace(hardware, devices_per_node=...)"
+            f"the number of {hardware.name} in a machine is not known: all {over.size} were taken to be in one; pass "
+            "it with dataclasses.replace(hardware, devices_per_node=...)"
         )
     return ""

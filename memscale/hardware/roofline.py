@@ -154,7 +154,7 @@ def _launch_seconds(hardware: Hardware) -> float:
 
 def _unknown(hardware: Hardware, field: str, what: str) -> ConfigError:
     return ConfigError(
-        f"the time of an operator on {hardware.name!r} needs {field}, which is not known; write {what} down with "
-        f"dataclasses.replace(hardware, {field.partition('[')[0]}=...), or use Hardware.measure() there or "
+        f"the time of an operator on {hardware.name!r} needs {field}, which is not known; pass {what} with "
+        f"dataclasses.replace(hardware, {field.partition('[')[0]}=...), or use Hardware.measure() on the device, or "
         "Hardware.named('h100') for a card's data sheet"
     )

@@ -234,13 +234,13 @@ def check_same_numbers(model: nn.Module, apply: Callable[[], object], undo: Call
     # Atomic adds on a GPU differ from run to run even without a plan, which has another remedy.
     if not compare(plain, results_of_step(model, batch)).exact:
         raise CorrectnessError(
-            f"two plain steps of this {type(model).__name__} differ from each other: nothing can be proved; "
+            f"two plain steps of this {type(model).__name__} differ from each other, so a comparison proves nothing; "
             f"call torch.use_deterministic_algorithms(True) or turn verify_correctness off"
         )
     raise CorrectnessError(
         f"the wrapped step differs from the plain one in {', '.join(d.name for d in found.different)}; "
         "the model is left unwrapped. "
-        "Its forward may depend on state out of memscale's sight (a file, a clock, another random generator)"
+        "Its forward may depend on state that memscale cannot restore (a file, a clock, another random generator)"
     )
 
 

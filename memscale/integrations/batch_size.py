@@ -103,8 +103,8 @@ def _whole(step: TrainerStep, batch: Any, held: int) -> Mapping[str, Any]:
     called = step.called_with(batch, held)
     if missing := sorted(set(batch) - set(called)):
         raise ConfigError(
-            f"compute_loss of this Trainer keeps {', '.join(missing)} from the model, and such a step is predicted "
-            "alone; leave out steps="
+            f"compute_loss of this Trainer does not pass {', '.join(missing)} to the model, and several such steps "
+            "cannot be predicted together; leave out steps="
         )
     return called
 
@@ -201,6 +201,6 @@ def _predictor(step: TrainerStep, hardware: Hardware | str | None, accumulate: i
 def _check_trainer(trainer: Any, verb: str) -> None:
     if not hasattr(trainer, "get_train_dataloader"):
         raise ConfigError(
-            f"{verb}(trainer) takes a Trainer of transformers, got {type(trainer).__name__}; of a model and a batch "
-            "OOMPredictor(model, optimizer) tells the same"
+            f"{verb}(trainer) takes a Trainer of transformers, got {type(trainer).__name__}; for a model and a batch "
+            "use OOMPredictor(model, optimizer)"
         )

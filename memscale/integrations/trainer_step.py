@@ -63,8 +63,8 @@ def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
     """
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise RuntimeUnavailable(
-            "this Trainer shards its model (DeepSpeed or FSDP), and the step of one shard is not simulated; ask a "
-            "Trainer without them, whose peak is that of one process that holds everything"
+            "this Trainer shards its model (DeepSpeed or FSDP), and memscale cannot simulate the step of a shard; use "
+            "a Trainer without sharding, whose prediction is for one process with the whole model"
         )
     model = trainer.model
     with contextlib.ExitStack() as stack:
@@ -137,8 +137,8 @@ class _Asked:
         assert len(self._others) <= len(inputs)  # refers to the tensors here, so that the simulation counts them
         if calls != 1:
             raise ConfigError(
-                f"compute_loss of this {type(self._trainer).__name__} calls its model {calls} times, and one call is "
-                "predicted; use memscale.profile with a function that runs one pass"
+                f"compute_loss of this {type(self._trainer).__name__} calls its model {calls} times, and only one call "
+                "can be predicted; use memscale.profile with a function that runs one pass"
             )
         return loss
 

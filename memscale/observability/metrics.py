@@ -45,7 +45,7 @@ class Watched(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
 
     @property
     def predicted(self) -> Mapping[str, int]:

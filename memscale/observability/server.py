@@ -119,7 +119,7 @@ class _Collector:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """What is served."""
+        """Yields the families that have samples."""
         for family in self._metrics.collect():
             if family.samples:
                 yield _family(family)

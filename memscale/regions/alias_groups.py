@@ -155,10 +155,10 @@ def _form(tensor: torch.Tensor) -> _Form:
 
 def _problem(tensors: list[torch.Tensor], forms: list[_Form]) -> str | None:
     if len({tensor.dtype for tensor in tensors}) > 1 or any(t.is_conj() or t.is_neg() for t in tensors):
-        return "which it also has by a view of another type"
+        return "which it also reaches by a view of another dtype"
     trained = {form.base for form in forms if form.requires_grad}
     if len(trained) > 1 or any(form.base in trained and not form.requires_grad for form in forms):
-        return "which it also has by a tensor with another gradient"
+        return "which it also reaches by a tensor with another gradient"
     return None
 
 

@@ -49,8 +49,8 @@ def refuse_iterators(leaves: list[Any]) -> None:
         kind: Any = type(leaf)
         if not isinstance(leaf, torch.Tensor) and sort_of(kind) is Sort.ITERATOR:
             raise TransformError(
-                f"the region is given an iterator, a {kind.__name__}, and runs more than once, where its items are "
-                "used up after the first; give it a list of them"
+                f"the region is given an iterator, a {kind.__name__}, and runs more than once, but the first run uses "
+                "up the items; give it a list of them"
             )
 
 
@@ -194,7 +194,7 @@ class ArgumentSpec:
                 _write(thing, state)
 
     def put(self, values: list[Any]) -> Any:
-        """The same, for good."""
+        """Returns the recorded arguments with `values`, and leaves the objects in their recorded state."""
         return self._put(values, [])
 
     def contents(self) -> list[tuple[Any, _State]]:
@@ -231,7 +231,7 @@ class _Walk:
             if owner is not None and len(self.nodes) > _MOST_OBJECTS:
                 raise TransformError(
                     f"an argument of the region leads, by way of a {owner}, to more than {_MOST_OBJECTS} objects, and "
-                    "their state would have to be remembered in every call; give the region only what it needs"
+                    "every call would have to record their state; pass the region only the objects that it uses"
                 )
         return mark
 

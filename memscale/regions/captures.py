@@ -394,9 +394,9 @@ class Captures:
             if isinstance(module, torch.jit.ScriptModule):
                 if self._reruns:
                     raise TransformError(
-                        f"the region has a module of TorchScript, {module.original_name}, whose state lives in C++, "
-                        "where a rerun cannot put it back; transform the regions around it, or use the module that "
-                        "was scripted"
+                        f"the region has a module of TorchScript, {module.original_name}, whose state lives in C++ "
+                        "and cannot be restored for a recompute; transform modules without it, or use the Python "
+                        "module that was scripted"
                     )
                 self._add({**dict(module.named_parameters()), **dict(module.named_buffers())})
                 continue

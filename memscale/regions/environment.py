@@ -111,7 +111,7 @@ class Environment:
         elif randomness.host_positions() != self._host_positions:
             raise CorrectnessError(
                 "the region drew random numbers from Python's random or from NumPy, which it had not done on its first "
-                "call, so a recompute could not repeat them; draw them outside the region, or use torch's generator"
+                "call, so a recompute cannot repeat them; draw them outside the region, or use torch's generator"
             )
 
     def has_drawn(self) -> bool:

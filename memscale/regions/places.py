@@ -142,8 +142,8 @@ def write(place: Place, content: Content) -> None:
         place.update(content)  # without `clear`, for other threads may be reading it
     elif isinstance(place, tuple):
         raise CorrectnessError(
-            "a tensor in a tuple that the region captures was frozen or unfrozen since the region ran, and the "
-            "recompute cannot have it as it was: a tuple cannot be written to. Keep the tensor in a list"
+            "the region captures a tuple with a tensor that was frozen or unfrozen since the region ran. The recompute "
+            "needs the tensor as it was, and cannot write to a tuple; keep the tensor in a list"
         )
     else:
         # The methods of the builtin class: those of a subclass may do more (a Counter adds up) or raise.

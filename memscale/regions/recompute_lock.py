@@ -27,8 +27,8 @@ class _RecomputeLock(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
             raise CorrectnessError(
-                "the recompute of a region waited a minute for the recompute of another one in another thread, which "
-                "has put its own state back for that time; run the two backwards one after the other"
+                f"a recompute waited {_PATIENCE_SECONDS:.0f} s for a recompute in another thread. Only one can run at "
+                "a time, since it restores old state of modules; run the two backwards one after the other"
             )
         self.thread = _get_ident()
         self._depth += 1

@@ -120,10 +120,10 @@ class Replay:
         groups = [group for group in snapshot.groups() if group.argument is None]
         if snapshot.given_away:
             raise CorrectnessError(
-                "a checkpointed region cannot be recomputed again: its recompute failed in an earlier backward, and it "
-                f"may have changed the only copy of {snapshot.title(next(iter(groups[0].names)))}, which the "
-                "region changes in place. Run the forward again; if a backward may fail and be repeated, give it "
-                "retain_graph=True, which spares that copy"
+                "a checkpointed region cannot be recomputed again: its recompute failed in an earlier backward, and "
+                f"may have changed the only copy of {snapshot.title(next(iter(groups[0].names)))}, which the region "
+                "changes in place. Run the forward again; for a backward that may fail and be repeated, pass "
+                "retain_graph=True, which keeps the copy"
             )
         if not groups:
             return {}

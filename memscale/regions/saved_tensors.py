@@ -55,8 +55,8 @@ class naming_refused_hooks:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if type(error) is RuntimeError and "saved tensor hooks" in str(error):
             raise TransformError(
-                f"the region of {self._how!r} uses a transform of torch.func, which refuses the saved-tensor hooks "
-                f"that {self._doing} needs; leave it out of this region, or use torch.autograd.grad there"
+                f"the region of {self._how!r} uses a transform of torch.func, which does not allow the saved-tensor "
+                f"hooks that {self._doing} needs; move it out of the region, or use torch.autograd.grad there"
             ) from error
 
 

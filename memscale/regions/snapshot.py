@@ -364,19 +364,19 @@ class Snapshot:
         if problem:
             return CorrectnessError(
                 f"the region changed {self.title(name)} {how} while it ran, {problem}; a recompute cannot repeat "
-                "that. Clone one of them before the region"
+                "the change. Clone one of the two tensors before the region"
             )
         if self.is_first:
             return CorrectnessError(
-                f"the region changed {self.title(name)} {how} while it ran, and nothing has kept its old value, as of "
-                "parameters that offload(what='params') moves or that processes share, and of an argument's .data: a "
-                "recompute would start from the changed one; make the change outside the region, or leave checkpoint() "
-                "out for it"
+                f"the region changed {self.title(name)} {how} while it ran, and nothing has kept its old value, so a "
+                "recompute would start from the changed value. (No copy exists of parameters that "
+                "offload(what='params') moves or that processes share, and of an argument's .data.) Make the change "
+                "outside the region, or do not checkpoint this region"
             )
         return CorrectnessError(
             f"the region changed {self.title(name)} {how} while it ran, which it had not done on an earlier call, so "
-            "its old value is gone and a recompute would start from the changed one; make the change outside the "
-            "region, or replace the tensor instead of changing it"
+            "no copy of its old value exists and a recompute would start from the changed value; make the change "
+            "outside the region, or replace the tensor instead of changing it"
         )
 
     def title(self, name: Name) -> str:
@@ -428,8 +428,8 @@ class Snapshot:
             elif old is not new and not is_moved(new, reference):
                 what = described(self.captures.describe(position, key), tensor.dtype, tensor.shape)
                 error = CorrectnessError(
-                    f"{what} has other memory than in the forward: its .data was assigned in between, which no "
-                    f"version counter shows. {_REMEDY}"
+                    f"{what} has other memory than in the forward: its .data was assigned since, which its version "
+                    f"counter does not show. {_REMEDY}"
                 )
             else:
                 continue
@@ -438,19 +438,19 @@ class Snapshot:
 
 
 _IN_A_TUPLE = (
-    "the region changed a tensor in place that it has in a tuple. A recompute would start from the changed one, since "
-    "no old value can be put into a tuple; keep the tensor in a list, or register it as a buffer"
+    "the region changed a tensor in place that it has in a tuple. A recompute would start from the changed value, as "
+    "it cannot write the old tensor into a tuple; keep the tensor in a list, or register it as a buffer"
 )
 _REMEDY = (
-    "The checkpointed region would be recomputed with other numbers. Call backward before changing it (an optimizer "
-    "step does)"
+    "The checkpointed region would be recomputed with other numbers. Call backward before anything changes the tensor; "
+    "an optimizer step does"
 )
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> None:
     raise CorrectnessError(
-        f"an optimizer, {type(optimizer).__name__}, steps inside of the region, and a recompute can neither repeat "
-        "that nor put back its states; take the step outside of the region, or leave checkpoint() out for it"
+        f"an optimizer, {type(optimizer).__name__}, steps inside of the region, and a recompute would repeat the step; "
+        "take the step outside of the region, or do not checkpoint this region"
     )
 
 

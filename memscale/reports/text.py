@@ -22,7 +22,7 @@ _CAUSES |= {"stream": "another stream"} | {kind: f"{kind.removesuffix('s')}s" fo
 
 
 def profile_text(profile: Profile) -> str:
-    """What ``str(profile)`` is."""
+    """Returns the text of ``str(profile)``."""
     lines = [
         f"peak {format_bytes(profile.peak_bytes)} {profile.moment}",
         *(f"  {fact}" for fact in facts(profile)),
@@ -68,7 +68,7 @@ def _waits(profile: Profile, step_seconds: float) -> list[str]:
 
 
 def diff_text(diff: ProfileDiff) -> str:
-    """What ``str(diff)`` is."""
+    """Returns the text of ``str(diff)``."""
     before, after = diff.before, diff.after
     peaks = f"peak {format_bytes(before.peak_bytes)} -> {format_bytes(after.peak_bytes)}"
     change = f"{signed(diff.peak_bytes)}, {_ratio(before.peak_bytes, after.peak_bytes)}"
