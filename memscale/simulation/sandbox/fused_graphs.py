@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from memscale.simulation.kernels.shapes import Kind, kind_of, tensors_in
+from memscale.simulation.rules import reductions
 from memscale.simulation.rules.registry import rule_of
 
 _LIBRARY = torch.library.Library("memscale", "FRAGMENT")
@@ -125,7 +126,7 @@ def _kind(node: Node) -> str:
         return "library"
     if (kind_of(op) is Kind.RUN or op._opname == "_unsafe_view") and node.all_input_nodes:
         return "view"
-    if torch.Tag.reduction in op.tags or op._opname == "cat":
+    if str(op) in reductions.RULES or op._opname == "cat":  # older PyTorchs have no tag for reductions
         return "made"
     by_place = torch.Tag.pointwise in op.tags or op.namespace == "prims" or rule_of(op).by_place
     return "place" if by_place else "library"
