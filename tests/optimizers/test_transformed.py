@@ -398,10 +398,11 @@ def test_dropping_it_leaves_nothing_on_the_parameters(how):
     assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters()), hooks
 
 
-@every_transform
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("hardware", [None, "h100"])
-def test_a_profile_changes_nothing_that_training_goes_on_with(how, steps, hardware):
+@pytest.mark.parametrize(
+    ("title", "steps", "hardware"), pairwise(itertools.product(TRANSFORMS, [0, 2], [None, "h100"]))
+)
+def test_a_profile_changes_nothing_that_training_goes_on_with(title, steps, hardware):
+    how = TRANSFORMS[title]
     (plain, expected), (model, optimizer) = twins(ADAMW, how, steps=steps)
     before = numbers(model, optimizer)
     ms.profile(model, batch(0), optimizer=optimizer, loss=lambda y, _: y.square().sum(), hardware=hardware)

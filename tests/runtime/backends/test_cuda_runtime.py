@@ -6,7 +6,6 @@ import os
 import platform
 import random
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from memscale.runtime.engine.engine import Engine
 from memscale.runtime.storage.budget import HostBudget
 from memscale.runtime.storage.copy_pool import CopyFuture
 from memscale.runtime.storage.disk import DiskTierFull, FileIO
+from tests.support import processes
 from tests.support.checking.checked_engine import CheckedEngine
 from tests.support.checking.hazards import Checked
 from tests.support.fake_cuda import FakeCupy
@@ -526,9 +526,7 @@ refusals()
 
 @pytest.mark.skipif(not CUPY_HAS_A_WHEEL, reason="there is no CuPy wheel for this platform")
 def test_the_real_cupy_without_a_device_is_refused_quietly():
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "error", "-c", WITHOUT_A_DEVICE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = processes.run(WITHOUT_A_DEVICE, stops_at_warnings=True, CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stderr) == (0, "")  # a stream's destructor would have printed there, or the exit
     imported, *refused = done.stdout.splitlines()
     assert imported == "False"
