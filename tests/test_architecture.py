@@ -228,7 +228,7 @@ def test_who_catches_any_error_raises_another_or_says_whose_it_is():
 # are named as what they are of.
 SHARED_NAMES = {
     "Ahead", "Argument", "Block", "Call", "Comparison", "MemScaleCallback", "Moment", "Replay", "Result", "Rows", "Run",
-    "Seen", "Shown", "State", "Subject",
+    "State", "Subject",
 }  # fmt: skip
 
 

@@ -81,10 +81,9 @@ memscale.runtime.storage: PAGE_BYTES page_aligned_memory
 memscale.server: backup invite migrate run
 memscale.server.migrations:
 memscale.server.templatetags:
-memscale.simulation: Attribution Given Holding Ledger Loop MemoryProfiler NeedsValues OUTSIDE Parallel ParallelKind
-  Phase Profile ProfileDiff Schedule SimulatedStep Station Strand Target TrainingStep as_hardware check_plan
-  differences few_collections hardware_for pack_weights profile_of queues_of record record_in_a_row reserved_bytes
-  spliced
+memscale.simulation: Attribution Holding Ledger Loop MemoryProfiler NeedsValues OUTSIDE Parallel ParallelKind
+  Phase Profile ProfileDiff Schedule SimulatedStep Station Target TrainingStep as_hardware check_plan
+  differences few_collections hardware_for pack_weights profile_of queues_of record record_in_a_row
 memscale.simulation.allocator:
 memscale.simulation.dispatch:
 memscale.simulation.kernels:

@@ -32,7 +32,7 @@ from memscale.planning.parts.parts import parts_of
 from memscale.planning.search.search import Search
 from memscale.planning.trials.trials import TrialSteps
 from memscale.policy import TECHNIQUES, StrategyContext
-from memscale.simulation import Attribution, Ledger
+from memscale.simulation import Attribution
 
 CARDS = (
     "v100-16",
@@ -82,8 +82,8 @@ def cards_of(family: str, seed: int, count: int) -> list[str]:
 class Counted:
     """Stands for simulated trials, and counts them."""
 
-    def __init__(self, base: Attribution, ledger: Ledger) -> None:
-        self.base, self.ledger, self.count = base, ledger, 0
+    def __init__(self, base: Attribution) -> None:
+        self.base, self.count = base, 0
 
     def __call__(self, rules: Any, away: frozenset[str]) -> Counted:
         self.count += 1
@@ -98,7 +98,7 @@ def trial_steps(search: Search, among: frozenset[str]) -> int:
     menu = dataclasses.replace(search.menu, techniques=search.menu.techniques & among)
     parts = parts_of(search._model, search.plain, tiles=menu.tiles)
     menus = [*(menu.for_part(part, search.plain) for part in parts), menu.for_outside(search._model, parts)]
-    stub = Counted(search.plain.attribution([part.path for part in parts]), search.plain.ledger)
+    stub = Counted(search.plain.attribution([part.path for part in parts]))
     TrialSteps(stub.base, parts, menus, stub).run({}, search.patience)
     return stub.count
 
@@ -106,12 +106,12 @@ def trial_steps(search: Search, among: frozenset[str]) -> int:
 def labels(given: Subject, seed: int, card: str) -> dict[str, Any]:
     """The line of one configuration on one card."""
     begun = time.process_time()
-    engine = engine_of(given, card)
+    engine = engine_of(given, card, ALLOWED)
     identity_seconds = time.process_time() - begun
     (search,) = engine.searches
     searches = [search] if search.uncut is None else [search, search.uncut]
     simulated, begun = engine.simulations, time.process_time()
-    choosers = [(each, each._chooser()) for each in searches if each.costs]
+    choosers = [(each, each._chooser) for each in searches if each.costs]
     trial_seconds = time.process_time() - begun
     trials = engine.simulations - simulated
     taken, plain = engine.plain.taken_bytes, engine.plain.step_seconds
@@ -125,8 +125,8 @@ def labels(given: Subject, seed: int, card: str) -> dict[str, Any]:
             among = engine._techniques(config_of(names))
             # More techniques are never slower: what the solver finds among fewer of them counts, too.
             chosen = [each for fewer, each in found.items() if each and set(fewer.split("+")) <= set(names.split("+"))]
-            for each, chooser in choosers:
-                if (choice := chooser.fastest(limit, each.menu.with_own(among))) is not None:
+            for _, chooser in choosers:
+                if (choice := chooser.fastest(limit, among)) is not None:
                     seconds, held = chooser.seconds(choice.assignment), chooser.held_bytes(choice.assignment)
                     chosen.append((round(seconds / plain, 5), round(held / taken, 4)))
             found[names] = min(chosen, default=None)

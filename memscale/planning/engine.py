@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -25,7 +24,7 @@ from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.globs import with_globs
 from memscale.planning.plan_cache import Answer, PlanCache, Proofs
 from memscale.planning.refusal import Refusal
-from memscale.planning.search.found import Found, Proven
+from memscale.planning.search.found import Found, fastest_of, smallest_of
 from memscale.planning.search.search import Search, leaves_margin
 from memscale.planning.speeds import dtypes_of, link_rates, timed
 from memscale.planning.step_simulator import OutOfTime, Progress, StepSimulator, limited, reason
@@ -150,10 +149,8 @@ class DecisionEngine:
         self.made_for = step.parallel or Parallel.of_distributed(step.model)
         # FSDP2 and DDP have the parameters themselves.
         self.streams = streams and self.made_for is None
-        self._searches: list[Search] | None = None
-        self._tries: frozenset[str] | None = None
+        self._searches: dict[tuple[frozenset[str], Way | None], list[Search]] = {}
         self._ways: list[Way] | None = None
-        self._stepping: dict[Way, list[Search]] = {}
         self.stepping = dict.fromkeys(self.config.eligible() & {"quantize_states"}) | checked(stepping)
         asked = hardware_for(step.model, hardware)
         self.steps = StepSimulator(step, Target.of(timed(asked, dtypes_of(self.model))), progress)
@@ -164,7 +161,6 @@ class DecisionEngine:
         self._nominal = self.hardware != asked
         self.plain = self.plain_step.profile()
         self._plan_cache: PlanCache[DecisionEngine] = PlanCache()
-        self._made: list[Search] = []  # also by its copies
 
     def plan(self, budget: Budget, *, tells: bool = True, seconds: float | None = None) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`, as in `memscale.plan`.
@@ -194,10 +190,11 @@ class DecisionEngine:
             KeyboardInterrupt: none fits, and that is what ended the search.
         """
         limit = self._budget_bytes(budget)
-        own, usable = self._techniques(self.config), self._usable(self.config)
+        among, usable = self._techniques(self.config), self._usable(self.config)
         shown = [
             each
-            for search in self._made
+            for searches in self._searches.values()
+            for search in searches
             for each in search.shown
             if Candidate(tuple((rule.pattern, rule.transform) for rule in each.plan)).techniques <= usable
         ]
@@ -205,14 +202,14 @@ class DecisionEngine:
             if isinstance(end, KeyboardInterrupt):
                 raise end
             least = min(self.ways, key=least_held, default=None)
-            shown += [search.least(own) for search in (self.searches if least is None else self._searches_of(least))]
+            shown += [search.least() for search in self._searches_among(among, least)]
         fitting = [each for each in shown if each.taken_bytes <= limit]
         if not fitting:
             smallest = min(shown, key=lambda each: each.taken_bytes)
             raise self._refusal().error(smallest, limit, tells=True, stopped=str(end))
         best = min(fitting, key=lambda each: (not leaves_margin(each.taken_bytes, limit), each.preference))
         bound = min(self._floor_seconds(), best.seconds)
-        plan = self._proven_plan(Found(best, bound, best.menu.with_own(own)), limit)
+        plan = self._proven_plan(Found(best, bound, len(shown)), limit)
         evidence = dataclasses.replace(plan.evidence, notes=(f"{reason(end)}: {_SO_FAR}", *plan.evidence.notes))
         return ProvenPlan(plan, evidence, plan.decision)
 
@@ -240,11 +237,11 @@ class DecisionEngine:
                 found, decision = (engine._fastest(limit), None) if asked is None else engine._by_policy(limit, asked)
             widest = engine.config if asked is None else everything(engine.config)
             smallest = engine._smallest(widest, floor if floor > limit else 0) if found is None else None
-            if smallest is not None and smallest.taken_bytes <= limit:
-                found = engine._fastest(limit, widest)  # the smallest is among those that it knows of now
+            if smallest is not None and smallest.proven.taken_bytes <= limit:
+                found = smallest
             if found is None:
                 assert smallest is not None, "it was looked for"
-                return Answer(fault=engine._refusal().error(smallest, limit, tells=tells))
+                return Answer(fault=engine._refusal().error(smallest.proven, limit, tells=tells))
             return Answer((engine._proven_plan(found, limit, decision, tells_room=tells),))
 
         request = f"plan {limit}" if asked is None else f"plan {limit} {asked.to_json()}"
@@ -258,7 +255,7 @@ class DecisionEngine:
             return self._unchanged(limit)
 
         def find(engine: DecisionEngine) -> Answer:
-            found = engine._fastest(limit) or engine._smallest_found()
+            found = engine._fastest(limit) or engine._smallest()
             return Answer((engine._proven_plan(found, limit),))
 
         return self._plan_cache.answer(self, f"nearest {limit}", find).plan()
@@ -267,7 +264,7 @@ class DecisionEngine:
         """The plan whose step takes the least."""
 
         def find(engine: DecisionEngine) -> Answer:
-            found = engine._smallest_found()
+            found = engine._smallest()
             return Answer((engine._proven_plan(found, found.proven.taken_bytes),))
 
         return self._plan_cache.answer(self, "smallest", find).plan()
@@ -279,7 +276,7 @@ class DecisionEngine:
         most = self.plain.taken_bytes
 
         def find(engine: DecisionEngine) -> Answer:
-            least = min(most, engine._smallest().taken_bytes)
+            least = min(most, engine._smallest().proven.taken_bytes)
             found = []
             for at in range(points - 1):
                 limit = least + (most - least) * at // (points - 1)
@@ -320,29 +317,36 @@ class DecisionEngine:
 
     @property
     def searches(self) -> list[Search]:
-        """Among the exact transforms; and, where the config allows it, among them in a model that is cast.
+        """Among the exact transforms that the config allows; and, where it allows that, among them in a model that is
+        cast."""
+        return self._searches_among(self._techniques(self.config))
 
-        All that are exact are on the menu, also those that the config does not allow: see `Search`. With a policy in
-        front those that it did not choose are not, which is what it is there to save.
-        """
-        if self._searches is None:
-            link = self._link
-            moves = set() if link is None else {"offload", "stream"} if self.streams else {"offload"}
-            exact = frozenset({"checkpoint", "tile"} | moves)
-            tried = exact if self._tries is None else exact & self._tries
-            menu = Menu.of(tried, narrow_dtype(self.hardware), self.step.batch)
-            found = [self._search_among(menu, plain=self.plain_step)]
-            if "cast" in self.config.eligible():
-                casting = dataclasses.replace(menu, casts=True)
-                always = (("", cast(compute=menu.dtype)),)
-                found.append(self._search_among(casting, always=always))
-            self._searches = found  # whole, whenever the search was stopped
-        return self._searches
+    def _searches_among(self, among: frozenset[str], way: Way | None = None) -> list[Search]:
+        """The searches among these techniques, in a step that goes a way."""
+        if (among, way) not in self._searches:
+            if way is None:
+                menu = Menu.of(among, narrow_dtype(self.hardware), self.step.batch)
+                found = [self._search(menu, plain=self.plain_step)]
+                if "cast" in self.config.eligible():
+                    always = (("", cast(compute=menu.dtype)),)
+                    found.append(self._search(dataclasses.replace(menu, casts=True), always=always))
+            else:
+                found = [
+                    self._search(
+                        each.menu,
+                        always=(*each.always, *way.rules),
+                        plain=None if each.always else way.plain,
+                        trials=each.trials if way.keeps_trials else None,
+                    )
+                    for each in self._searches_among(among)
+                ]
+            self._searches[among, way] = found  # whole, whenever the search was stopped
+        return self._searches[among, way]
 
-    def _search_among(
+    def _search(
         self, menu: Menu, *, always: Rules = (), plain: SimulatedStep | None = None, trials: Trials | None = None
     ) -> Search:
-        search = Search(
+        return Search(
             self.model,
             self.steps.simulate,
             menu,
@@ -352,8 +356,6 @@ class DecisionEngine:
             trials=trials,
             loop_share=self._loop_share,
         )
-        self._made.append(search)
-        return search
 
     @property
     def ways(self) -> list[Way]:
@@ -362,20 +364,6 @@ class DecisionEngine:
             found = hows(self.step.optimizer, self.stepping, moves=self._link is not None)
             self._ways = ways(found, self.plain_step, self.steps.simulate)
         return self._ways
-
-    def _searches_of(self, way: Way) -> list[Search]:
-        """The searches, in a step that goes that way."""
-        if way not in self._stepping:
-            self._stepping[way] = [
-                self._search_among(
-                    each.menu,
-                    always=(*each.always, *way.rules),
-                    plain=None if each.always else way.plain,
-                    trials=each.trials if way.keeps_trials else None,
-                )
-                for each in self.searches
-            ]
-        return self._stepping[way]
 
     def _check_link(self) -> None:
         asked = self.config.enable_offloading and not self.config.given.isdisjoint(
@@ -409,18 +397,14 @@ class DecisionEngine:
     def _fastest(self, limit: int, config: Config | None = None) -> Found | None:
         """The fastest plan for `limit` bytes, of what a config allows; by default the engine's own."""
         among = self._techniques(config or self.config)
-        found = [best for search in self.searches if (best := search.fastest(limit, among)) is not None]
+        found = [best for search in self._searches_among(among) if (best := search.fastest(limit)) is not None]
         for way in self.ways:
             seconds = way.plain.profile().step_seconds or 0.0
             # No transform of the model makes a step faster than its way to step is without any.
             if "cast" in self.config.eligible() or all(seconds < each.proven.seconds for each in found):
-                found += [
-                    best for search in self._searches_of(way) if (best := search.fastest(limit, among)) is not None
-                ]
-        if not found:
-            return None
-        best = min(found, key=lambda each: each.proven.preference)
-        return dataclasses.replace(best, bound_seconds=min(each.bound_seconds for each in found))
+                searches = self._searches_among(among, way)
+                found += [best for search in searches if (best := search.fastest(limit)) is not None]
+        return fastest_of(found)
 
     # -- with a policy in front ----------------------------------------------------------------------------------------
 
@@ -443,22 +427,12 @@ class DecisionEngine:
         best: Found | None = None
         for widened, config in widenings(asked, context, self.config):
             decision = dataclasses.replace(asked, widened=widened, config=config)
-            found = self._trying(config)._fastest(limit, config)
+            found = self._fastest(limit, config)
             if found is not None and (best is None or found.proven.seconds < best.proven.seconds):
                 best = found
             if found is not None and (widened == "rules" or found.proven.seconds <= _NEAR * self._floor_seconds()):
                 break
         return best, decision
-
-    def _trying(self, config: Config) -> DecisionEngine:
-        """This engine, or one that tries nothing that the config has not: trials take most of a planner's time."""
-        among = self._techniques(config)
-        if among == self._techniques(everything(self.config)):
-            return self
-        assert self.ways is not None, "found once for both"
-        few = copy.copy(self)
-        few._tries, few._searches, few._stepping = among, None, {}
-        return few
 
     def _floor_seconds(self) -> float:
         """No plan is faster, whatever is eligible: transforms that are exact only add to a step."""
@@ -476,24 +450,16 @@ class DecisionEngine:
         steps = [self.plain_step, *(way.plain for way in self.ways)]
         return min(held_by_phase(step.profile()).get("optimizer", 0) for step in steps)
 
-    def _smallest(self, config: Config | None = None, floor_bytes: int = 0) -> Proven:
+    def _smallest(self, config: Config | None = None, floor_bytes: int = 0) -> Found:
         # What keeps the least for the whole step, whatever the model does.
-        least = min(self.ways, key=least_held, default=None)
-        searches = [*self.searches, *(() if least is None else self._searches_of(least))]
-        among = self._techniques(config or self.config)
-        found: Proven = min(
-            (search.smallest(among, floor_bytes) for search in searches), key=lambda each: each.taken_bytes
-        )
-        return found
-
-    def _smallest_found(self) -> Found:
-        smallest = self._smallest()
-        return Found(smallest, smallest.seconds, smallest.menu.with_own(self._techniques(self.config)))
+        least, among = min(self.ways, key=least_held, default=None), self._techniques(config or self.config)
+        searches = [each for way in dict.fromkeys((None, least)) for each in self._searches_among(among, way)]
+        return smallest_of([search.smallest(floor_bytes) for search in searches])
 
     # -- what is said of them ------------------------------------------------------------------------------------------
 
     def _refusal(self) -> Refusal:
-        return Refusal(self.steps, self.config, self.searches[0], self._techniques)
+        return Refusal(self.steps, self.config, lambda config: self._searches_among(self._techniques(config))[0])
 
     def _budget_bytes(self, budget: Budget) -> int:
         return budget_bytes(budget, self.hardware.usable_bytes)
@@ -502,7 +468,7 @@ class DecisionEngine:
         taken = self.plain.taken_bytes
         takes, budget = format_unlike(taken, limit)
         trace = (f"smart skip: the step as it is takes {takes} of {budget}",)
-        evidence = self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {})
+        evidence = self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {}, simulations=1)
         return ProvenPlan(Plan(), evidence, decision or self._as_given(limit))
 
     def _proven_plan(
@@ -511,7 +477,16 @@ class DecisionEngine:
         found, bound = best.proven, best.bound_seconds
         trace = trace_of(best, limit, self.plain, self._link)
         room = room_of_loop(self.steps, found) if tells_room else ""
-        evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(best), rejected_of(best), room)
+        evidence = self._evidence(
+            limit,
+            found.profile,
+            bound,
+            trace,
+            decisions_of(best),
+            rejected_of(best),
+            simulations=best.simulations + 1,
+            room=room,
+        )
         if found.costs.streams(found.assignment) and not found.plan.of_optimizers():
             lighter = lighter_update(self.plain, limit, self.step.optimizer)
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))
@@ -528,6 +503,8 @@ class DecisionEngine:
         trace: tuple[str, ...],
         decisions: tuple[Decision, ...],
         rejected: Mapping[str, str],
+        *,
+        simulations: int,
         room: str = "",
     ) -> Evidence:
         nominal = (
@@ -540,7 +517,7 @@ class DecisionEngine:
             if leaves_margin(profile.taken_bytes, limit)
             else ["it leaves less than 0.1 % of the budget, and a simulation may be off by as much"]
         )
-        sought = dict.fromkeys(note for search in self._searches or () for note in search.notes)
+        sought = dict.fromkeys(note for search in self.searches for note in search.notes)
         return Evidence(
             budget_bytes=limit,
             hardware=self.hardware,
@@ -552,7 +529,7 @@ class DecisionEngine:
             decisions=decisions,
             rejected=rejected,
             notes=(*profile.notes, *nominal, *tight, *sought),
-            simulations=self.simulations if decisions else 1,
+            simulations=simulations,
             parallel=self.made_for,
         )
 

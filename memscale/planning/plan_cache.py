@@ -104,44 +104,28 @@ Asked = TypeVar("Asked", bound=Answering)
 class PlanCache(Generic[Asked]):
     """The answers of one engine, from disk where an engine like it has been asked the same before.
 
-    What an engine finds depends on what it was asked before, by what it has simulated then. So an answer is kept under
-    all requests up to its own, and before the first that is not known the engine catches up with those that were.
-
     It does not hold its engine, which would be a cycle around the caller's model.
     """
 
     def __init__(self) -> None:
         self._disk = DiskCache("plans")
         self._about: Mapping[str, str] | None = None
-        self._asked: list[str] = []
-        self._is_partial = False
-        self._owed: list[Callable[[Asked], Answer]] = []
 
     @few_collections()  # also between its simulations: a tenth of planning for a Llama 8B
     def answer(self, engine: Asked, request: str, find: Callable[[Asked], Answer]) -> Answer:
         """The answer of `engine` to `request`; `find` finds it where it is not known."""
-        if self._disk.folder is None or self._is_partial:
+        if self._disk.folder is None:
             return find(engine)
         try:
             self._about = self._about or engine.about()
         except Exception as error:  # a class of the caller's does not let itself be looked at
             _log.debug("this plan is not kept: %s", error)
             return find(engine)
-        self._asked.append(request)
-        name = hashlib.sha256(json.dumps([self._about, self._asked], sort_keys=True).encode()).hexdigest()
+        name = hashlib.sha256(json.dumps([self._about, request], sort_keys=True).encode()).hexdigest()
         known = _read(self._disk.read(name))
         if known is not None and (proven := engine.proofs().again(known)) is not None:
-            self._owed.append(find)
             return proven
-        for each in self._owed:
-            each(engine)
-        self._owed.clear()
-        try:
-            found = find(engine)
-        except BaseException:
-            # It has simulated some of what the request takes, which no other engine will have.
-            self._is_partial = True
-            raise
+        found = find(engine)
         self._disk.write(name, _as_data(found))
         return found
 

@@ -24,18 +24,16 @@ class Refusal:
     Args:
         steps: simulates them.
         config: what was allowed.
-        search: among the exact transforms.
-        techniques_of: what a plan may do to the model exactly under another config.
+        search_of: among the exact transforms that a config allows.
     """
 
     def __init__(
         self,
         steps: StepSimulator,
         config: Config,
-        search: Search,
-        techniques_of: Callable[[Config], frozenset[str]],
+        search_of: Callable[[Config], Search],
     ) -> None:
-        self.steps, self.config, self.search, self.techniques_of = steps, config, search, techniques_of
+        self.steps, self.config, self.search_of = steps, config, search_of
 
     def error(self, smallest: Proven, limit: int, *, tells: bool, stopped: str = "") -> BudgetError:
         """The error, with what would help if it `tells` that, for which steps are simulated: few if `stopped`."""
@@ -76,14 +74,14 @@ class Refusal:
 
     def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
         """Fields of the config that may lower the smallest peak, and what to."""
-        own = self.techniques_of(self.config)
+        own = self.search_of(self.config)
         for field in ("enable_checkpointing", "enable_offloading", "enable_tiling"):
-            more = self.techniques_of(dataclasses.replace(self.config, **{field: True}))  # type: ignore[arg-type]
-            if more != own:
-                yield field, self.search.smallest(more).taken_bytes
+            more = self.search_of(dataclasses.replace(self.config, **{field: True}))  # type: ignore[arg-type]
+            if more is not own:
+                yield field, more.smallest().proven.taken_bytes
         if not self.config.use_mixed_precision:
             # The smallest choice in a model that is cast: its own smallest may be smaller still.
-            costs, menu = smallest.costs, self.search.menu
+            costs, menu = smallest.costs, own.menu
             chosen = zip(costs.candidates, smallest.assignment, [*(part.path for part in costs.parts), ""], strict=True)
             rules = [rule for each, at, path in chosen for rule in menu.cast_within(each[at]).at(path)]
             try:

@@ -17,12 +17,11 @@ The journey of `profile(model, batch)`, in the order in which to read:
    tensor over it dies, in the `ledger`: births and deaths as data.
 6. `analysis`: turns the ledger into peaks, by category and module, with the sizes that the device's allocator gives
    (`allocator/` replays CUDA's).
-   `simulated_step` keeps the same books for whoever plans: `attribution` takes them apart by modules and stations, and
-   `splicing` puts a step together of the parts of others.
+   `simulated_step` keeps the same books for whoever plans: `attribution` takes them apart by modules and
+   stations.
 7. `results`: the `Profile`, frozen data; `reports` prints and draws it.
 """
 
-from memscale.simulation.analysis import reserved_bytes
 from memscale.simulation.attribution import OUTSIDE, Attribution, Station
 from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.ledger import Ledger, Phase
@@ -34,15 +33,12 @@ from memscale.simulation.results import Holding, Profile, ProfileDiff, differenc
 from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.schedule.schedule import Schedule, queues_of
 from memscale.simulation.simulated_step import SimulatedStep
-from memscale.simulation.splicing import Given, spliced
 from memscale.simulation.step import Loop, TrainingStep
-from memscale.simulation.strands import Strand
 from memscale.simulation.target import Target, as_hardware, hardware_for
 
 __all__ = [
     "OUTSIDE",
     "Attribution",
-    "Given",
     "Holding",
     "Ledger",
     "Loop",
@@ -56,7 +52,6 @@ __all__ = [
     "Schedule",
     "SimulatedStep",
     "Station",
-    "Strand",
     "Target",
     "TrainingStep",
     "as_hardware",
@@ -69,6 +64,4 @@ __all__ = [
     "queues_of",
     "record",
     "record_in_a_row",
-    "reserved_bytes",
-    "spliced",
 ]

@@ -97,13 +97,6 @@ def analyse(
     )
 
 
-def reserved_bytes(ledger: Ledger, hardware: Hardware) -> int:
-    """What the caching allocator of a CUDA device reserves at its most over these steps."""
-    reserved = _allocated(ledger, hardware, None)[1]
-    assert reserved is not None, "only that of CUDA reserves"
-    return reserved
-
-
 def _settings() -> AllocatorSettings:
     """The allocator's settings in this environment, which a process that trains would inherit."""
     return AllocatorSettings.from_env(next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), ""))

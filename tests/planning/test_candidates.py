@@ -12,12 +12,14 @@ from memscale.planning.parts.rows import cuts_of_row
 from tests.planning.test_plan import CPU
 from tests.support.models import TransformerBlock
 
+ROUNDS = ms.Config(mode="aggressive")  # rows may be cut
+
 
 def test_batches_of_four_rows_are_cut_into_one_row_each_where_nothing_else_fits():
     """Pieces of two rows were the smallest: of four rows there was no plan with less than half a batch at once."""
     model = nn.Sequential(*[TransformerBlock(16, dropout=0.0) for _ in range(2)])
     batch = torch.ones(4, 8, 16)
-    search = DecisionEngine(model, batch, loss=lambda y, _: y.square().mean(), hardware=CPU).searches[0]
+    search = DecisionEngine(model, batch, loss=lambda y, _: y.square().mean(), hardware=CPU, config=ROUNDS).searches[0]
     part = search.parts[0]
     single = (("", ms.tile(chunks=4)),)
     assert single not in [each.rules for each in search.menu.for_part(part, search.plain)]
@@ -44,7 +46,7 @@ def test_what_runs_at_each_round_of_a_loop_is_not_cut():
     """Of two cells in 24 rounds the smallest plan took 28 s and not 5: pieces are many operators to simulate."""
     cut = []
     for rounds in (2, 9):
-        step = {"loss": lambda y, _: y.square().mean(), "hardware": CPU}
+        step = {"loss": lambda y, _: y.square().mean(), "hardware": CPU, "config": ROUNDS}
         search = DecisionEngine(_Loop(rounds), torch.ones(16, 16), **step).searches[0]
         menu = search.menu.for_part(search.parts[0], search.plain)
         cut.append(any("tile" in candidate.techniques for candidate in menu))
@@ -90,7 +92,7 @@ def _flat():
 def test_what_its_own_code_makes_is_a_part_and_so_is_what_recurs(make, paths):
     """A flat MLP had no part at all, and no plan; of a block that recurs only its attention could be recomputed."""
     model, batch = make(), torch.ones(64, 8, 16)
-    search = DecisionEngine(model, batch, loss=lambda y, _: y.square().mean(), hardware=CPU).searches[0]
+    search = DecisionEngine(model, batch, loss=lambda y, _: y.square().mean(), hardware=CPU, config=ROUNDS).searches[0]
     assert [part.path for part in search.parts] == paths
     rules = [each.rules for each in search.menu.for_part(search.parts[0], search.plain)]
     assert {(("", ms.checkpoint()),), (("", ms.tile(chunks=4)),)} <= set(rules)

@@ -30,7 +30,7 @@ KERNELS = dataclasses.replace(CPU, flops_per_second={"float32": 1e12}, bandwidth
 def _searched(model, batch, loss=lambda output, _: output.square().mean(), hardware=CPU):
     optimizer = torch.optim.AdamW(model.parameters())
     step = {"optimizer": optimizer, "loss": loss, "hardware": hardware, "keeps_output": False}
-    return DecisionEngine(model, batch, **step).searches[0]
+    return DecisionEngine(model, batch, config=ms.Config(mode="aggressive"), **step).searches[0]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,7 @@ def test_without_an_optimizer_gradients_count_to_their_parts_too():
     body = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
     model, batch = nn.Sequential(*body, nn.Linear(32, 2048)), torch.ones(256, 32)
     step = {"loss": lambda y, _: nn.functional.cross_entropy(y, labels), "hardware": CPU}
+    step["config"] = ms.Config(mode="aggressive")
     held = [
         DecisionEngine(model, batch, optimizer=optimizer, **step).searches[0].costs.effects
         for optimizer in (None, torch.optim.SGD(model.parameters()))

@@ -113,7 +113,7 @@ def test_the_smallest_plan_cuts_the_model_as_a_whole(row):
     assert "" in {rule.pattern for rule in plan}
     assert "(the model)" in plan.explain()
     search = row.searches[0]
-    alone = search._small_ones([frozenset({"checkpoint", "tile"})])
+    alone = search._small_ones(frozenset({"checkpoint", "tile"}))
     assert plan.evidence.planned.taken_bytes < 0.9 * min(each.taken_bytes for each in alone.values())
     batch = torch.randn(4096, 16)
     gradients = []

@@ -48,7 +48,7 @@ def test_without_tiles_the_module_is_recomputed_as_a_whole():
     config = ms.Config(mode="conservative")
     engine = ms.DecisionEngine(model, words, loss=_loss, config=config, hardware="cpu")
     engine.smallest()
-    costs = engine.searches[0].uncut.costs
+    costs = engine.searches[0].costs
     assert "checkpoint()" in map(str, costs.candidates[costs.paths.index("head")])
 
 

@@ -30,7 +30,7 @@ def decisions_of(best: Found) -> tuple[Decision, ...]:
         kept = sum(int(each.held_bytes[turn]) for each in inside)
         seconds = sum(each.seconds for each in inside)
         # The fastest of the others, as if it alone were changed.
-        others = [at for at, each in enumerate(menu) if at != number and each.techniques <= best.among]
+        others = [at for at in range(len(menu)) if at != number]
         others.sort(key=lambda each: effects[each].seconds)
         faster = [each for each in others if effects[each].seconds < now.seconds]
         runner_up = faster[-1] if faster else others[0] if others else None
@@ -55,9 +55,8 @@ def decisions_of(best: Found) -> tuple[Decision, ...]:
 
 
 def rejected_of(best: Found) -> dict[str, str]:
-    """The candidates that could not be, of those that were allowed, with the reasons."""
-    rejected = best.proven.costs.rejected.items()
-    return {str(each): reason for each, reason in rejected if each.techniques <= best.among}
+    """The candidates that could not be, with the reasons."""
+    return {str(each): reason for each, reason in best.proven.costs.rejected.items()}
 
 
 def _rule(techniques: frozenset[str]) -> str:
@@ -83,7 +82,7 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
     found = best.proven
     costs = found.costs
     taken, as_it_is_bytes = found.taken_bytes, plain.taken_bytes
-    candidates = [each for menu in costs.candidates for each in menu if each.techniques <= best.among]
+    candidates = [each for menu in costs.candidates for each in menu]
     techniques = {name for each in candidates for name in each.techniques}
     groups = f", {len(costs.groups)} groups of these" if costs.groups else ""
     takes, budget = format_unlike(as_it_is_bytes, limit)

@@ -122,10 +122,6 @@ class Menu:
         leaves = batches.tensors([*batch.values()] if isinstance(batch, Mapping) else batch)
         return cls(frozenset(techniques), dtype, next((leaf.shape[0] for leaf in leaves if leaf.dim()), 1))
 
-    def with_own(self, among: frozenset[str]) -> frozenset[str]:
-        """These techniques, with what the candidates have anyway."""
-        return among | {"cast"} if self.casts else among
-
     def for_part(self, part: Part, step: SimulatedStep) -> tuple[Candidate, ...]:
         """The candidates for `part`, simplest first, `AS_IT_IS` before all."""
         found = self._for_part(part, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,9 +76,23 @@ class Found:
         proven: the plan.
         bound_seconds: no choice that fits the budget is faster, as far as the costs add up, corrected by the steps that
             were simulated.
-        among: the techniques that it could be made of.
+        simulations: the steps that were simulated to find it, but for the step as it is.
     """
 
     proven: Proven
     bound_seconds: float
-    among: frozenset[str]
+    simulations: int
+
+
+def fastest_of(found: Sequence[Found]) -> Found | None:
+    """The fastest of what several searches found for one budget, None if they found nothing."""
+    best = min((each.proven for each in found), key=lambda each: each.preference, default=None)
+    if best is None:
+        return None
+    return Found(best, min(each.bound_seconds for each in found), sum(each.simulations for each in found))
+
+
+def smallest_of(found: Sequence[Found]) -> Found:
+    """The smallest of what several searches found."""
+    best = min((each.proven for each in found), key=lambda each: (each.taken_bytes, each.seconds))
+    return Found(best, best.seconds, sum(each.simulations for each in found))

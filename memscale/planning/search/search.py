@@ -1,39 +1,69 @@
-"""The search among the candidates of one step: choose by what they cost, simulate the choice, correct the costs."""
+"""The search for the fastest plan of a step within a budget.
+
+NOTE
+1. Each part of the model has candidates, and simulated trials give the bytes and the seconds of each (`Costs`).
+2. The solver chooses the fastest candidates whose bytes add up to a limit (`Chooser.fastest`). The limits are those of
+   one grid, `_STEP` apart, which is the same for every budget.
+3. The whole step of a choice is simulated. Its bytes differ from their sum by a few percent, and the limit moves by as
+   much, at most `_ROUNDS` times for each set of techniques. The fastest simulated step within the budget is the answer.
+
+A choice depends on the limit alone, and a limit is taken at the grid's coarsest point in the range that may be right.
+So searches for two budgets mostly simulate the same steps until a step fits the larger budget alone; from there the
+larger budget looks among faster choices only, and the smaller one among slower choices. That keeps more budget from
+being slower where whole segments are reserved, and the bytes of a step go up and down from limit to limit. It is no
+proof: the range depends on the budget.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from torch import nn
 
 from memscale.algebra import Plan
+from memscale.core import template
 from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.groups import groups_of
 from memscale.planning.parts.parts import Part, parts_of
-from memscale.planning.search.alike import moving_alike
-from memscale.planning.search.foreseen import foresee
-from memscale.planning.search.found import Found, Proven
-from memscale.planning.search.halving import halve
-from memscale.planning.search.ladder import FASTER, Ladder, Seen
-from memscale.planning.search.shrinking import reaches, shrink
-from memscale.planning.solving.solver import Chooser, LinkRates
+from memscale.planning.search.found import Found, Proven, fastest_of, smallest_of
+from memscale.planning.solving.solver import Choice, Chooser, LinkRates
 from memscale.planning.trials.costs import GROUPED, Assignment, Costs, measured_costs
-from memscale.planning.trials.estimates import Estimates
 from memscale.planning.trials.groups import shown_bytes, with_groups
 from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Trials
-from memscale.simulation import Ledger, SimulatedStep
+from memscale.simulation import SimulatedStep
 
-# Choices that are simulated for a budget: what moves interacts more, and takes more of them.
-_ROUNDS, _ROUNDS_WITH_MOVES = 6, 8
-# Of the step as it is, what the allocator is thought to keep beside what is allocated, at most.
-_KEPT = 0.1
 # Of the budget, for what a simulation may be off: 0.09 % at worst on models that it was never shown.
 _MARGIN = 1e-3
+# Simulated steps for one budget and one set of techniques.
+_ROUNDS, _CORRECTIONS = 5, 2
+# Between a limit of the grid and the next; and how far below the limit that is aimed at a point of the grid may be, by
+# whether an allocator reserves segments, whose bytes go up and down from limit to limit.
+_STEP, _RANGE = 2e-3, {False: 0.0, True: 0.02}
+# A step that uses this share of the budget is the answer, unless the rest is worth the other share of its time.
+_USED, _WORTH = 0.99, 0.01
+# A choice that is faster by less than this share is not simulated: the solver is as far from the best. Nor among other
+# techniques what is faster by less than the other share.
+_FASTER, _OTHERS = 1e-3, 5e-3
+# Of the budget: what is thought to hold more does take more, by whether something moves.
+_HARDLY = {False: 1.05, True: 1.25}
+# A smallest step that takes no more than this share of what was expected is the smallest; so often a faster choice that
+# takes as little is looked for.
+_LEAST, _LOOKS = 1.005, 3
+# Of the step as it is, what the allocator is thought to keep beside what is allocated, at most.
+_KEPT = 0.1
+# A step of very many operators (a model that loops over time in Python) takes minutes to simulate: of such few choices
+# are tried, counted in operators, since a limit in seconds would make the plan depend on the machine.
+_MOST_OPERATORS, _FEWEST = 500_000, 2
+
+#: Simulates the step with these rules, with its update or without; of the model without the parts at these paths.
+Simulate = Callable[[Rules, bool, frozenset[str]], SimulatedStep]
+_WHOLE: frozenset[str] = frozenset()
 
 
 def leaves_margin(taken_bytes: int, budget_bytes: int) -> bool:
@@ -41,34 +71,10 @@ def leaves_margin(taken_bytes: int, budget_bytes: int) -> bool:
     return taken_bytes <= int(budget_bytes * (1 - _MARGIN))
 
 
-# Small plans are looked for among the first so many sets of techniques.
-_SMALL = 2
-# A step of very many operators (a model that loops over time in Python) takes minutes to simulate: of such few choices
-# are tried, counted in operators, since a limit in seconds would make the plan depend on the machine.
-_MOST_OPERATORS, _FEWEST = 500_000, 2
-# Where a step takes a second or more to simulate, what one set of techniques has shown says where to look among others.
-_MANY_OPERATORS = 2_000
-
-# Of the budget: where all steps of a set of techniques took more, small plans of it are not looked for.
-_SURELY = 1.02
-# What is estimated to reserve more than so much of the budget, by whether something moves, and a segment does not fit.
-# Of what steps of GPT-2 take estimates were 1.025 at most, of a ResNet of 190 MiB that segment more (1.12), and
-# 1.19 where a ViT offloads.
-_OFF, _SEGMENT_BYTES = {False: 1.02, True: 1.2}, 20 << 20
-# Of the budget: what moves and is thought to hold more does take more. Of four blocks that a T4 offloads 1.3 was
-# thought, since one that is tried beside others frees less than all of them together, and the step took 0.98.
-_HARDLY = 1.35
-
-#: Simulates the step with these rules, with its update or without; of the model without the parts at these paths.
-Simulate = Callable[[Rules, bool, frozenset[str]], SimulatedStep]
-_WHOLE: frozenset[str] = frozenset()
-
-
 class Search:
-    """The candidates on a menu, on top of rules that every step has.
+    """The search among the candidates on a menu, on top of rules that every step has.
 
-    What candidates cost is found with all that are on the menu, whichever of them may be chosen: a choice among few
-    techniques is then looked for, with the same costs, wherever more are allowed.
+    Its answers depend on its arguments and the budget, not on what it was asked before.
 
     Args:
         model: to plan.
@@ -113,8 +119,11 @@ class Search:
             )
         self._link, self._loop_share = link, loop_share
         self._proofs: dict[Assignment, Proven] = {}
-        self._ladders: dict[frozenset[str], Ladder] = {}
+        self._choices: dict[tuple[frozenset[str], int], Choice | None] = {}
+        self._trial_steps = 0
         self._small: dict[tuple[frozenset[str], int], dict[Assignment, Proven]] = {}
+
+    # -- what is chosen among ------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -133,29 +142,21 @@ class Search:
         menus.append(self.menu.for_outside(self._model, self.parts))
 
         def simulate(rules: Rules, away: frozenset[str]) -> SimulatedStep:
+            self._trial_steps += 1
             return self._simulate(self._with(rules), False, away)
 
         def menu_of(group: Part) -> tuple[Candidate, ...]:
-            return self.menu.for_group(group, [part.path for part in self._inside(group)], self.plain)
+            inside = [self.parts[row].path for row in group.members if row < len(self.parts)]
+            return self.menu.for_group(group, inside, self.plain)
 
-        most, trials = self.patience, self._trials
+        # Trials of a search that was stopped on the way are made again: with others beside them they show other costs.
+        most, trials, self._trial_steps = self.patience, dict(self._trials), 0
         found = measured_costs(self.plain, self.parts, menus, simulate, trials, most=most, loop_share=self._loop_share)
-        if most < _ROUNDS:
-            return found
-        groups = groups_of(self._model, self.plain, self.parts)
-        return with_groups(found, self.plain, groups, menu_of, simulate, trials, most=most)
-
-    def _inside(self, group: Part) -> list[Part]:
-        return [self.parts[row] for row in group.members if row < len(self.parts)]
-
-    @functools.cached_property
-    def estimates(self) -> Estimates:
-        """Of what an allocator reserves for a choice."""
-
-        def whole(assignment: Assignment) -> Ledger:
-            return self._whole(assignment).ledger
-
-        return Estimates(self.costs, self.trials, self.plain.clock.hardware, whole)
+        if most >= _ROUNDS:
+            groups = groups_of(self._model, self.plain, self.parts)
+            found = with_groups(found, self.plain, groups, menu_of, simulate, trials, most=most)
+        self._trials = trials
+        return found
 
     @property
     def trials(self) -> Trials:
@@ -169,69 +170,15 @@ class Search:
         inner = [each for name in ("uncut", "finer") if (each := vars(self).get(name)) is not None]
         return [*self._proofs.values(), *(proven for each in inner for proven in each.shown)]
 
-    def least(self, among: frozenset[str]) -> Proven:
-        """The choice of these techniques that is thought to take the least, without those that move more than it must:
-        one simulation, where `smallest` takes many.
-        """
-        if self.uncut is not None and "tile" not in among:
-            return self.uncut.least(among)
-        subset = self._subsets(self.menu.with_own(among))[0]
-        return self.prove(self._ladder(subset).least.assignment)
-
-    def fastest(self, budget_bytes: int, among: frozenset[str], below_seconds: float = np.inf) -> Found | None:
-        """The fastest plan of these techniques whose step takes at most `budget_bytes`, None if none was found; if
-        there is another one that takes `below_seconds`, none that is not faster is looked for.
-        """
-        if self.uncut is not None and "tile" not in among:
-            return self.uncut.fastest(budget_bytes, among, below_seconds)
-        among = self.menu.with_own(among)
-        safe_bytes = int(budget_bytes * (1 - _MARGIN))
-        # Steps for other budgets have no say here: a budget has the same plan, whatever was asked before.
-        tried = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
-        passed: dict[Assignment, int] = {}  # what was not simulated, since it is estimated to take so much more
-        bounds = []
-        seen: dict[frozenset[str], Seen] = {}  # by what moves
-        for subset in self._subsets(among):
-            known = seen.setdefault(subset & MOVES, Seen()) if self._is_large else None
-            bounds += self._descend(subset, safe_bytes, tried, passed, below_seconds, known)
-        if below_seconds == np.inf:
-            tried |= self._small_ones(self._ask_small(among, safe_bytes, tried, passed))
-        for alike in self._moving_alike(among):
-            best = self._best(tried, safe_bytes)
-            below = below_seconds if best is None else min(below_seconds, best.seconds)
-            is_fast = self._ladder(among).seconds(alike) < below * (1 - FASTER)
-            if is_fast and not self._is_too_large(alike, safe_bytes):
-                tried[alike] = self.prove(alike)
-        found: list[Found] = []
-        # Where nothing leaves the margin, what fits without it is better than nothing.
-        for most in (safe_bytes, budget_bytes):
-            if not found and (best := self._best(tried, most)):
-                # A step that is faster than its costs add up to shows what they are worth as a bound.
-                found.append(Found(best, min([best.seconds, *bounds]), among))
-        if not found and below_seconds == np.inf and "tile" in among and self.finer is not None:
-            found += filter(None, [self.finer.fastest(budget_bytes, among)])
-        if self._asks_uncut and self.uncut is not None:
-            below = min([below_seconds, *(each.proven.seconds for each in found)])
-            found += filter(None, [self.uncut.fastest(budget_bytes, among - {"tile"}, below)])
-        if not found:
-            return None
-        best = min((each.proven for each in found), key=lambda each: each.preference)
-        return Found(best, min(each.bound_seconds for each in found), among)
-
     @functools.cached_property
     def uncut(self) -> Search | None:
         """The search among what does not cut rows, if that takes the model apart in another way: where a loss head may
         be cut, what is around it is no part.
         """
-        if not self.menu.tiles or [part.path for part in self.parts] == [
-            part.path for part in parts_of(self._model, self.plain)
-        ]:
+        own, others = ([part.path for part in each] for each in (self.parts, parts_of(self._model, self.plain)))
+        if not self.menu.tiles or self.patience < _ROUNDS or own == others:
             return None
         return self._other(dataclasses.replace(self.menu, techniques=self.menu.techniques - {"tile"}), None)
-
-    @property
-    def _asks_uncut(self) -> bool:
-        return self.patience >= _ROUNDS and self.uncut is not None
 
     @functools.cached_property
     def finer(self) -> Search | None:
@@ -256,178 +203,77 @@ class Search:
             loop_share=self._loop_share,
         )
 
-    def _subsets(self, among: frozenset[str]) -> list[frozenset[str]]:
-        """The sets of techniques to choose among, one after the other.
-
-        What many techniques do together is not always what was thought of them, and the choices among more may prove
-        to be slower than those among fewer. With these beside them more techniques do not make a plan slower.
+    @functools.cached_property
+    def _sets(self) -> list[frozenset[str]]:
+        """The sets of techniques to choose among, one after the other: those that move nothing, all, and all without
+        groups. What many do together is not always what their costs add up to, and moves add up least.
         """
-        there = among & frozenset(
-            each for menu in self.costs.candidates for candidate in menu for each in candidate.techniques
-        )
-        # Activations move before parameters do: both have one name in a config.
-        names = sorted(there - {"stream", "cast"})
-        sets = {
-            frozenset(chosen) | (there & {"stream", "cast"} if "offload" in chosen else there & {"cast"})
-            for size in range(1, len(names) + 1)
-            for chosen in itertools.combinations(names, size)
-        }
-        if self.menu.fine or (self._asks_uncut and "tile" in there):  # another search is asked about the others
-            sets = {each for each in sets if "tile" in each}
-        # First without what moves, of which more is known before it is tried.
-        widest = there - MOVES
-        found = sorted(sets, key=lambda each: (each != widest, -len(each), sorted(each))) or [there]
-        if self.costs.groups:  # so it is with what is done to groups
-            found = [each for at, few in enumerate(found) for each in (few | GROUPED, few)[: 1 + (at < _SMALL)]]
-        return found if self.patience >= _ROUNDS else found[:2]
+        there = frozenset(each for menu in self.costs.candidates for candidate in menu for each in candidate.techniques)
+        grouped = GROUPED if self.costs.groups else frozenset()
+        sets = dict.fromkeys([(there | grouped) - MOVES, there | grouped, there])
+        return list(sets)[: 2 if self.patience < _ROUNDS else None]
 
-    def _small_subsets(self, among: frozenset[str]) -> list[frozenset[str]]:
-        """Those of which small plans are looked for."""
-        return self._subsets(among)[: 2 * _SMALL if self.costs.groups else _SMALL]
+    # -- answers -------------------------------------------------------------------------------------------------------
 
-    def _best(self, tried: Mapping[Assignment, Proven], most_bytes: int) -> Proven | None:
-        fitting = [each for each in tried.values() if each.taken_bytes <= most_bytes]
-        return min(fitting, key=lambda each: each.preference, default=None)
-
-    def _descend(
-        self,
-        among: frozenset[str],
-        safe_bytes: int,
-        tried: dict[Assignment, Proven],
-        passed: dict[Assignment, int],
-        below: float,
-        seen: Seen | None,
-    ) -> list[float]:
-        """Simulate choices among these techniques for a budget.
-
-        What those of other techniques took has no say in where to look, only in whether it is worth a simulation.
-
-        Args:
-            among: the techniques.
-            safe_bytes: what a step may take.
-            tried: the choices for this budget; those of here are added.
-            passed: those that were not simulated, with what they are estimated to take; those of here are added.
-            below: the time of a step that is known besides; what is not thought to be faster is not simulated.
-            seen: as in `Ladder.look`, of techniques that move the same.
-
-        Returns:
-            The time that no choice is below, as far as is thought; nothing if none was found to fit.
+    def fastest(self, budget_bytes: int, below_seconds: float = np.inf) -> Found | None:
+        """The fastest plan whose step takes at most `budget_bytes`, None if none was found; if there is another one
+        that takes `below_seconds`, none that is not faster is looked for.
         """
-        fitting = self._best(tried, safe_bytes)
-        below = below if fitting is None else min(below, fitting.seconds)
-        rounds = min(self.patience, _ROUNDS_WITH_MOVES if among & MOVES else _ROUNDS)
+        safe_bytes = int(budget_bytes * (1 - _MARGIN))
+        tried = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
+        bounds = []
 
-        def prove(assignment: Assignment) -> Proven:
-            tried[assignment] = self.prove(assignment)
-            return tried[assignment]
+        def may_be_faster(assignment: Assignment) -> bool:
+            moves = any(self.costs.techniques(row, number) & MOVES for row, number in enumerate(assignment))
+            if self._chooser.held_bytes(assignment) > _HARDLY[moves] * safe_bytes:
+                return False
+            best = _best(tried.values(), safe_bytes)
+            below = below_seconds if best is None else min(below_seconds, best.seconds)
+            return self._chooser.seconds(assignment) < (1 - _FASTER) * below
 
-        if self._reserves and self._is_large:
-            estimate = self.estimates.reserved_bytes
-            return foresee(self._ladder(among), estimate, prove, safe_bytes, below, rounds, seen or Seen())
-        if self._reserves:
+        for among in self._sets:
+            bounds += self._descend(among, safe_bytes, tried, below_seconds)
+        for among in self._sets:
+            if may_be_faster(self._least(among).assignment):
+                tried |= self._small_ones(among)
+        for alike in self._alike:
+            if may_be_faster(alike):
+                tried[alike] = self.prove(alike)
+        self._correct(safe_bytes, tried, below_seconds)
+        found: list[Found] = []
+        # Where nothing leaves the margin, what fits without it is better than nothing.
+        for most in (safe_bytes, budget_bytes):
+            if not found and (best := _best(tried.values(), most)):
+                # A step that is faster than its costs add up to shows what they are worth as a bound.
+                found.append(Found(best, min([best.seconds, *bounds]), self._trial_steps + len(tried)))
+        if not found and below_seconds == np.inf and self.finer is not None:
+            found += filter(None, [self.finer.fastest(budget_bytes)])
+        if self.uncut is not None:
+            below = min([below_seconds, *(each.proven.seconds for each in found)])
+            found += filter(None, [self.uncut.fastest(budget_bytes, below)])
+        return fastest_of(found)
 
-            def is_too_large(assignment: Assignment) -> bool:
-                if self._is_too_large(assignment, safe_bytes):
-                    passed[assignment] = self.estimates.reserved_bytes(assignment)
-                return assignment in passed
-
-            return halve(self._ladder(among), prove, is_too_large, safe_bytes, below, rounds)
-        return self._ladder(among).look(prove, safe_bytes, below, rounds, seen)
-
-    def _is_too_large(self, assignment: Assignment, safe_bytes: int) -> bool:
-        """Whether its step is estimated to take so much more that it need not be simulated."""
-        if not self._reserves or self.costs.streams(assignment):  # to estimate a first one that streams is a simulation
-            return False
-        moves = any(self.costs.techniques(row, number) & MOVES for row, number in enumerate(assignment))
-        return self.estimates.reserved_bytes(assignment) > _OFF[moves] * safe_bytes + _SEGMENT_BYTES
-
-    @property
-    def _is_large(self) -> bool:
-        return self.plain.last_operators >= _MANY_OPERATORS
-
-    @property
-    def _reserves(self) -> bool:
-        """Whether the device's allocator reserves memory in segments."""
-        return self.prove(self.costs.as_it_is).profile.reserved_peak_bytes is not None
-
-    def _ladder(self, among: frozenset[str]) -> Ladder:
-        if among not in self._ladders:
-            most_bytes = self.prove(self.costs.as_it_is).taken_bytes
-            self._ladders[among] = Ladder(self._chooser(), most_bytes, among)
-        return self._ladders[among]
-
-    def _chooser(self) -> Chooser:
-        """One that knows of the step as it is."""
-        chooser, as_it_is = Chooser(self.costs, self._link), self.prove(self.costs.as_it_is)
-        # What an allocator keeps beside the largest tensors says little of steps that do without them.
-        as_it_is.correct(chooser, int(_KEPT * as_it_is.taken_bytes))
-        return chooser
-
-    def smallest(self, among: frozenset[str], floor_bytes: int = 0) -> Proven:
-        """The plan of these techniques with the least peak; one that holds `floor_bytes`, which all do, is it.
+    def smallest(self, floor_bytes: int = 0) -> Found:
+        """The plan with the least peak; one that holds `floor_bytes`, which all do, is it.
 
         What an allocator keeps beside that differs by a few percent from plan to plan, and is not what is looked for
         where the floor is told.
         """
-        if self.uncut is not None and "tile" not in among:
-            return self.uncut.smallest(among, floor_bytes)
-        among = self.menu.with_own(among)
-        found = list(self._small_ones(self._small_subsets(among), floor_bytes).values())
-        if "tile" in among and not reaches(found, floor_bytes) and self.finer is not None:
-            found.append(self.finer.smallest(among, floor_bytes))
-        if not reaches(found, floor_bytes) and self._asks_uncut and self.uncut is not None:
-            found.append(self.uncut.smallest(among - {"tile"}, floor_bytes))
-        return min(found, key=lambda each: (each.taken_bytes, each.seconds))
+        tried: dict[Assignment, Proven] = {}
+        for among in self._sets:
+            tried |= {} if _reaches(tried.values(), floor_bytes) else self._small_ones(among, floor_bytes)
+        best = min(tried.values(), key=lambda each: (each.taken_bytes, each.seconds))
+        found = [Found(best, best.seconds, self._trial_steps + len(tried))]
+        for other in ("finer", "uncut"):
+            if not _reaches([each.proven for each in found], floor_bytes) and (search := getattr(self, other)):
+                found.append(search.smallest(floor_bytes))
+        return smallest_of(found)
 
-    def _ask_small(
-        self,
-        among: frozenset[str],
-        safe_bytes: int,
-        tried: Mapping[Assignment, Proven],
-        passed: Mapping[Assignment, int],
-    ) -> list[frozenset[str]]:
-        """Of which techniques small plans may be faster than the best for a budget: as a smaller one would be given, or
-        since all that is on their ladder is thought to take more, so that nothing of it was simulated."""
-        small, best = self._small_subsets(among), self._best(tried, safe_bytes)
-
-        def may_be_faster(subset: frozenset[str], best: Proven) -> bool:
-            ladder = self._ladder(subset)
-            least = ladder.least.assignment
-            if best.seconds * (1 - FASTER) <= ladder.seconds(least):
-                return False
-            if ladder.last <= ladder.rung(safe_bytes):
-                most = (_HARDLY if subset & MOVES else _SURELY) * safe_bytes
-                return ladder.rung(most) <= ladder.last and not self._is_too_large(least, safe_bytes)
-            if subset not in small:
-                return False
-            taken = {**passed, **{assignment: proven.taken_bytes for assignment, proven in tried.items()}}
-            shown = [
-                taken_bytes
-                for assignment, taken_bytes in taken.items()
-                if all(self.costs.techniques(row, number) <= subset for row, number in enumerate(assignment))
-            ]
-            return min(shown) <= _SURELY * safe_bytes or len(shown) <= _ROUNDS
-
-        return small if best is None else [each for each in self._subsets(among) if may_be_faster(each, best)]
-
-    def _small_ones(self, subsets: Iterable[frozenset[str]], floor_bytes: int = 0) -> dict[Assignment, Proven]:
-        """Small plans of each of these sets of techniques, the smallest among them."""
-        smallest: dict[Assignment, Proven] = {}
-        for subset in subsets:
-            if (subset, floor_bytes) not in self._small:
-                found = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
-                shrink(self._chooser(), self.prove, found, subset, floor_bytes, patience=min(self.patience, _ROUNDS))
-                if not reaches(found.values(), floor_bytes):
-                    found |= {alike: self.prove(alike) for alike in self._moving_alike(subset)}
-                self._small[subset, floor_bytes] = found
-            smallest |= self._small[subset, floor_bytes]
-        return smallest
-
-    def _moving_alike(self, among: frozenset[str]) -> list[Assignment]:
-        # Only the solver counts what the host has room for.
-        if self._is_large or not self._reserves or self._link is None or self._link.cap_bytes is not None:
-            return []
-        return moving_alike(self.costs, among)
+    def least(self) -> Proven:
+        """The choice that is thought to take the least, without those that move more than it must: one simulation,
+        where `smallest` takes many.
+        """
+        return self.prove(self._least(self._sets[0]).assignment)
 
     def prove(self, assignment: Assignment) -> Proven:
         """The step under an assignment, simulated."""
@@ -448,6 +294,182 @@ class Search:
             )
         return self._proofs[assignment]
 
+    # -- how they are found --------------------------------------------------------------------------------------------
+
+    def _descend(
+        self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], below: float
+    ) -> list[float]:
+        """Simulate choices among these techniques for a budget, and add them to `tried`.
+
+        Args:
+            among: the techniques.
+            safe_bytes: what a step may take.
+            tried: the steps for this budget.
+            below: the time of a step that is known besides; what is not thought to be faster is not simulated.
+
+        Returns:
+            The time that no choice is below, as far as is thought; nothing if none was found to fit.
+        """
+        chooser, bound = self._chooser, list[float]()
+        rounds, late = min(self.patience, _ROUNDS), math.inf
+        over, fits = -1, self._last(among) + 1
+        # What the step nearest to the budget holds beside what was thought, the first choice may, too.
+        near = min(tried.values(), key=lambda each: abs(each.taken_bytes - safe_bytes))
+        aim, width = safe_bytes * chooser.held_bytes(near.assignment) / near.taken_bytes, _RANGE[self._reserves]
+
+        def prove(assignment: Assignment) -> Proven:
+            nonlocal below, late
+            found = tried[assignment] = self.prove(assignment)
+            late = min(late, found.seconds - chooser.seconds(assignment))
+            if found.taken_bytes <= safe_bytes:
+                below = min(below, (1 - _FASTER) * found.seconds)
+            return found
+
+        def is_faster(assignment: Assignment) -> bool:
+            return chooser.seconds(assignment) + (0.0 if late == math.inf else late) < below
+
+        if (best := _best(tried.values(), safe_bytes)) is not None:
+            below = min(below, (1 - _OTHERS) * best.seconds)
+        while over + 1 < fits:
+            at = _coarsest(max(over, self._at(aim) - 1), min(fits, self._at(aim * (1 - width)) + 1))
+            if at is None and self._at(aim) >= fits:
+                if fits > self._last(among):
+                    at = fits - 1
+                elif over < 0 or not self._reserves:
+                    break  # what is left is thought to take more
+            at = _coarsest(over, fits) if at is None else at
+            assert at is not None, "there are limits between"
+            choice = self._choice(at, among)
+            if not is_faster(choice.assignment):
+                fits = at  # only limits above may have a faster choice
+                continue
+            if rounds == 0:
+                break
+            rounds -= 1
+            found, held = prove(choice.assignment), chooser.held_bytes(choice.assignment)
+            aim = safe_bytes * held / found.taken_bytes
+            if found.taken_bytes <= safe_bytes:
+                fits, bound = at, [choice.bound]
+                aim *= 1 + width  # the next choice may come out smaller than thought by as much
+                rest = self._choice(max(over + 1, self._at(aim)), among).assignment
+                worth = 1 - chooser.seconds(rest) / chooser.seconds(choice.assignment)
+                if worth < (_WORTH if found.taken_bytes >= _USED * safe_bytes else _FASTER):
+                    break
+                continue
+            over = max(at, self._at(held) - 1)  # down to there the choice is the same
+            form = chooser.uniform(choice.assignment, among)
+            if form not in tried and chooser.held_bytes(form) < held and is_faster(form):
+                prove(form)
+                bound = bound or [choice.bound] * (tried[form].taken_bytes <= safe_bytes)
+        return bound
+
+    def _correct(self, safe_bytes: int, tried: dict[Assignment, Proven], below: float) -> None:
+        """Simulate choices by the costs as the fastest step that fits corrects them, as long as they are faster."""
+        for _ in range(min(self.patience, _CORRECTIONS)):
+            if (best := _best(tried.values(), safe_bytes)) is None:
+                return
+            chooser = Chooser(self.costs, self._link)
+            best.correct(chooser)
+            choice = chooser.fastest(safe_bytes, self._sets[1 % len(self._sets)])
+            if choice is None or choice.assignment in tried:
+                return
+            if chooser.seconds(choice.assignment) >= (1 - _OTHERS) * min(below, best.seconds):
+                return
+            tried[choice.assignment] = self.prove(choice.assignment)
+
+    @property
+    def _reserves(self) -> bool:
+        """Whether the device's allocator reserves memory in segments."""
+        return self.prove(self.costs.as_it_is).profile.reserved_peak_bytes is not None
+
+    @functools.cached_property
+    def _chooser(self) -> Chooser:
+        """One that knows of the step as it is."""
+        return self._new_chooser()
+
+    def _new_chooser(self) -> Chooser:
+        chooser, as_it_is = Chooser(self.costs, self._link), self.prove(self.costs.as_it_is)
+        # What an allocator keeps beside the largest tensors says little of steps that do without them.
+        as_it_is.correct(chooser, int(_KEPT * as_it_is.taken_bytes))
+        return chooser
+
+    def _at(self, limit_bytes: float) -> int:
+        """The number of the first limit of the grid of no more than these bytes."""
+        most_bytes = self.prove(self.costs.as_it_is).taken_bytes
+        return max(0, math.ceil(math.log(max(1, limit_bytes) / most_bytes) / math.log(1 - _STEP) - 1e-9))
+
+    def _last(self, among: frozenset[str]) -> int:
+        """The number of the last limit that has a choice."""
+        return max(0, self._at(self._chooser.held_bytes(self._least(among).assignment)) - 1)
+
+    def _least(self, among: frozenset[str]) -> Choice:
+        if (among, -1) not in self._choices:
+            self._choices[among, -1] = self._chooser.smallest(among)
+        found = self._choices[among, -1]
+        assert found is not None
+        return found
+
+    def _choice(self, at: int, among: frozenset[str]) -> Choice:
+        """The fastest choice that is thought to hold no more than a limit."""
+        if (among, at) not in self._choices:
+            limit_bytes = self.prove(self.costs.as_it_is).taken_bytes * (1 + 1e-9) * (1 - _STEP) ** at
+            self._choices[among, at] = self._chooser.fastest(limit_bytes, among)
+        return self._choices[among, at] or self._least(among)  # the solver gave up
+
+    def _small_ones(self, among: frozenset[str], floor_bytes: int = 0) -> dict[Assignment, Proven]:
+        """Small plans of these techniques: choose what takes least and simulate, until a step is what was expected."""
+        if (among, floor_bytes) not in self._small:
+            chooser, tried = self._new_chooser(), {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
+            for _ in range(min(self.patience, _ROUNDS)):
+                if _reaches(tried.values(), floor_bytes):
+                    break
+                choice = chooser.smallest(among)
+                if choice.assignment in tried:
+                    break
+                found = tried[choice.assignment] = self.prove(choice.assignment)
+                found.correct(chooser)
+                if found.taken_bytes <= _LEAST * choice.bound:
+                    break
+            # Many choices may hold as little: of these the fastest.
+            for _ in range(min(self.patience, _LOOKS)):
+                least = min(tried.values(), key=lambda each: each.taken_bytes)
+                faster = chooser.fastest(least.taken_bytes, among)
+                if faster is None or faster.assignment in tried:
+                    break
+                found = tried[faster.assignment] = self.prove(faster.assignment)
+                found.correct(chooser)
+            if not _reaches(tried.values(), floor_bytes):
+                offloads = among - {"stream"}
+                tried |= {
+                    alike: self.prove(alike)
+                    for alike in self._alike
+                    if "offload" in (kinds := frozenset().union(*map(self.costs.techniques, range(len(alike)), alike)))
+                    and kinds <= offloads
+                }
+            self._small[among, floor_bytes] = tried
+        return self._small[among, floor_bytes]
+
+    @functools.cached_property
+    def _alike(self) -> list[Assignment]:
+        """Choices with one candidate for all blocks that have it, as one would write by hand.
+
+        What many do to the link and to an allocator is least like what one does that is tried beside others: a plan for
+        an EfficientNet took 1.36 of the time of one that offloads and checkpoints each block.
+        """
+        paths = self.costs.paths
+        rows = Counter(map(template, paths))
+        blocks = [row for row, path in enumerate(paths) if rows[template(path)] > 1]
+        kinds = dict.fromkeys(each for row in blocks for each in self.costs.candidates[row][1:])
+        if self._link is not None and self._link.cap_bytes is not None:  # only the solver counts that
+            kinds = {each: None for each in kinds if not each.techniques & MOVES}
+        return [
+            tuple(
+                menu.index(kind) if row in blocks and kind in menu else 0
+                for row, menu in enumerate(self.costs.candidates)
+            )
+            for kind in (kinds if self.patience >= _ROUNDS else ())
+        ]
+
     def _whole(self, assignment: Assignment) -> SimulatedStep:
         if assignment == self.costs.as_it_is:
             return self.plain
@@ -456,3 +478,27 @@ class Search:
     def _with(self, rules: Rules) -> Rules:
         # A later rule composes outside an earlier one.
         return (*rules, *self.always)
+
+
+def _best(found: Iterable[Proven], most_bytes: int) -> Proven | None:
+    fitting = [each for each in found if each.taken_bytes <= most_bytes]
+    return min(fitting, key=lambda each: each.preference, default=None)
+
+
+def _reaches(found: Iterable[Proven], floor_bytes: int) -> bool:
+    """Whether one of these holds no more than what every step does."""
+    return any(
+        max(each.profile.first_step_peak_bytes, each.profile.peak_bytes) <= _LEAST * floor_bytes for each in found
+    )
+
+
+def _coarsest(low: int, high: int) -> int | None:
+    """Of the numbers between two, both exclusive, the one that most powers of two divide; None without one.
+
+    >>> _coarsest(64, 100), _coarsest(70, 100), _coarsest(96, 98), _coarsest(96, 97)
+    (96, 96, 97, None)
+    """
+    found, step = None, 1
+    while (number := (low // step + 1) * step) < high and found != 0:
+        found, step = number, 2 * step
+    return found

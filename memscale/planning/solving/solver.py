@@ -92,10 +92,6 @@ class Chooser:
         )
         self._window = np.array([[effect.forward_seconds, effect.backward_seconds] for effect in flat]).T
         self._unit = max(costs.seconds(costs.as_it_is), 1e-12)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop what steps have shown."""
         self.moving_scale = 1.0
         self.beside_bytes = np.zeros((len(self.costs.effects[-1]), len(self.costs.stations)))
         self._shown: set[int] = set()
@@ -177,11 +173,6 @@ class Chooser:
             ]
         )
         return self._solve(self._seconds + ties, limit_bytes / _MIB, among)
-
-    def least_seconds(self, limit_bytes: float, among: Collection[str] | None = None) -> float:
-        """No choice that `fastest` may make takes less; infinity if there is none."""
-        program, _ = self._relaxed(self._seconds, limit_bytes / _MIB, among)
-        return np.inf if program is None else program.bound * self._unit + self.costs.fixed_seconds
 
     def smallest(self, among: Collection[str] | None = None) -> Choice:
         """The choice whose most bytes are the fewest, among techniques as in `fastest`."""

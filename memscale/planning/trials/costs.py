@@ -173,7 +173,8 @@ def measured_costs(
             trial = trials.get((None if part is None else part.alike, candidate))
             if trial is not None:
                 moves = bool(candidate.techniques & MOVES)
-                known[candidate] = _effect(base, trial.found, row, trial.row, trial.tried, moves=moves)
+                effect = _effect(base, trial.found, row, trial.row, trial.tried, moves=moves)
+                known[candidate] = effect if "tile" in candidate.techniques else _no_faster(effect, known[AS_IT_IS])
         known = {
             candidate: _with_moves(candidate, effect, known, base, row, plain.clock.hardware)
             for candidate, effect in known.items()
@@ -237,6 +238,17 @@ def _effect(
             slack[at] = found.slack_bytes[source]
     taken = np.maximum(0.0, found.seconds[donor] + base.seconds[row] - base.seconds[donor])
     return Effect(held, slack, float(taken[0]), float(taken[1]), waits_seconds=float(found.waits_seconds[donor]))
+
+
+def _no_faster(effect: Effect, as_it_is: Effect) -> Effect:
+    """The effect with no less time than without the candidate: where a device waits for its host, another candidate in
+    the same trial may take the waits.
+    """
+    return replace(
+        effect,
+        forward_seconds=max(effect.forward_seconds, as_it_is.forward_seconds),
+        backward_seconds=max(effect.backward_seconds, as_it_is.backward_seconds),
+    )
 
 
 def _beside(base: Attribution, row: int, donor: int, number: int, donated: int) -> Bytes:

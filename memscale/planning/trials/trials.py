@@ -18,7 +18,7 @@ from memscale.planning.parts.candidates import Candidate, Rules
 from memscale.planning.parts.parts import Part
 from memscale.planning.parts.short_stack import left_out
 from memscale.planning.trials.trial_rows import next_rows
-from memscale.simulation import Attribution, Ledger, SimulatedStep
+from memscale.simulation import Attribution, SimulatedStep
 from memscale.transforms import proven_rows, tile
 
 # Of a sum of the same times in another order.
@@ -35,7 +35,6 @@ class Trial:
     row: int
     found: Attribution
     tried: frozenset[int]
-    ledger: Ledger
 
 
 #: A transform that cuts rows, at a path relative to a part.
@@ -151,7 +150,7 @@ class TrialSteps:
                 self._try(half, done, rejected)
             return
         for row, key in chosen.items():
-            done[key] = Trial(row, found.attribution(self.paths), frozenset(chosen), found.ledger)
+            done[key] = Trial(row, found.attribution(self.paths), frozenset(chosen))
 
     def _found(self, rules: Rules, tried: Iterable[int]) -> SimulatedStep:
         """The step with these rules; without most blocks where only what is outside of them tries something."""

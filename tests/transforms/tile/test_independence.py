@@ -246,7 +246,10 @@ def test_a_plan_cuts_whole_blocks_only_where_rows_are_independent(coupled):
 
 def test_a_plan_cuts_nothing_that_computes_with_the_number_of_rows():
     model = nn.Sequential(*[_Block(False, numbered=True) for _ in range(4)])
-    engine = ms.DecisionEngine(model, torch.ones(16, 32, 32), loss=lambda y, _: y.square().mean(), hardware="cpu")
+    rounds = ms.Config(mode="aggressive")
+    engine = ms.DecisionEngine(
+        model, torch.ones(16, 32, 32), loss=lambda y, _: y.square().mean(), hardware="cpu", config=rounds
+    )
     candidates = {str(each) for each in engine.searches[0].costs.candidates[0]}
     assert "tile(chunks=4)" not in candidates
     assert any("checkpoint" in each for each in candidates)
