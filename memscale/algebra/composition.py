@@ -44,7 +44,7 @@ class Transform(Value):
 
     def on(self, runtime: Any) -> Transform:
         """Returns this transform bound to `runtime`, if it uses a runtime; `None` is the process's own."""
-        return On(self, runtime) if self.uses_runtime and runtime is not None else self
+        return WithRuntime(self, runtime) if self.uses_runtime and runtime is not None else self
 
     @property
     def numbers(self) -> Numbers:
@@ -84,7 +84,7 @@ class Transform(Value):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class On(Transform):
+class WithRuntime(Transform):
     """A transform bound to the runtime that it uses. Made to apply a plan; plans themselves hold no runtime."""
 
     transform: Transform

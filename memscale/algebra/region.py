@@ -135,14 +135,14 @@ class OfModule:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         module = state["_module"]
-        self._module = _nowhere if module is None else weakref.ref(module)
+        self._module = _no_module if module is None else weakref.ref(module)
 
 
 def _new(kind: type[OfModule]) -> OfModule:
     return object.__new__(kind)
 
 
-def _nowhere() -> None:
+def _no_module() -> None:
     """Replaces the weak reference to a module that was freed; returns `None`, as a dead reference does."""
 
 
@@ -298,7 +298,7 @@ class Replication(OfModule, Assembled):
         return Replication(remap(self.module))
 
 
-class State(OfModule, Assembled):
+class StateMethod(OfModule, Assembled):
     """Replaces ``__getstate__``, from which copies and pickles of a module are made: wraps the attributes of a region.
 
     `copy.copy` would otherwise share the forward, and the copy would run as the original after changes to the copy.
@@ -318,14 +318,14 @@ class State(OfModule, Assembled):
     def parts(self) -> tuple[Any, ...]:
         return (self.module,)
 
-    def reassembled(self, remap: Callable[[Any], Any]) -> State:
-        return State(remap(self.module))
+    def reassembled(self, remap: Callable[[Any], Any]) -> StateMethod:
+        return StateMethod(remap(self.module))
 
 
-class _Lent:
+class _Copy:
     """A method of a region inside a copied state. Its deep copy or pickle is a copy of the method itself."""
 
-    def __init__(self, method: Method | State) -> None:
+    def __init__(self, method: Method | StateMethod) -> None:
         self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -349,7 +349,7 @@ class _Lent:
         return (_itself, (self._method,))
 
 
-def _itself(method: Method | State) -> Method | State:
+def _itself(method: Method | StateMethod) -> Method | StateMethod:
     return method
 
 
@@ -359,7 +359,7 @@ def _state(module: nn.Module) -> Any:
     state = module.__dict__ if plain else own(module)
     if not isinstance(state, dict):
         return state
-    return {name: _Lent(value) if isinstance(value, (Method, State)) else value for name, value in state.items()}
+    return {name: _Copy(value) if isinstance(value, (Method, StateMethod)) else value for name, value in state.items()}
 
 
 class ForwardPatch(OfModule):
@@ -431,7 +431,7 @@ def attach(module: nn.Module, how: Callable[[Callable[..., Any]], Callable[..., 
 
 def _refuse_copies(module: nn.Module) -> None:
     module.__dict__["_replicate_for_data_parallel"] = Replication(module)
-    module.__dict__["__getstate__"] = State(module)
+    module.__dict__["__getstate__"] = StateMethod(module)
 
 
 def name_regions(modules: Modules, patches: Iterable[ForwardPatch] = ()) -> None:

@@ -58,7 +58,7 @@ def add(app: typer.Typer, name: str, options: type[_T], run: Callable[[_T], int]
     """
 
     def command(**given: Any) -> int:
-        return run(_made(options, given))
+        return run(_instance(options, given))
 
     # Required parameters come first, as a signature demands.
     parameters = sorted(_parameters(options), key=lambda each: each.default is not each.empty)
@@ -101,10 +101,10 @@ def _parameters(options: type) -> Iterator[inspect.Parameter]:
             yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def _made(options: type[_T], given: Mapping[str, Any]) -> _T:
+def _instance(options: type[_T], given: Mapping[str, Any]) -> _T:
     kinds, values = get_type_hints(options), {}
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
         kind = kinds[field.name]
         nested = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-        values[field.name] = _made(kind, given) if nested else given[field.name]
+        values[field.name] = _instance(kind, given) if nested else given[field.name]
     return options(**values)

@@ -53,11 +53,11 @@ def _data(batch: Any) -> str:
     return (
         "\ndef batches():\n"
         '    """Your data, in place of made-up numbers: what the model is called with."""\n'
-        f"    for _ in range(10):\n        yield {_made(batch)}\n"
+        f"    for _ in range(10):\n        yield {_random_data(batch)}\n"
     )
 
 
-def _made(value: Any) -> str:
+def _random_data(value: Any) -> str:
     """Returns Python that makes random data of the shapes of `value`."""
     if isinstance(value, torch.Tensor):
         size = ", ".join(map(str, value.shape))
@@ -67,9 +67,9 @@ def _made(value: Any) -> str:
         make = "ones" if value.dtype is torch.bool else "zeros"
         return f"torch.{make}({size}, dtype={value.dtype}, device=device)"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_made(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_random_data(each)}" for key, each in value.items()) + "}"
     if isinstance(value, (tuple, list)):
-        inner = ", ".join(map(_made, value))
+        inner = ", ".join(map(_random_data, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
     return repr(value)
 

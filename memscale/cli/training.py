@@ -152,7 +152,7 @@ class Training:
             from memscale.simulation.measured import measure, training_roles
 
             roles = training_roles(self._model, self._optimizer, batch)
-            self._trace = _without_strangers(measure(step, device=job.device, roles=roles))
+            self._trace = _without_other_models(measure(step, device=job.device, roles=roles))
         else:
             _wait_for(job.device)
             began = time.perf_counter()
@@ -214,7 +214,7 @@ class _Step:
         self.loss = loss.detach()
 
 
-def _without_strangers(trace: AllocatorTrace) -> AllocatorTrace:
+def _without_other_models(trace: AllocatorTrace) -> AllocatorTrace:
     """Removes from the trace the memory of other models on CUDA: allocations from before the step without a role."""
     others = trace.timeline.live_bytes["other"]
     others_bytes = int(others[0])

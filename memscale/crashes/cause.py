@@ -39,7 +39,7 @@ _PLACES = (
 )
 _STATES = ("_init_group", "__setstate__", "load_state_dict")
 # A run that needed more than this multiple of the simulated peak ran another step, since predictions are within 3 %.
-_SURELY = 1.05
+_CONTRADICTION_RATIO = 1.05
 _BACKWARD = ("torch/_tensor.py", "autograd/__init__.py", "autograd/graph.py")
 
 
@@ -114,7 +114,7 @@ def _contradictions(found: Explanation, prediction: OOMPrediction, model: nn.Mod
     """Returns a line that the failed run cannot be the simulated step, and the likely difference; ``[]`` if it can."""
     needed = found.allocated_bytes + (found.requested_bytes or 0)
     simulated = prediction.profile.peak_bytes
-    if found.requested_bytes is None or needed <= _SURELY * simulated:
+    if found.requested_bytes is None or needed <= _CONTRADICTION_RATIO * simulated:
         return []
     half = any(each.dtype in (torch.float16, torch.bfloat16) for each in model.parameters())
     weights = "float32 weights under autocast (--amp) where this model has 16 bits (--dtype), "

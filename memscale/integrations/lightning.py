@@ -59,7 +59,7 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
         super().__init__()
         self.wrapping = Wrapping(config, plan, sample_input, loop=_LOOP)
         self.log_memory = log_memory
-        self._late: weakref.ref[nn.Module] | None = None  # the module to wrap after its configure_model
+        self._unconfigured: weakref.ref[nn.Module] | None = None  # the module to wrap after its configure_model
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wraps the module, before it moves to its device, as `offload` of parameters requires."""
@@ -75,7 +75,7 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
                 self.wrapping.wrap(_trained(pl_module))
 
             pl_module.configure_model = configured
-            self._late = weakref.ref(pl_module)
+            self._unconfigured = weakref.ref(pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the keys of `Executor.as_log` at logging steps, and the plan after the first batch."""
@@ -95,9 +95,9 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
 
     def end(self) -> None:
         """Detaches the module."""
-        if self._late is not None and (module := self._late()) is not None:
+        if self._unconfigured is not None and (module := self._unconfigured()) is not None:
             module.__dict__.pop("configure_model", None)
-        self._late = None
+        self._unconfigured = None
         self.wrapping.end()
 
     def state_dict(self) -> dict[str, Any]:

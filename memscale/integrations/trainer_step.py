@@ -73,24 +73,24 @@ def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
         stack.enter_context(_recomputing(trainer))
         optimizer = stack.enter_context(_optimizer(trainer))
         collate, rows, batches, notes = _data(trainer) if reads else (trainer.data_collator, [], lambda _: [], [])
-        asked = _Asked(trainer)
+        split = _SplitLoss(trainer)
         stack.enter_context(_mixed_precision(trainer))
         if trainer.args.torch_compile:
             notes.append("not counted: what the compiler fuses or keeps; the step is simulated in eager mode")
         if trainer.args.world_size > 1:
             notes.append("not counted: the buckets of DistributedDataParallel, one more copy of the gradients")
         notes.append("not counted: evaluation, which keeps the logits of all rows until eval_accumulation_steps")
-        yield TrainerStep(model, optimizer, asked.loss, asked.called_with, collate, rows, batches, tuple(notes))
+        yield TrainerStep(model, optimizer, split.loss, split.called_with, collate, rows, batches, tuple(notes))
 
 
-class _Asked:
+class _SplitLoss:
     """Splits a Trainer's ``compute_loss`` into the arguments of the model and the loss of its output."""
 
     def __init__(self, trainer: Any) -> None:
         # Weakly, since the simulation counts all tensors that the loss refers to, and a Trainer refers to its data set.
-        self._weakly = weakref.ref(trainer)
+        self._trainer_reference = weakref.ref(trainer)
         self._inputs: Mapping[str, Any] = {}  # the last batch, including entries that only the loss uses
-        self._others: list[torch.Tensor] = []  # inputs of the step's other passes, which a Trainer moves all at once
+        self._other_inputs: list[torch.Tensor] = []  # those of the step's other passes, all moved at once
 
     def called_with(self, inputs: Any, rows: int) -> Mapping[str, Any]:
         """Returns the model's arguments for `inputs`, a batch of the data collator, in a step of `rows` rows."""
@@ -107,9 +107,9 @@ class _Asked:
                     "compute_loss of this Trainer calls its model with positional arguments; use keywords"
                 )
             called.append(kwargs)
-            raise _Called
+            raise _ModelCalled
 
-        with contextlib.suppress(_Called):
+        with contextlib.suppress(_ModelCalled):
             self._compute(inputs, forward)
         if not called:
             raise ConfigError(
@@ -118,7 +118,7 @@ class _Asked:
             )
         self._inputs = inputs
         others = max(rows - _count(inputs), 0)
-        self._others = [each.new_empty((others, *each.shape[1:])) for each in tensors(inputs) if each.dim()]
+        self._other_inputs = [each.new_empty((others, *each.shape[1:])) for each in tensors(inputs) if each.dim()]
         return called[0]
 
     def loss(self, output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -134,7 +134,7 @@ class _Asked:
         # `batch` may be a part of the inputs with fewer rows; the other entries are cut to as many.
         inputs = {name: batch[name] if name in batch else _first(value, count) for name, value in self._inputs.items()}
         loss = self._compute(inputs, forward)
-        assert len(self._others) <= len(inputs)  # refers to the tensors here, so that the simulation counts them
+        assert len(self._other_inputs) <= len(inputs)  # refers to the tensors here, so that the simulation counts them
         if calls != 1:
             raise ConfigError(
                 f"compute_loss of this {type(self._trainer).__name__} calls its model {calls} times, and only one call "
@@ -144,7 +144,7 @@ class _Asked:
 
     @property
     def _trainer(self) -> Any:
-        trainer = self._weakly()
+        trainer = self._trainer_reference()
         assert trainer is not None
         return trainer
 
@@ -162,11 +162,11 @@ class _Asked:
             patch.put_back()
 
 
-class _Called(Exception):
+class _ModelCalled(Exception):
     """Raised to leave ``compute_loss`` when it calls the model; not an error."""
 
 
-class _Mixed(OwnForward):
+class _MixedPrecisionForward(OwnForward):
     """A module's own forward in mixed precision with float32 outputs, as accelerate prepares it."""
 
     dtype = torch.bfloat16
@@ -178,7 +178,7 @@ class _Mixed(OwnForward):
         return convert_outputs_to_fp32(lambda: output)()
 
     def reassembled(self, remap: Callable[[Any], Any]) -> OwnForward:
-        other = _Mixed(remap(self.module), remap(self.patched))
+        other = _MixedPrecisionForward(remap(self.module), remap(self.patched))
         other.dtype = self.dtype
         return other
 
@@ -194,7 +194,7 @@ def _mixed_precision(trainer: Any) -> Iterator[None]:
     under = model.__dict__.get("_original_forward", model.__dict__.get("forward"))
     if getattr(under, "__func__", None) is type(model).forward:
         under = None
-    mixed = _Mixed(model, under)
+    mixed = _MixedPrecisionForward(model, under)
     mixed.dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     model.__dict__["forward"] = mixed
     try:

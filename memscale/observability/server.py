@@ -40,7 +40,7 @@ class Server:
             server.server_close()
             self._thread.join()
 
-    def forsake(self) -> None:
+    def close_inherited_socket(self) -> None:
         """Closes the socket in a forked process, since the port belongs to the parent."""
         server, self._server = self._server, None
         if server is not None:
@@ -93,14 +93,14 @@ def serve(metrics: Metrics, port: int | str) -> Server | None:
     found = Server(server, thread, f"http://{host}:{server.server_port}/metrics", metrics)
     _OPEN.add(found)
     if not _watching_forks and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forsake_all)
+        os.register_at_fork(after_in_child=_close_inherited_sockets)
         _watching_forks.append(True)
     return found
 
 
-def _forsake_all() -> None:
+def _close_inherited_sockets() -> None:
     for server in list(_OPEN):
-        server.forsake()
+        server.close_inherited_socket()
 
 
 def _parts(port: str) -> tuple[str, int]:

@@ -142,16 +142,16 @@ class Captures:
 
     __slots__ = (
         "_at",
+        "_check",
         "_flags",
         "_follows",
         "_met",
         "_modules",
-        "_picture",
         "_reruns",
         "_root",
         "_seen",
+        "_skips_modules",
         "_small",
-        "_spares_modules",
         "contents",
         "followed",
         "generators",
@@ -178,9 +178,9 @@ class Captures:
         self.generators: list[torch.Generator | HostGenerator] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.hooks: list[tuple[dict[Any, Any], Content]] = []
-        self._picture: _Picture | None = None
+        self._check: _ContentsCheck | None = None
         self._seen: set[int] = set()
-        self._spares_modules = False
+        self._skips_modules = False
         self._small: list[int] | None = None
         self._visit(fn, None)
         for table in global_hooks():
@@ -205,7 +205,7 @@ class Captures:
     def exchanged(self, other: Mapping[int, torch.Tensor]) -> Captures:
         """Returns a copy of the captures with tensors replaced; `other` maps the id of a tensor to its replacement."""
         found = copy.copy(self)
-        found._picture = found._small = None  # both refer to the tensors before the exchange
+        found._check = found._small = None  # both refer to the tensors before the exchange
         found.contents = [copy.copy(content) for content in self.contents]
         found.tensors = [(position, key, other.get(id(tensor), tensor)) for position, key, tensor in self.tensors]
         for position, key, tensor in found.tensors:
@@ -230,7 +230,7 @@ class Captures:
         Raises:
             SharedCaptures: the captures are sealed, so that other calls may hold them.
         """
-        if self._picture is not None:
+        if self._check is not None:
             raise SharedCaptures
         self._visit(thing, NOWHERE)
         self._follow()
@@ -242,7 +242,7 @@ class Captures:
 
     def seal(self) -> Captures:
         """Returns the captures, prepared for `is_current`. Must be called before any of the state can change."""
-        self._picture = _Picture(self)
+        self._check = _ContentsCheck(self)
         self._flags = self.flags()
         return self
 
@@ -263,7 +263,7 @@ class Captures:
     @property
     def is_current(self) -> bool:
         """Whether every place still has its recorded contents, so that new captures would be equal."""
-        return self._picture is not None and self._picture.is_current()
+        return self._check is not None and self._check.is_current()
 
     @property
     def may_last(self) -> bool:
@@ -325,7 +325,7 @@ class Captures:
             self._seen.add(id(thing))
             self.generators.append(HostGenerator(thing))
         elif isinstance(thing, nn.Module):
-            if not self._spares_modules:
+            if not self._skips_modules:
                 self._visit_module(thing)
         elif issubclass(kind, torch.optim.Optimizer):  # left out of `_seen`, as its states are not recorded
             self.optimizers.append(thing)
@@ -465,9 +465,9 @@ class Captures:
             thing = thing.func
         function = getattr(thing, "__func__", thing)
         if isinstance(function, types.FunctionType) and is_of_users(function):
-            before, self._spares_modules = self._spares_modules, True
+            before, self._skips_modules = self._skips_modules, True
             self._visit_names(function.__globals__, global_names(function.__code__), function.__globals__)
-            self._spares_modules = before
+            self._skips_modules = before
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         home = fn.__globals__
@@ -490,7 +490,7 @@ class Captures:
     def _visit_method(self, owner: Any, function: Any, home: dict[str, Any] | None) -> None:
         kind: Any = type(owner)
         if isinstance(owner, nn.Module):
-            if not self._spares_modules:
+            if not self._skips_modules:
                 self._visit_module(owner)
             return
         if issubclass(kind, _STATEFUL) or is_host_generator(kind):
@@ -517,7 +517,7 @@ class Captures:
             self._visit_container(attributes, home)
 
 
-class _Picture:
+class _ContentsCheck:
     """The recorded contents of captures, laid out so that `is_current` compares them in the least time."""
 
     __slots__ = ("_dicts", "_empty", "_keys", "_others", "_values")

@@ -120,12 +120,12 @@ class Environment:
         return any(moved) or (self._host is not None and randomness.differs(self._host, randomness.host_state()))
 
     @contextmanager
-    def noticing(self) -> Iterator[None]:
+    def draw_watch(self) -> Iterator[None]:
         """Runs the body, an operator that may draw random numbers, and sets `drew` if it did."""
         shared = [generator for generator, _ in (self._random or ())[: self._shared]]
-        before = randomness.standing(shared)
+        before = randomness.draw_marks(shared)
         yield
-        self.drew |= before != randomness.standing(shared)
+        self.drew |= before != randomness.draw_marks(shared)
 
     @contextmanager
     def reinstate(self) -> Iterator[None]:

@@ -98,11 +98,11 @@ def position() -> tuple[bytes, bytes] | None:
     if simulated is None:
         found = _position_of_torch()
     else:
-        found = None if (at := _place_of_seed()) is None else _looks(simulated.torch, at)
+        found = None if (at := _place_of_seed()) is None else _views(simulated.torch, at)
     return found and (found[0].raw, found[1].raw)
 
 
-def standing(generators: list[Any]) -> list[Any]:
+def draw_marks(generators: list[Any]) -> list[Any]:
     """Returns a value for each of `generators`, the CPU's first, that changes when the generator is drawn from."""
     first = position()
     states = [each.get_state() for each in (generators if first is None else generators[1:])]
@@ -114,7 +114,7 @@ def standing(generators: list[Any]) -> list[Any]:
 def _position_of_torch() -> tuple[Any, Any] | None:
     """Returns views of two fields of the CPU generator: position and first words, and the cached normal numbers."""
     at = _place_of_seed()
-    return None if at is None else _looks(torch.default_generator, at)
+    return None if at is None else _views(torch.default_generator, at)
 
 
 @functools.cache
@@ -138,7 +138,7 @@ def _place_of_seed() -> int | None:
     if ctypes.string_at(_implementation(probe) + at + _WORDS, len(words)) != words:
         return None
     for normals in ((0.0, 0.5, 0.5, 1, 0.0, 0), (0.0, 0.0, 0.0, 0, 0.5, 1)):
-        _, before = _looks(probe, at)
+        _, before = _views(probe, at)
         packed = layout.pack(seed, left, seeded, following, *rest[:624], *normals)
         ctypes.memmove(state.data_ptr(), packed, len(packed))
         then = before.raw
@@ -158,7 +158,7 @@ def _implementation(generator: torch.Generator) -> int:
     return address
 
 
-def _looks(generator: torch.Generator, at: int) -> tuple[Any, Any]:
+def _views(generator: torch.Generator, at: int) -> tuple[Any, Any]:
     start = _implementation(generator) + at
     return (ctypes.c_char * 52).from_address(start), (ctypes.c_char * 32).from_address(start + _WORDS + 624 * 4)
 

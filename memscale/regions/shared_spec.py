@@ -1,10 +1,10 @@
 """A faster argument spec for objects that one region after the other receives, such as a cache of keys and values.
 
 Walking a key-value cache of 48 layers in each of 48 blocks takes longer than launching the blocks, although only one
-layer changes between two blocks. So the result of the walk is kept per object as an *outline*, and the next call only
-compares attributes by identity. An object whose attributes are unchanged keeps its marks, which all calls share.
+layer changes between two blocks. So the result of the walk is kept as the *object spec* of an object, and the next call
+only compares attributes by identity. An object whose attributes are unchanged keeps its marks, which all calls share.
 
-An outline belongs to one thread and refers weakly to objects and tensors, so that it keeps nothing alive (see
+An object spec belongs to one thread and refers weakly to objects and tensors, so that it keeps nothing alive (see
 `argument_spec`). It covers objects with a plain `__dict__`, lists, dictionaries and tensors; for `__slots__`, tuples
 of tensors in objects, and functions, the caller falls back to `ArgumentSpec`.
 """
@@ -90,10 +90,10 @@ _NOTHING = _Held([], [], [], [], [], [])
 
 
 class _NotPlain(Exception):
-    """Raised at a value that an outline cannot represent."""
+    """Raised at a value that an object spec cannot represent."""
 
 
-class _Outline:
+class _ObjectSpec:
     """The objects, containers and tensors reached from an object, as of the last `look`."""
 
     def __init__(self, root: Any) -> None:
@@ -105,7 +105,7 @@ class _Outline:
         self._slots: dict[int, tuple[_Slot, weakref.ref[torch.Tensor]]] = {}
 
     def look(self, captures: Captures) -> dict[_Slot, torch.Tensor] | None:
-        """Updates the outline and returns the tensor of each slot; `None` if an outline cannot represent the object."""
+        """Updates the spec and returns the tensor of each slot; `None` if a spec cannot represent the object."""
         contents: list[Any] = []
         things: list[int] = []
         parts, ids = self.parts, self._ids
@@ -211,33 +211,33 @@ def _is_value(value: Any) -> bool:
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        # By the id of the object: a weak reference that removes the entry, and the outline; None: cannot be outlined.
-        self.outlines: dict[int, tuple[weakref.ref[Any], _Outline | None]] = {}
+        # By the id of the object: a weak reference that removes the entry, and the spec; None: no spec is possible.
+        self.specs: dict[int, tuple[weakref.ref[Any], _ObjectSpec | None]] = {}
 
 
 _local = _Local()
 
 
-def _look(thing: Any, captures: Captures) -> tuple[_Outline, dict[_Slot, torch.Tensor]] | None:
-    outlines, key = _local.outlines, id(thing)
-    known = outlines.pop(key, None)  # popped first, so that an interrupted look leaves no half-updated outline
-    outline, found = _Outline(thing), None
+def _look(thing: Any, captures: Captures) -> tuple[_ObjectSpec, dict[_Slot, torch.Tensor]] | None:
+    specs, key = _local.specs, id(thing)
+    known = specs.pop(key, None)  # popped first, so that an interrupted look leaves no half-updated spec
+    spec, found = _ObjectSpec(thing), None
     if known is not None and known[0]() is thing:
         if known[1] is None:
-            outlines[key] = known
+            specs[key] = known
             return None
         if (found := known[1].look(captures)) is not None:
-            outline = known[1]
+            spec = known[1]
     if found is None:
-        found = outline.look(captures)
-    outlines[key] = weakref.ref(thing, lambda _: outlines.pop(key, None)), None if found is None else outline
-    return None if found is None else (outline, found)
+        found = spec.look(captures)
+    specs[key] = weakref.ref(thing, lambda _: specs.pop(key, None)), None if found is None else spec
+    return None if found is None else (spec, found)
 
 
 def shared_spec(args: tuple[Any, ...], kwargs: dict[str, Any], captures: Captures) -> SharedSpec | None:
-    """Returns a spec of the arguments of a call; `None` if one of them is an object without an outline.
+    """Returns a spec of the arguments of a call; `None` if one of them is an object without an object spec.
 
-    Tensors, immutable values and tuples of these need no outline.
+    Tensors, immutable values and tuples of these need no spec.
     """
     values = [*args, *kwargs.values()]
     objects: dict[int, Any] = {}
@@ -254,21 +254,21 @@ def shared_spec(args: tuple[Any, ...], kwargs: dict[str, Any], captures: Capture
         if not is_plain(kind) or hasattr(kind, "__dataclass_fields__") or not captures.covers_none([id(value)]):
             return None
         objects[id(value)] = value
-    outlines: list[_Outline] = []
+    specs: list[_ObjectSpec] = []
     of_objects: dict[_Slot, torch.Tensor] = {}
     for thing in objects.values():
         if (known := _look(thing, captures)) is None:
             return None
-        outlines.append(known[0])
+        specs.append(known[0])
         of_objects.update(known[1])
     of_tensor = {id(tensor): slot for slot, tensor in of_objects.items()}
-    parts = [part for outline in outlines for part in outline.parts]
-    if len(outlines) > 1:
-        # An object reached from two arguments has a part in both outlines, and would become two objects in a rerun.
+    parts = [part for spec in specs for part in spec.parts]
+    if len(specs) > 1:
+        # An object reached from two arguments has a part in both specs, and would become two objects in a rerun.
         found = [id(thing) for part in parts if (thing := part.find()) is not None]
         if len(set(found)) < len(found) or len(of_tensor) < len(of_objects):
             return None
-    roots = {key: outline.parts[0] for key, outline in zip(objects, outlines, strict=True)}
+    roots = {key: spec.parts[0] for key, spec in zip(objects, specs, strict=True)}
     slots: dict[_Slot, torch.Tensor] = {}
 
     def slot_of(tensor: torch.Tensor) -> _Slot:
@@ -289,7 +289,7 @@ def shared_spec(args: tuple[Any, ...], kwargs: dict[str, Any], captures: Capture
     ]
     direct = len(slots)
     slots.update(of_objects)
-    held = [each for outline in outlines for each in outline.held]
+    held = [each for spec in specs for each in spec.held]
     return SharedSpec(marks, len(args), list(kwargs), slots, direct, parts, held)
 
 

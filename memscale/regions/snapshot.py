@@ -213,7 +213,7 @@ class Snapshot:
     def _watching(self) -> Iterator[None]:
         steps = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in self.captures.optimizers]
         try:
-            with Writes(self._before_write, self.environment.noticing):
+            with Writes(self._before_write, self.environment.draw_watch):
                 yield
         finally:
             for step in steps:

@@ -122,13 +122,13 @@ def test_every_call_is_remembered_as_it_was(last):
 
 def test_only_what_has_changed_is_looked_through(monkeypatch):
     cache, captures, marked = made(), Captures(torch.sin), []
-    mark = specs._Outline._marked
+    mark = specs._ObjectSpec._marked
 
     def noted(self, index, content, ids):
         marked.append(content)
         return mark(self, index, content, ids)
 
-    monkeypatch.setattr(specs._Outline, "_marked", noted)
+    monkeypatch.setattr(specs._ObjectSpec, "_marked", noted)
     shared_spec((cache,), {}, captures)
     assert len(marked) == 7
     shared_spec((cache,), {}, captures)
