@@ -80,8 +80,8 @@ class Operator:
             sends=op.namespace in _FUNCTIONAL and any(each.name == "group_name" for each in schema.arguments),
             composed=composition(op) if kernels.device_type in rule.composed_on else None,
             written=written_arguments(op),
-            order=rule.order if kernels.is_cuda else (),
-            on_host=rule.on_host if kernels.is_cuda else (),
+            order=() if kernels.card is None else rule.order,
+            on_host=() if kernels.card is None else rule.on_host,
             drawing=drawing_from(op) if torch.Tag.nondeterministic_seeded in op.tags else None,
         )
 
