@@ -293,7 +293,7 @@ def needs(part: str) -> None:
     if lacking:
         raise RuntimeUnavailable(
             f"memscale {_own_version()} cannot do this with torch {torch.__version__} ({part}): this torch has no "
-            f"{', '.join(lacking)}. Install a torch from {_spelled(OLDEST_TESTED)} to {_spelled(NEWEST_TESTED)}, or "
+            f"{', '.join(lacking)}. Install a torch from {_release(OLDEST_TESTED)} to {_release(NEWEST_TESTED)}, or "
             "a newer memscale-transforms"
         )
 
@@ -370,7 +370,7 @@ def _say_if_newer() -> None:
             "memscale.verify before you rely on it",
             torch.__version__,
             _own_version(),
-            _spelled(NEWEST_TESTED),
+            _release(NEWEST_TESTED),
         )
 
 
@@ -378,7 +378,7 @@ def _own_version() -> str:
     return str(sys.modules["memscale"].__dict__.get("__version__"))
 
 
-def _spelled(release: tuple[int, int]) -> str:
+def _release(release: tuple[int, int]) -> str:
     return ".".join(map(str, release))
 
 

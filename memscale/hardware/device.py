@@ -276,16 +276,16 @@ class Hardware:
         return f"{self.name} ({self.device_type}, {self.memory_bytes / _GIB:.2f} GiB{free})"
 
     def __repr__(self) -> str:
-        return f"Hardware({', '.join(f'{key}={value!r}' for key, value in self._known().items())})"
+        return f"Hardware({', '.join(f'{key}={value!r}' for key, value in self._known_fields().items())})"
 
-    def _known(self) -> dict[str, Any]:
+    def _known_fields(self) -> dict[str, Any]:
         """Returns the fields that are known. Compares by `is`, since 0 free bytes are known."""
         fields = vars(self).items()
         return {key: value for key, value in fields if value is not None and value is not False and value != {}}
 
     def to_json(self) -> str:
         """Returns the description as JSON text, with a schema version."""
-        known = self._known()
+        known = self._known_fields()
         known |= {name: dict(rates) for name, rates in known.items() if isinstance(rates, Rates)}
         return _DOCUMENT.write(known, indent=2)
 

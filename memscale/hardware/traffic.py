@@ -74,7 +74,7 @@ def traffic_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], o
     touched = list(
         {
             (id(tensor), touch): (tensor, touch)
-            for value, touch in _given(accesses, args, kwargs)
+            for value, touch in _touches(accesses, args, kwargs)
             if touch is not Touch.NOTHING
             for tensor in _tensors(value)
         }.values()
@@ -131,7 +131,7 @@ def _touch(name: str, argument: Any) -> Touch:
     return Touch.NOTHING if name.endswith("_like") or name.startswith("new_") else Touch.READ
 
 
-def _given(accesses: _Accesses, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Touch]]:
+def _touches(accesses: _Accesses, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Touch]]:
     for position, touch in accesses.positional:
         if position < len(args):
             yield args[position], touch

@@ -74,7 +74,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
 
     Source: ``jax.ad_checkpoint.print_saved_residuals``.
     """
-    known = _known(fn, args, kwargs)
+    known = _storages_before(fn, args, kwargs)
     watch = _Provenance()
     saved: list[torch.Tensor] = []
 
@@ -108,7 +108,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
     return list(residuals.values())
 
 
-def _known(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, tuple[str, str]]:
+def _storages_before(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, tuple[str, str]]:
     """Returns the storages that exist before the call: those of arguments and of captures, by key."""
     known: dict[int, tuple[str, str]] = {}
 

@@ -70,7 +70,7 @@ def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_random_states_kept())
         stack.enter_context(_training(model))
-        stack.enter_context(_recomputing(trainer))
+        stack.enter_context(_model_checkpointing(trainer))
         optimizer = stack.enter_context(_optimizer(trainer))
         collate, rows, batches, notes = _data(trainer) if reads else (trainer.data_collator, [], lambda _: [], [])
         split = _SplitLoss(trainer)
@@ -236,7 +236,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recomputing(trainer: Any) -> Iterator[None]:
+def _model_checkpointing(trainer: Any) -> Iterator[None]:
     """Turns the model's own checkpointing on for the body, as ``Trainer.train`` does."""
     args, model = trainer.args, trainer.model
     new = hasattr(args, "activation_checkpointing")  # the name of the argument since transformers 5

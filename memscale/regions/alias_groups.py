@@ -48,10 +48,10 @@ class AliasGroup:
     def take(self) -> AliasGroup:
         """Copies the present values, once, unless the group has a `problem`. Recorders do not see the copy."""
         if self._copy is None and self.problem is None:
-            self._copy = self._taken()
+            self._copy = self._clone()
         return self
 
-    def _taken(self) -> torch.Tensor:
+    def _clone(self) -> torch.Tensor:
         tensor = self.tensors[0]
         if not tensor.requires_grad:  # entering `no_grad` would double the time of copying a small buffer
             return tensor.clone()
@@ -109,7 +109,7 @@ class _Overlapping(AliasGroup):
         self._start = min(form.offset for form in self._forms)
         self.problem = _problem(tensors, self._forms)
 
-    def _taken(self) -> torch.Tensor:
+    def _clone(self) -> torch.Tensor:
         first = self.tensors[0]
         length = max(extent(tensor)[1] for tensor in self.tensors) // first.element_size() - self._start
         with torch.no_grad():

@@ -97,7 +97,7 @@ class Writes(OperatorWatch):
         return True
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        written = _written(func)
+        written = _written_arguments(func)
         if not written and takes_batch_statistics(func, args, kwargs):
             # These kernels write the running statistics without declaring it in the schema and without a new version.
             # Comparing values would miss a first batch of zeros, which leaves a running mean of zero unchanged.
@@ -141,7 +141,7 @@ def running_statistics(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Returns the position and name of each argument that an operator writes to."""
     schema = getattr(func, "_schema", None)  # higher-order operators have no schema
     if schema is None or not schema.is_mutable:

@@ -74,17 +74,17 @@ class Snapshot:
 
     __slots__ = (
         "_before",
+        "_copied_groups",
         "_everything",
         "_grads",
         "_groups",
-        "_held",
         "_in_tuples",
         "_kept",
         "_layouts",
         "_leaves",
         "_reassigned",
         "_storages",
-        "_taken",
+        "_storages_before",
         "_versions",
         "captures",
         "environment",
@@ -107,11 +107,11 @@ class Snapshot:
         self._everything = [*self.tensors, *arguments]
         self._before = versions(self._everything)
         # Kept until the region has run, so that no storage that it makes can get the address of one that it replaces.
-        self._held = storages(self._everything)
+        self._storages_before = storages(self._everything)
         self._versions = self._before[: len(self.tensors)]  # after the run: the versions at its end
         self._storages: list[weakref.ref[Any]] | None = None  # after the run: the storages at its end
         self._groups: AliasGroups | None = None
-        self._taken: list[AliasGroup] = []
+        self._copied_groups: list[AliasGroup] = []
         self._layouts: dict[Name, Any] = {}
         self._reassigned: list[AliasGroup] = []
         self._kept: list[AliasGroup] | None = None
@@ -139,9 +139,9 @@ class Snapshot:
     def _name(self, index: int) -> Name:
         return self.captures.tensors[index][:2] if index < len(self.tensors) else index - len(self.tensors)
 
-    def _named(self, wanted: Collection[int] | None = None) -> Iterator[tuple[Name, torch.Tensor, Any]]:
+    def _named_tensors(self, wanted: Collection[int] | None = None) -> Iterator[tuple[Name, torch.Tensor, Any]]:
         """Yields (name, tensor, storage) of every tensor that can be copied, in the storages with the ids `wanted`."""
-        for index, (tensor, storage) in enumerate(zip(self._everything, self._held, strict=True)):
+        for index, (tensor, storage) in enumerate(zip(self._everything, self._storages_before, strict=True)):
             if wanted is None or id(storage) in wanted:
                 name = self._name(index)
                 if isinstance(name, int) or (_is_own(tensor) and not self._is_in_tuple(name)):
@@ -153,7 +153,7 @@ class Snapshot:
 
     def _take_all(self) -> None:
         """Copies every candidate, before a first run."""
-        named = list(self._named())
+        named = list(self._named_tensors())
         self._groups = AliasGroups(named)
         for name, tensor, storage in named:
             if isinstance(name, int):
@@ -167,31 +167,31 @@ class Snapshot:
 
     def _take(self, effects: RegionEffects) -> None:
         """Copies, before a later run, the tensors that the watched run changed, their alias groups, and small state."""
-        held, count = self._held, len(self.tensors)
+        held, count = self._storages_before, len(self.tensors)
         looked_at = range(count) if effects.changed else self.captures.small
-        found = [index for index in looked_at if self._is_to_be_taken(index, effects.changed)]
+        found = [index for index in looked_at if self._needs_copy(index, effects.changed)]
         found += [index for index in range(count, len(held)) if index - count in effects.changed]
         if len({id(storage) for storage in held}) == len(held):  # no two tensors share memory
             with copying_ahead(recorded=False):
-                self._taken = [
+                self._copied_groups = [
                     AliasGroup([self._everything[index]], {self._name(index): 0}).take()
                     for index in found
                     if index >= count or _is_own(self._everything[index])
                 ]
         elif found:
             names = {self._name(index) for index in found}
-            named = list(self._named({id(held[index]) for index in found}))
+            named = list(self._named_tensors({id(held[index]) for index in found}))
             self._groups = AliasGroups(named)
             with copying_ahead(recorded=False):
                 for name, tensor, storage in named:
                     if name in names:
                         self._groups.of(storage, tensor).take()
         if effects.reassigned:
-            for name, tensor, _ in self._named():
+            for name, tensor, _ in self._named_tensors():
                 if self._lasting(name) in effects.reassigned and self._lasting(name) not in effects.changed:
                     self._layouts[name] = layout(tensor)
 
-    def _is_to_be_taken(self, index: int, changed: Collection[LastingName | int]) -> bool:
+    def _needs_copy(self, index: int, changed: Collection[LastingName | int]) -> bool:
         """Whether to copy tensor `index`: the watched run changed it, or it is small, like a running statistic.
 
         A kernel can change a running statistic in any later run without a new version.
@@ -241,7 +241,7 @@ class Snapshot:
         return [*self._copied(), *self._reassigned] if self._kept is None else self._kept
 
     def _copied(self) -> list[AliasGroup]:
-        return self._taken if self._groups is None else self._groups.copied()
+        return self._copied_groups if self._groups is None else self._groups.copied()
 
     def replaced(self) -> dict[int, torch.Tensor]:
         """Returns the old values of changed arguments without another name, by argument index."""
@@ -280,7 +280,7 @@ class Snapshot:
         # Taken after the run, since a transform inside may have moved parameters to another tier during it.
         # A weak reference suffices: PyTorch keeps the one Python object of a storage as long as the storage lives.
         self._storages = [weakref.ref(storage) for storage in held[: len(self.tensors)]]
-        self._groups, self._taken, self._held, self._everything, self._layouts = None, [], [], [], {}
+        self._groups, self._copied_groups, self._storages_before, self._everything, self._layouts = None, [], [], [], {}
         self._let_go_of_stand_ins()
         if not self.is_first:
             return None
@@ -323,10 +323,10 @@ class Snapshot:
     def find_reassigned(self, held: list[Any] | None = None) -> None:
         """Saves the old memory of the tensors whose `.data` the region assigned; `held` are the present storages."""
         found: dict[int, tuple[torch.Tensor, Any, list[Name]]] = {}
-        for index in assigned(storages(self._everything) if held is None else held, self._held):
+        for index in assigned(storages(self._everything) if held is None else held, self._storages_before):
             name, tensor = self._name(index), self._everything[index]
             if isinstance(name, int) or _is_own(tensor):
-                found.setdefault(id(tensor), (tensor, self._held[index], []))[2].append(name)
+                found.setdefault(id(tensor), (tensor, self._storages_before[index], []))[2].append(name)
         if not found:
             return
         copied = {name: group for group in self.groups() for name in group.names}
