@@ -8,7 +8,7 @@ The journey of `plan(model, batch, budget=...)`, in the order in which to read:
    be done to each part; `globs`: a choice said in few rules.
 3. `trials/`: simulates steps in which many candidates are tried; `costs`: reads off what each holds and takes.
 4. `solving/`: the fastest choice of a candidate for each part within the budget, as an integer program.
-5. `search/`: simulates the steps that choices make, found on a ladder of limits.
+5. `search/`: simulates the steps that choices make, found on a grid of limits.
 6. `evidence/`: what is returned: the plan with what was shown, as data and as text; several of them as a frontier.
 
 `known` keeps the plans of before, under what `fingerprint` says they depend on. Where nothing fits, `refusal` says what

@@ -15,7 +15,7 @@ def about_key_values(outputs: Iterable[Any]) -> tuple[str, ...]:
 
     >>> keys = torch.ones(2, 512)
     >>> about_key_values([{"logits": keys}]), about_key_values([{"past_key_values": ((keys, keys),)}])[0][:48]
-    ((), 'the output keeps 8.00 KiB of keys and values, wh')
+    ((), 'the output keeps 4.00 KiB of keys and values, wh')
     """
     nbytes = sum(_cached_bytes(output["past_key_values"]) for output in outputs if _has_cache(output))
     if not nbytes:

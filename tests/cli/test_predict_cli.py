@@ -507,7 +507,7 @@ def test_cast_computes_in_what_the_card_has_or_what_is_asked_for(folder, capsys,
     assert "float32" in plans[3]
     for wrong in ("cast:int8", "tile:fp16"):
         assert predict("--hf", "gpt2.json", "--gpu", "h100", "--plan", wrong) == 2
-        assert f"'{wrong}' is none" in capsys.readouterr().err
+        assert f"'{wrong}' is wrong" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
