@@ -103,7 +103,7 @@ def test_a_flat_model_is_planned_for_half_of_what_it_takes():
     model, batch = _Own(), torch.randn(512, 16)
     step = {"loss": lambda y, _: y.square().mean(), "hardware": CPU}
     budget = ms.profile(model, batch, **step).peak_bytes // 2
-    plan = ms.plan(model, batch, budget=budget, **step)
+    plan = ms.plan(model, batch, budget=budget, exact=False, **step)
     assert plan.evidence.planned.peak_bytes <= budget
     assert "(the model)" in plan.explain()
     assert plan.explain("").startswith("(the model): tile(")

@@ -243,12 +243,13 @@ def test_a_config_says_what_the_recommended_plan_may_use():
     assert not any("tile" in each for each in told(mode="conservative"))
 
 
-def test_recommendations_free_something_and_come_best_first(critical):
-    freed = [each.freed_bytes for each in critical.recommendations]
-    assert len(freed) >= 2
+def test_recommendations_free_something_and_come_best_first():
+    prediction = ms.OOMPredictor(Speaker(), loss=next_token, keeps_output=False, hardware=box(MIB)).predict(tokens(8))
+    freed = [each.freed_bytes for each in prediction.recommendations]
+    assert len(freed) >= 3
     assert freed == sorted(freed, reverse=True)
     assert freed[-1] > 0
-    assert all(each.freed_bytes + each.peak_bytes == critical.peak_bytes for each in critical.recommendations)
+    assert all(each.freed_bytes + each.peak_bytes == prediction.peak_bytes for each in prediction.recommendations)
 
 
 @pytest.mark.deep

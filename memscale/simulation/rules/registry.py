@@ -1,4 +1,4 @@
-"""The rules of all operators: one table, and no other has operators for keys."""
+"""The rules of all operators in one table; `tests/simulation/test_rules.py` lists the few tables beside it."""
 
 from __future__ import annotations
 
