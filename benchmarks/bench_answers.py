@@ -73,9 +73,9 @@ def ask(words: str, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     command = [sys.executable, "-m", "memscale", *shlex.split(words)]
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
-    )
+    # Nothing is kept from one question for the next.
+    environ = {**os.environ, "PYTHONPATH": path, "MEMSCALE_CACHE": ""}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environ)
     seconds = time.perf_counter() - began
     first = (done.stdout.strip() or done.stderr.strip()).split("\n")[0]
     return {"command": f"memscale {words}", "seconds": seconds, "status": done.returncode, "answer": first}
