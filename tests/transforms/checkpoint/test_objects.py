@@ -451,3 +451,17 @@ def test_a_tensor_that_the_first_call_makes_may_be_changed_in_the_next_ones():
         return bits(found)
 
     assert trained(ms.checkpoint()) == trained(ms.identity)
+
+
+def test_a_backward_of_its_own_behind_what_an_object_holds_is_refused():
+    """A recompute would add to the gradients of `w` a second time. Nothing in that backward is saved by the region."""
+
+    def region(x, held):
+        held.y.sum().backward(retain_graph=True)
+        return torch.sin(x)
+
+    w, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    out = ms.checkpoint()(region)(x, types.SimpleNamespace(y=w * 2))
+    with pytest.raises(ms.CorrectnessError, match="a backward that goes on behind its arguments"):
+        out.sum().backward()
+    assert torch.equal(w.grad, torch.full((3,), 2.0))
