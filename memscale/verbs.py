@@ -212,6 +212,7 @@ def frontier(
     keeps_output: bool = True,
     points: int = POINTS,
     stepping: Collection[str | Transform] = (),
+    seconds: float | None = None,
     progress: Progress | None = None,
     parallel: ParallelKind | None = None,
     world: int | None = None,
@@ -231,6 +232,8 @@ def frontier(
 
     Args:
         model, batch, optimizer, loss, config, exact, hardware, accumulate, keeps_output, stepping: as in `plan`.
+        seconds: the time limit of the search; after it, or after Ctrl-C, the curve of the plans that were simulated
+            until then is returned, with a note in each.
         progress: as in `plan`.
         parallel, world, shard, tensor: as in `plan`.
         points: the number of evenly spaced budgets; budgets with the same plan give one point.
@@ -254,7 +257,7 @@ def frontier(
     engine = DecisionEngine.of_step(
         step, config=allowed(config, exact=exact), hardware=hardware, stepping=stepping, progress=progress
     )
-    return engine.frontier(points)
+    return engine.frontier(points, seconds=seconds)
 
 
 def _keep(profile: Profile, path: str, step: TrainingStep, plan: Plan | None, config: Config | None = None) -> None:

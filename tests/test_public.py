@@ -52,8 +52,8 @@ memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer a
     counts_on_host offload_states quantize_states round_stochastically step_in_backward step_in_groups transformed
     without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier INTERRUPTED_SEARCH
-    LEFT_FREE LargestBatch OOMPrediction OOMPredictor OOMRisk POINTS Point Progress ProvenPlan Recommendation SizeGrid
-    SizeTrial Tuning allowed check_model parts_of planned repeated_blocks shorthands simulator
+    LEFT_FREE LargestBatch OOMPrediction OOMPredictor OOMRisk POINTS Point Progress ProvenPlan Recommendation SO_FAR
+    SizeGrid SizeTrial Tuning allowed check_model parts_of planned repeated_blocks shorthands simulator
 memscale.planning.evidence:
 memscale.planning.parts:
 memscale.planning.prediction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,16 @@ from memscale.cli.price import PriceOptions, axis_of, cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step import RankOptions, Step, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
-from memscale.core import Argument, BudgetError, ConfigError, MemscaleError, budget_bytes, format_bytes, format_unlike
+from memscale.core import (
+    Argument,
+    BudgetError,
+    ConfigError,
+    MemscaleError,
+    budget_bytes,
+    format_bytes,
+    format_seconds,
+    format_unlike,
+)
 
 # Maps the names that --allow and --forbid take to the switches of a Config.
 _SWITCHES = {
@@ -120,6 +130,7 @@ class FrontierOptions(_Options):
     prices: PriceOptions
     plot: Annotated[Path | None, file("File for a picture of the curve, a .png or .svg.")] = None
     html: Annotated[Path | None, file("File for a page with the curve and each plan, a .html.")] = None
+    seconds: Seconds = 30.0
 
 
 def plan(options: PlanOptions) -> int:
@@ -154,12 +165,14 @@ def plan(options: PlanOptions) -> int:
 
 
 def frontier(options: FrontierOptions) -> int:
-    """Plans for many budgets, prints the curve and writes the files. Returns 0, or 3 if nothing fits ``--budget``.
+    """Plans for many budgets, prints the curve and writes the files.
+
+    Returns 0, 3 if nothing fits ``--budget``, 130 if interrupted with a curve.
 
     Raises:
         ConfigError, RuntimeUnavailable: as `plan`.
     """
-    from memscale.planning import Point
+    from memscale.planning import INTERRUPTED_SEARCH, SO_FAR, Point
 
     if options.python is not None and options.budget is None:
         raise ConfigError("--python needs --budget: a script is that of one plan, and a frontier has many")
@@ -167,11 +180,12 @@ def frontier(options: FrontierOptions) -> int:
         raise ConfigError(f"--points must be at least 2, got {options.points}")
     options.prices.check()
     with _engine(options) as (engine, step):
-        curve = engine.frontier(options.points)
+        curve = engine.frontier(options.points, seconds=options.seconds)
+        stopped = [note for note in curve[0].plan.evidence.notes if SO_FAR in note]
         found, fault = None, None
         if options.budget is not None:
             try:
-                found = engine.plan(options.budget)
+                found = engine.plan(options.budget, seconds=options.seconds)
             except BudgetError as error:
                 fault = error
             else:
@@ -187,12 +201,13 @@ def frontier(options: FrontierOptions) -> int:
         if found is not None:
             contents["python"] = as_script(step, options.step, found, engine.step.batch)
         write({name: path for name, path in options.files.items() if name in contents}, contents)
-    show("\n".join([str(curve), *(f"{name}, {cost}" for name, cost in costs.items() if cost is not None)]))
+    priced = [f"{name}, {cost}" for name, cost in costs.items() if cost is not None]
+    show("\n".join([str(curve), *priced, *(f"note: {note}" for note in stopped)]))
     if fault is not None:
         return nothing_fits(fault, steps=True)
     if found is not None:
         show(f"\n{found.explain()}\n\n{found}")
-    return 0
+    return INTERRUPTED if INTERRUPTED_SEARCH in stopped else 0
 
 
 @contextmanager
@@ -233,7 +248,10 @@ def _engine(
         takes, budget = format_unlike(engine.plain.taken_bytes, limit)
         show(f"as it is the step takes {takes}, {format_bytes(above_bytes)} above the budget of {budget}")
     with simulations() as bar:
+        began = time.monotonic()
         yield engine, step
+    took = format_seconds(time.monotonic() - began)
+    print(f"memscale: planned in {took}, {engine.simulations} steps simulated", file=sys.stderr)
 
 
 def nothing_fits(error: BudgetError, *, steps: bool = False) -> int:

@@ -24,7 +24,7 @@ from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.globs import with_globs
 from memscale.planning.plan_cache import Answer, PlanCache, Proofs
 from memscale.planning.refusal import Refusal
-from memscale.planning.search.found import Found, fastest_of, smallest_of
+from memscale.planning.search.found import Found, Proven, fastest_of, smallest_of
 from memscale.planning.search.search import Search, leaves_margin
 from memscale.planning.speeds import dtypes_of, link_rates, timed
 from memscale.planning.step_simulator import OutOfTime, Progress, StepSimulator, limited, reason
@@ -41,9 +41,11 @@ POINTS = 12  # of a frontier
 #: processes, for libraries that PyTorch does not count, and because the last percent of speed is not worth a crash.
 LEFT_FREE = 0.05
 
-#: The note of a plan whose search was interrupted from the keyboard.
-_SO_FAR = "the fastest of the plans that were simulated until then; a faster one may fit"
-INTERRUPTED_SEARCH = f"{reason(KeyboardInterrupt())}: {_SO_FAR}"
+#: The note of a plan whose search was stopped, and of one that was interrupted from the keyboard.
+SO_FAR = "the fastest of the plans that were simulated until then; a faster one may fit"
+INTERRUPTED_SEARCH = f"{reason(KeyboardInterrupt())}: {SO_FAR}"
+
+_ROUNDS_NOTHING = "rounding is allowed, and the fastest plan needs none: its results are equal bit for bit"
 
 # A plan of few techniques that takes so much of what no plan can beat is taken, without a look at the others.
 _NEAR = 1.02
@@ -190,7 +192,16 @@ class DecisionEngine:
             KeyboardInterrupt: none fits, and that is what ended the search.
         """
         limit = self._budget_bytes(budget)
-        among, usable = self._techniques(self.config), self._usable(self.config)
+        shown = self._shown(limit, end)
+        fitting = [each for each in shown if each.taken_bytes <= limit]
+        if not fitting:
+            smallest = min(shown, key=lambda each: each.taken_bytes)
+            raise self._refusal().error(smallest, limit, tells=True, stopped=str(end))
+        return self._best_so_far(fitting, limit, end)
+
+    def _shown(self, limit: int, end: BaseException) -> list[Proven]:
+        """The plans that were simulated until `end`, and what is thought to take the least if none fits `limit`."""
+        usable = self._usable(self.config)
         shown = [
             each
             for searches in self._searches.values()
@@ -202,15 +213,16 @@ class DecisionEngine:
             if isinstance(end, KeyboardInterrupt):
                 raise end
             least = min(self.ways, key=least_held, default=None)
-            shown += [search.least() for search in self._searches_among(among, least)]
+            shown += [search.least() for search in self._searches_among(self._techniques(self.config), least)]
+        return shown
+
+    def _best_so_far(self, shown: list[Proven], limit: int, end: BaseException) -> ProvenPlan:
+        """The fastest of the plans that were simulated until `end`, with a note of it."""
         fitting = [each for each in shown if each.taken_bytes <= limit]
-        if not fitting:
-            smallest = min(shown, key=lambda each: each.taken_bytes)
-            raise self._refusal().error(smallest, limit, tells=True, stopped=str(end))
         best = min(fitting, key=lambda each: (not leaves_margin(each.taken_bytes, limit), each.preference))
         bound = min(self._floor_seconds(), best.seconds)
         plan = self._proven_plan(Found(best, bound, len(shown)), limit)
-        evidence = dataclasses.replace(plan.evidence, notes=(f"{reason(end)}: {_SO_FAR}", *plan.evidence.notes))
+        evidence = dataclasses.replace(plan.evidence, notes=(f"{reason(end)}: {SO_FAR}", *plan.evidence.notes))
         return ProvenPlan(plan, evidence, plan.decision)
 
     def fastest(self, budget: Budget, *, tells: bool = True) -> ProvenPlan:
@@ -269,8 +281,11 @@ class DecisionEngine:
 
         return self._plan_cache.answer(self, "smallest", find).plan()
 
-    def frontier(self, points: int = POINTS) -> Frontier:
-        """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
+    def frontier(self, points: int = POINTS, *, seconds: float | None = None) -> Frontier:
+        """Plans for `points` budgets from the smallest reachable peak to that of the step as it is.
+
+        Interrupted from the keyboard, or after so many seconds, it returns the plans that were simulated until then.
+        """
         check_count(f"frontier(points={points!r})", points, 2)
         self._check_link()
         most = self.plain.taken_bytes
@@ -285,7 +300,14 @@ class DecisionEngine:
                     found.append(engine._proven_plan(best, limit))
             return Answer(tuple(found))
 
-        found = self._plan_cache.answer(self, f"frontier {points}", find).plans
+        progress, self.steps.progress = self.steps.progress, limited(self.steps.progress, seconds)
+        try:
+            found = self._plan_cache.answer(self, f"frontier {points}", find).plans
+        except (OutOfTime, KeyboardInterrupt) as end:
+            fitting = [each for each in self._shown(most - 1, end) if each.taken_bytes < most]
+            found = tuple(self._best_so_far(fitting, each.taken_bytes, end) for each in fitting)
+        finally:
+            self.steps.progress = progress
         return Frontier.of(map(Point.of, (*found, self._unchanged(most))))
 
     def about(self) -> dict[str, str]:
@@ -493,6 +515,8 @@ class DecisionEngine:
         tiles = "tile" in self.config.eligible()
         if tells_room and not tiles and (rounded := gain_of_rounding(self.steps, self.hardware, found, limit)):
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, rounded))
+        if tells_room and tiles and all(rule.transform.numbers == "exact" for rule in found.plan):
+            evidence = dataclasses.replace(evidence, notes=(*evidence.notes, _ROUNDS_NOTHING))
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision or self._as_given(limit))
 
     def _evidence(

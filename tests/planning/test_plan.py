@@ -13,7 +13,7 @@ from torch import nn
 import memscale as ms
 from memscale.algebra import is_transformed
 from memscale.core import format_bytes
-from memscale.planning import INTERRUPTED_SEARCH, ProvenPlan
+from memscale.planning import INTERRUPTED_SEARCH, Point, ProvenPlan
 from memscale.simulation.measured import training_roles
 from tests.support import processes
 from tests.support.checks import bits
@@ -536,3 +536,35 @@ def test_after_the_last_second_a_plan_that_takes_few_simulations_is_tried(monkey
     assert not list(tmp_path.rglob("plans/*"))
     monkeypatch.setenv("MEMSCALE_CACHE", "")
     assert engine.plan("4MiB").to_json() == ms.DecisionEngine(model, **step).plan("4MiB").to_json()
+
+
+def test_a_curve_that_is_stopped_has_the_plans_until_then(monkeypatch):
+    monkeypatch.setenv("MEMSCALE_CACHE", "")
+    step = _step(model := _mlps(), torch.ones(512, 64))
+    whole = ms.frontier(model, points=3, **step)
+    cut = ms.frontier(model, points=3, seconds=0, **step)
+    assert len(cut) >= 2
+    assert cut[-1].plan == ms.Plan()
+    for point in cut[:-1]:
+        assert point.plan.evidence.notes[0].startswith("stopped after 0 s")
+        assert ms.profile(model, plan=point.plan, **step).taken_bytes == point.peak_bytes
+        assert point.step_seconds >= whole.at(point.peak_bytes).step_seconds
+    assert not any("stopped" in note for point in whole for note in point.plan.evidence.notes)
+
+
+def test_a_curve_names_the_modules_of_each_plan():
+    model = nn.Sequential(*_mlps(8))
+    step = _step(model, torch.ones(512, 64))
+    plan = ms.Plan({**{str(at): ms.checkpoint() for at in (0, 1, 2, 4, 6)}, "7": ms.checkpoint(cuts=(2,))})
+    found = ProvenPlan(plan, ms.plan(model, budget="1GiB", **step).evidence)
+    assert Point.of(found).summary == "checkpoint() on 0 to 2, 4, 6; checkpoint(cuts=(2,)) on 7"
+    many = ProvenPlan(ms.Plan({str(at): ms.checkpoint() for at in (0, 2, 4, 6)}), found.evidence)
+    assert Point.of(many).summary == "checkpoint() on 0, 2, 4 and 1 more"
+
+
+def test_a_plan_says_where_rounding_was_allowed_and_not_needed():
+    step = _step(model := _mlps(), torch.ones(512, 64))
+    limit = ms.profile(model, **step).taken_bytes * 9 // 10
+    notes = ms.plan(model, budget=limit, exact=False, **step).evidence.notes
+    assert any("rounding is allowed, and the fastest plan needs none" in note for note in notes)
+    assert not any("rounding is allowed" in note for note in ms.plan(model, budget=limit, **step).evidence.notes)

@@ -314,6 +314,22 @@ def test_a_size_that_fits_under_the_plan_of_another_fits(monkeypatch):
     assert best.confirmation.peak_bytes <= 900_000
 
 
+def test_no_size_is_slower_than_a_larger_one(monkeypatch):
+    """A size that the planner finds a slow plan for gets the plan of the next one."""
+    fastest = ms.DecisionEngine.fastest
+
+    def lazy(engine, budget, **given):
+        return engine.smallest() if len(engine.step.batch) == 5 * ROWS else fastest(engine, budget, **given)
+
+    monkeypatch.setattr(ms.DecisionEngine, "fastest", lazy)
+    asked = {"at_least": 5, "at_most": 6, "confirm": False}
+    best = tuning(1_200_000, **asked)
+    seconds = [each.step_seconds for each in best.trials]
+    assert [each.size for each in best.trials] == [5, 6]
+    assert seconds == sorted(seconds)
+    assert "adopted" in best.trials[0].done or seconds[0] < seconds[1]
+
+
 class Jagged(nn.Sequential):
     """Holds much more for an odd number of rows."""
 

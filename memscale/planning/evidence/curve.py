@@ -17,6 +17,7 @@ from memscale.core import (
     format_bytes,
     format_seconds,
     format_unlike,
+    in_runs,
     row_label,
     table_lines,
 )
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from memscale.reports import DrawnPoint, Price
 
 _DOCUMENT = Document("frontier", version=1, writer="Frontier.to_json()", error=ConfigError)
-_FEW = 2  # modules that a line names; of more it says how many
+_FEW = 3  # runs of modules that a line names; of more it says how many
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,11 @@ class Point:
 
     @property
     def summary(self) -> str:
-        """What the plan does, in a line."""
+        """What the plan does and where, in a line: ``checkpoint() on layers.0 to 6``."""
         places: dict[str, list[str]] = {}
         for rule in self.plan:
-            places.setdefault(repr(rule.transform), []).append(rule.pattern or "the model")
-        found = [f"{how} on {', '.join(on) if len(on) <= _FEW else f'{len(on)} modules'}" for how, on in places.items()]
-        return "; ".join(found) or "as it is"
+            places.setdefault(repr(rule.transform), []).append(rule.pattern)
+        return "; ".join(f"{how} on {_places(on)}" for how, on in places.items()) or "as it is"
 
 
 class Frontier(Sequence[Point]):
@@ -188,6 +188,13 @@ class Frontier(Sequence[Point]):
             figures = format_bytes(each.peak_bytes), format_seconds(each.step_seconds)
             rows.append((*figures, f"{each.step_seconds / fastest:.2f}x", each.summary))
         return "\n".join(table_lines(rows, ">>><"))
+
+
+def _places(patterns: Sequence[str]) -> str:
+    """Returns the modules of one transform as text, those that follow each other as ``layers.0 to 6``."""
+    runs = [row_label(run) if run[0] else "the model" for run in in_runs(patterns, str, lambda _: None)]
+    shown, rest = runs[:_FEW], len(runs) - _FEW
+    return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _price(dollars: float | None, steps: int, caller: str) -> Price | None:

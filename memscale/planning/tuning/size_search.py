@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,6 +104,8 @@ class SizeSearch:
             else:
                 size = self._largest(self.at_least)
                 self._planned(size)
+            self._hand_down()
+            size = max(self.plans, key=lambda each: (self._value(each), -each))
             if size > self.at_least and self.sizes.only_values_differ(size):
                 taken = self.trials[size].taken_bytes, self.trials[self.at_least].taken_bytes
                 if taken[0] == taken[1]:
@@ -279,6 +282,16 @@ class SizeSearch:
         self._fits(size, plan)
         self._fastest_known.add(size)
         return plan
+
+    def _hand_down(self) -> None:
+        """Gives a size the plan of the next larger one where the step is faster under it."""
+        for larger, size in itertools.pairwise(sorted(self.plans, reverse=True)):
+            plan, seconds = self.plans[larger], self.plans[size].evidence.planned.step_seconds
+            if plan.evidence.planned.step_seconds < seconds and self._under_bytes(plan, size) <= self.limit:
+                other, profile = self._others[size]
+                if other is plan and (profile.step_seconds or 0.0) < seconds:
+                    self._fastest_known.discard(size)
+                    self._adopted(size)
 
     def _adopted(self, size: int) -> ProvenPlan:
         """The plan of another size under which this one fits, with its evidence: the planner does not find all."""
