@@ -1,4 +1,4 @@
-"""What goes around an optimizer: transforms of it, and the loss scale of float16 training."""
+"""Transforms of optimizers (offload, quantize, step in backward or in groups, round), and `LossScale` for float16."""
 
 from memscale.core import factory
 from memscale.optimizers.compensated import compensate_rounding

@@ -1,4 +1,4 @@
-"""Which parameter of an optimizer is under which transform."""
+"""`Assigned`: which parameter of an optimizer is under which transform."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from memscale.core import TransformError
 
 
 class Assigned:
-    """A transform for each parameter.
+    """Maps each parameter of an optimizer to its transform.
 
     Args:
-        rest: that of all others, such as parameters of a group that is added later.
-        by_parameter: of those that have one of their own.
+        rest: the transform of every parameter that `by_parameter` does not list, including parameters of a group that
+            is added later.
+        by_parameter: pairs of a parameter and its transform.
 
     Attributes:
-        hows: the transforms, each once; the first is `rest`.
+        hows: the distinct transforms; the first one is `rest`.
     """
 
     def __init__(self, rest: Transform, by_parameter: Iterable[tuple[torch.Tensor, Transform]] = ()) -> None:
         self.hows = [rest]
-        # Weakly: an optimizer has these too, and one that it drops may be replaced by another at the same address.
+        # Weak references: the optimizer may drop a parameter, and another tensor may get the same `id` afterwards.
         self._numbers: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         for parameter, how in by_parameter:
             if how not in self.hows:
@@ -32,23 +33,23 @@ class Assigned:
             self._numbers[id(parameter)] = weakref.ref(parameter), self.hows.index(how)
 
     def number(self, parameter: torch.Tensor) -> int:
-        """The number of the transform of `parameter`."""
+        """Returns the index in `hows` of the transform of `parameter`."""
         found, number = self._numbers.get(id(parameter), (None, 0))
         return number if found is not None and found() is parameter else 0
 
     def how(self, parameter: torch.Tensor) -> Transform:
-        """The transform of `parameter`."""
+        """Returns the transform of `parameter`."""
         return self.hows[self.number(parameter)]
 
     def split(self, parameters: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-        """`parameters` by the numbers of their transforms, in their order."""
+        """Groups `parameters`, in their order, by the index in `hows` of their transform."""
         found: dict[int, list[torch.Tensor]] = {}
         for parameter in parameters:
             found.setdefault(self.number(parameter), []).append(parameter)
         return found
 
     def around(self, inner: Assigned) -> Assigned:
-        """These around those of `inner`.
+        """Returns the assignment in which each parameter has its transform here around its transform in `inner`.
 
         Raises:
             TransformError: a parameter would be under the same transform twice, with different options.
@@ -59,7 +60,7 @@ class Assigned:
         return Assigned(one_of_each(self.hows[0], inner.hows[0]), pairs)
 
     def shown(self, parameters: Sequence[torch.Tensor]) -> str:
-        """The transforms of these parameters, as text."""
+        """Returns the transforms of `parameters` as text, with a count for each where they differ."""
         counts = {self.hows[number]: len(some) for number, some in self.split(parameters).items()}
         if len(counts) == 1:
             return repr(next(iter(counts)))
@@ -67,7 +68,11 @@ class Assigned:
 
 
 def one_of_each(outer: Transform, inner: Transform) -> Transform:
-    """Both; what is there already changes nothing, and with other options it is an error."""
+    """Composes `outer` outside `inner`; a transform that `inner` already contains is not added a second time.
+
+    Raises:
+        TransformError: both contain the same kind of transform, with different options.
+    """
     there = {type(each): each for each in chain(inner)}
     for each in chain(outer):
         if (other := there.get(type(each), each)) != each:
@@ -76,10 +81,13 @@ def one_of_each(outer: Transform, inner: Transform) -> Transform:
 
 
 def assigned_by_rules(rules: Sequence[tuple[str, torch.Tensor, Sequence[Transform]]]) -> Assigned:
-    """What a plan's rules assign: each parameter's path, itself, and its transforms, the innermost first.
+    """Builds the assignment that a plan's rules make.
+
+    Args:
+        rules: for each parameter its path, the parameter, and its transforms from the innermost to the outermost.
 
     Raises:
-        TransformError: rules that contradict each other, by path; all of them at once.
+        TransformError: rules contradict each other; the message lists every such path.
     """
     pairs, wrong = [], []
     for path, parameter, hows in rules:

@@ -1,7 +1,8 @@
-"""Numbers in 8 bits: a code for each, and the largest magnitude of each block of them, as bitsandbytes has them.
+"""Block-wise 8-bit quantization: one code per number, and the largest magnitude of each block, as in bitsandbytes.
 
-Its kernels serve where they round to the nearest code. That for CPUs (0.50.2) does not below a thousandth of a block's
-largest: it makes 2.1e-5 of an exact zero. There a table takes its place, by the bits of the number in bfloat16.
+On an accelerator the kernels of bitsandbytes do the work. Their CPU kernel (0.50.2) does not round to the nearest code
+for numbers below a thousandth of the block's largest (an exact zero becomes 2.1e-5), so on a CPU a lookup table indexed
+by the bits of the number in bfloat16 is used instead.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from memscale.core import RuntimeUnavailable, device_type
 
 
 def kernels() -> Any:
-    """The operators of bitsandbytes.
+    """Returns the namespace of bitsandbytes' operators, `torch.ops.bitsandbytes`.
 
     Raises:
-        RuntimeUnavailable: it is not installed, or does not load.
+        RuntimeUnavailable: bitsandbytes is not installed, or its libraries do not load.
     """
     try:
-        if sys.modules.get("bitsandbytes.functional") is None:  # an import, for each piece, would not be quick
+        if sys.modules.get("bitsandbytes.functional") is None:  # an import statement on each call would be slow
             with _quiet():
                 import bitsandbytes.functional  # noqa: F401
-    except Exception as error:  # of its libraries, too
+    except Exception as error:  # loading its shared libraries can raise other errors than ImportError
         raise RuntimeUnavailable(
             f"quantize_states() needs bitsandbytes, which cannot be loaded ({type(error).__name__}: {error}); "
             "pip install 'memscale-transforms[bnb]', or leave this transform out"
@@ -38,7 +39,7 @@ def kernels() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """bitsandbytes warns of what it did not download: a kernel for something else."""
+    """Silences the warning of bitsandbytes about optional kernels that are missing; none of them is used here."""
     log = logging.getLogger("bitsandbytes")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -49,16 +50,23 @@ def _quiet() -> Iterator[None]:
 
 
 def prepare(device: torch.device) -> None:
-    """Make what is needed on `device` and on the CPU: inside of a simulation it would have no values."""
+    """Fills the caches of `_codes` and `_table` for `device`; a simulation would fill them without values."""
     for signed in (True, False):
         _codes(device, signed)
         _table(signed)
 
 
 def quantized(values: torch.Tensor, block: int, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """A code for each of `values`, which are flat, and the largest magnitude of each block.
+    """Quantizes `values` and returns `(codes, largest)`.
 
-    What is not zero does not become zero where numbers have no sign: they are divided by.
+    Args:
+        values: shape [n], floating point.
+        block: how many consecutive numbers share a largest magnitude.
+        signed: False for a state that is never negative, such as a second moment. Optimizers divide by such a state, so
+            there a number other than zero never gets the code of zero.
+
+    Returns:
+        uint8 codes of shape [n], and float32 magnitudes of shape [ceil(n / block)].
     """
     if device_type(values) != "cpu":
         found, largest = kernels().quantize_blockwise(values, _codes(values.device, signed), block)
@@ -77,7 +85,7 @@ def quantized(values: torch.Tensor, block: int, *, signed: bool) -> tuple[torch.
 def restored(
     codes: torch.Tensor, largest: torch.Tensor, block: int, dtype: torch.dtype, *, signed: bool
 ) -> torch.Tensor:
-    """The numbers that these are, flat."""
+    """Returns the numbers of shape [n] and type `dtype` that `codes` and `largest` stand for."""
     made: torch.Tensor = kernels().dequantize_blockwise(codes, largest, _codes(codes.device, signed), block, dtype)
     return made
 
@@ -89,7 +97,7 @@ def _by_table(rows: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Ten
     bits = shares.to(torch.bfloat16).view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
     table, ends = _table(signed)
     codes = table.index_select(0, bits)
-    if is_half:  # the nearest code, so that a number which was restored, and rounded, has its code again
+    if is_half:  # round to the nearest code exactly, so that a restored number in half precision gets its code again
         place = codes.to(torch.int32)
         above, below = shares > ends[1:].index_select(0, place), shares <= ends.index_select(0, place)
         codes.add_(above.view(torch.uint8)).sub_(below.view(torch.uint8))
@@ -98,21 +106,21 @@ def _by_table(rows: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Ten
 
 @functools.lru_cache(maxsize=32)
 def _codes(device: torch.device, signed: bool) -> torch.Tensor:
-    """The number that each code is for, as a share of its block's largest."""
+    """Returns the number of each of the 256 codes, as a share of its block's largest magnitude."""
     kernels()
     from bitsandbytes import functional
 
     named: Any = functional
     codes: torch.Tensor = named.create_dynamic_map(signed).clone()
     if signed:
-        # It ends at -0.993: what has been restored would have another code the second time.
+        # bitsandbytes' map starts at -0.993; with it a restored number would get another code the second time.
         codes[0] = -1.0
     return codes.to(device)
 
 
 @functools.lru_cache(maxsize=2)
 def _table(signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The code of each number in bfloat16, by its bits; and, by the code, above which number it is the nearest."""
+    """Returns the code of each bfloat16, indexed by its bits, and the 257 ends of the intervals of the 256 codes."""
     codes = _codes(torch.device("cpu"), signed)
     between = (codes[1:] + codes[:-1]) / 2
     if not signed:

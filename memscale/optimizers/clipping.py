@@ -1,4 +1,4 @@
-"""The norm of all gradients where they are never there at once: one pass of backward measures, the next one clips."""
+"""Clips gradients by their total norm in two passes over one graph: the first pass measures, the second one clips."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import torch
 
 from memscale.core import CorrectnessError, device_type, simulating
 
-# By which the norms of a gradient may differ in two passes over one graph: some kernels add up in another order.
+# How far the norm of one gradient may differ between the two passes, as a share: some kernels sum in varying order.
 _SHARE = 1e-3
 
 
 class TwoPasses:
-    """The norms of gradients as they come by, and what each of them is multiplied by for all to have `max_norm`.
+    """Collects the norm of each gradient in a first pass of backward, and scales the gradients in a second pass.
 
-    The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, operator by operator.
+    The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, operator by operator, so the results are bit for bit
+    its.
     """
 
     def __init__(self, max_norm: float) -> None:
@@ -26,17 +27,17 @@ class TwoPasses:
         return bool(self._norms)
 
     def measure(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take the norm of the gradient of `parameter`, in the first pass."""
+        """Records the norm of the gradient of `parameter`, in the first pass."""
         self._norms[id(parameter)] = _norm(gradient)
 
     def clip(self, parameter: torch.Tensor, gradient: torch.Tensor, order: list[torch.Tensor]) -> None:
-        """Multiply the gradient of `parameter`, in the second pass.
+        """Scales the gradient of `parameter` in place, in the second pass.
 
         Args:
-            order: all parameters, in the order of which the norms are summed up.
+            order: all parameters, in the order in which ``clip_grad_norm_`` would sum their norms.
 
         Raises:
-            CorrectnessError: it is not the gradient that was measured.
+            CorrectnessError: the gradient's norm is not the one that the first pass measured.
         """
         if self._share is None:
             self._share = self._share_of_all(order)
@@ -47,17 +48,17 @@ class TwoPasses:
         if device_type(gradient) == "cpu" and not simulating():
             if differs:
                 raise _differs()
-        else:  # asked in `check`: an accelerator would stop for each
+        else:  # read in `check`, once for all: reading each result at once would make the host wait for the accelerator
             self._differs = differs if self._differs is None else self._differs | differs.to(self._differs.device)
         gradient.mul_(self._share.to(gradient.device))
 
     def check(self) -> None:
-        """Raise `CorrectnessError` if gradients of the second pass were not those that were measured."""
+        """Raises `CorrectnessError` if a gradient of the second pass had another norm than in the first pass."""
         if self._differs is not None and not simulating() and bool(self._differs):
             raise _differs()
 
     def clear(self) -> None:
-        """The step is over."""
+        """Forgets all norms at the end of a step."""
         self._norms.clear()
         self._share = self._differs = None
 

@@ -1,4 +1,4 @@
-"""`compensate_rounding`: what rounding a parameter to bfloat16 leaves out is kept, and taken into the next step."""
+"""`compensate_rounding`: keeps the 16 bits that rounding to bfloat16 cuts off, and uses them in the next step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memscale.optimizers.in_float32 import StepInFloat32
 from memscale.optimizers.parts import PartedOptimizer, StepPart
 from memscale.optimizers.transformed import OptimizerTransform
 
-_LOW = "low_bits"  # of the float32 number whose upper half is the parameter
+_LOW = "low_bits"  # the lower half of the float32 number whose upper half is the parameter
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -30,10 +30,10 @@ class CompensateRounding(OptimizerTransform):
 
 @by_name
 def compensate_rounding() -> OptimizerTransform:
-    """An optimizer transform: parameters in bfloat16 train to the numbers of float32 ones, in two bytes more.
+    """An optimizer transform that trains bfloat16 parameters to the numbers of float32 ones, for two more bytes each.
 
-    A step is often less than half of a bfloat16's last place, and rounding then loses all of it. Here the 16 bits that
-    rounding cuts off are kept as a state, so that nothing is lost:
+    A step is often less than half of a bfloat16's last place, and rounding then loses all of it. This transform keeps
+    the 16 bits that rounding cuts off as a state, so that no step is lost:
 
     >>> import torch, memscale as ms
     >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
@@ -44,19 +44,19 @@ def compensate_rounding() -> OptimizerTransform:
     >>> weight[0].item(), 1 - 100 * 2.0**-12  # plain bfloat16 would still be 1
     (0.9765625, 0.9755859375)
 
-    The contract: a parameter is the nearest bfloat16 (ties away from zero) of a float32 number, and those numbers and
-    the states of the optimizer are, bit for bit, what the optimizer makes of parameters in float32 and the same
-    gradients in float32. Parameters of other types step as ever. One that somebody else changes goes on from there, to
-    less than half of its last place.
+    The contract: each parameter is the nearest bfloat16 (ties away from zero) of a float32 number. These float32
+    numbers and the states of the optimizer are, bit for bit, those of the same optimizer over float32 parameters with
+    the same gradients in float32. Parameters of other types step as usual. If other code writes to a parameter between
+    steps, training goes on from the written value, to less than half of its last place.
 
-    This is Kahan's sum with a remainder that is exact, and float32 weights that are stored in two halves.
+    The method is Kahan summation with an exact remainder: a float32 weight stored in two halves.
 
     Raises:
-        TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS), or rounds by
-            `round_stochastically` already.
+        TransformError: on application, if the optimizer does not treat each parameter alone (LBFGS), or is already
+            under `round_stochastically`.
 
-    Cost: two bytes for each number, and moments in float32 (`quantize_states` makes them small); a pass over the
-    parameters in each step. It saves the float32 weights, and the casts of them that autocast would make.
+    Cost: saves the float32 weights and autocast's casts of them; pays two bytes per number, moments in float32
+    (`quantize_states` makes them small), and one pass over the parameters in each step.
 
     Source: Zamirai et al., "Revisiting BFloat16 Training" (2020), section 3, where the remainder is a bfloat16.
     """
@@ -73,14 +73,14 @@ class _Compensated(StepInFloat32):
         bits: torch.Tensor = of(parameter).view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         if _LOW in self.optimizer.state.get(parameter, {}):
             low = of(self.optimizer.state[parameter][_LOW]).to(torch.int32)
-            # Of a parameter that was set to zero since: nothing below zero has its bits.
+            # Code may have set the parameter to zero since: a negative remainder of zero has no bit pattern.
             bits += torch.where(bits.bitwise_and(0x7FFFFFFF) == 0, low.clamp(min=0), low)
         return bits.view(torch.float32)
 
     def narrow(self, parameter: torch.Tensor, of: Any, values: torch.Tensor) -> None:
         bits = values.view(torch.int32)
         upper = (bits + 0x8000).bitwise_right_shift_(16).to(torch.int16)
-        # The largest bits are those of what is not a number, and would go around to zero.
+        # Adding 0x8000 to the bits of a NaN would wrap around to zero.
         upper = torch.where(values.isnan(), values.to(torch.bfloat16).view(torch.int16), upper)
         low = bits - upper.to(torch.int32).bitwise_left_shift_(16)
         of(self.room(parameter, _LOW, torch.int16)).copy_(low)

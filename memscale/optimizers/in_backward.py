@@ -32,53 +32,54 @@ class StepInBackward(OptimizerTransform):
 
 @by_name
 def step_in_backward(*, accumulate: int = 1, max_norm: float | None = None) -> OptimizerTransform:
-    """An optimizer transform: a parameter steps when backward has its whole gradient, which is freed at once.
+    """An optimizer transform that steps each parameter in backward, as soon as its gradient is complete, and frees it.
 
-    Gradients never are there all at once, and the numbers are those of the plain step, bit for bit:
+    The gradients never exist all at once. The numbers are those of the plain step, bit for bit:
 
     >>> import torch, memscale as ms
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = ms.step_in_backward()(torch.optim.AdamW(model.parameters(), lr=0.1))
     >>> before = model.weight.detach().clone()
     >>> model(torch.ones(3, 4)).square().sum().backward()
-    >>> torch.equal(model.weight, before)  # it has stepped already
+    >>> torch.equal(model.weight, before)  # the weight has stepped already
     False
-    >>> optimizer.step()  # what has a gradient left, the hooks, and the count of a scheduler
+    >>> optimizer.step()  # steps parameters that still have a gradient, runs hooks, and counts for a scheduler
     >>> optimizer.zero_grad()
 
-    A loop is written as ever, ``backward``, ``step``, ``zero_grad``, and each `step` ends what one backward began. A
-    parameter that is used several times (tied weights) steps once, when all of its gradient is there; one that is
-    frozen, or that the loss does not reach, does not. A gradient that was assigned by hand waits for `step`.
+    The loop stays ``backward``, ``step``, ``zero_grad``; each `step` ends what one backward began. A parameter that is
+    used several times (tied weights) steps once, when the sum of its gradients is complete. A frozen parameter, and one
+    that the loss does not reach, does not step. A gradient that was assigned by hand waits for `step`.
 
     Args:
-        accumulate: how many backward passes make one step. Before the last one gradients are summed up as ever, and
-            all of them are there. A parameter that fewer passes have reached steps in `step`.
-        max_norm: clip gradients to this norm of all of them, as ``clip_grad_norm_`` does and to the same bits, in two
-            passes over one graph: ``loss.backward(retain_graph=True)`` measures each gradient and frees it,
-            ``loss.backward()`` makes it again, clips and steps. For all parameters of an optimizer, and not with
-            `accumulate`.
+        accumulate: how many backward passes make one step. Before the last pass gradients accumulate as usual, and all
+            of them are in memory. A parameter that fewer passes have reached steps in `step`.
+        max_norm: clips the gradients to this total norm, bit for bit as ``clip_grad_norm_`` does, in two passes over
+            one
+            graph: ``loss.backward(retain_graph=True)`` measures each gradient and frees it, ``loss.backward()``
+                computes
+            it again, clips it and steps. The transform must then cover all parameters of the optimizer, and
+            `accumulate` must be 1.
 
     Raises:
         ConfigError: `accumulate` is not an int of at least 1, or `max_norm` is not a positive number, or both are
             given.
-        TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS); in backward,
-            for a gradient that is sparse or has a graph (``create_graph=True``), for a second backward before `step`,
-            and in a job of several processes with whole parameters on each, where gradients are averaged later than
-            they are complete; in `step`, for a closure, or with `max_norm` after one pass. What reads a gradient that
-            is gone raises it too: clipping by the norm of all gradients needs them at once (`max_norm` does not), and
-            so does a loss scale (`LossScale`, ``GradScaler``).
-        CorrectnessError: in `step`, if the options of a group, such as ``lr``, were changed after the backward that
-            has used them, or a gradient was replaced or taken away since; with `max_norm`, if the second pass has other
-            gradients than the first (on an accelerator it is known in `step` only, when parameters have stepped).
+        TransformError: on application, if the optimizer does not treat each parameter alone (LBFGS). In backward, for a
+            gradient that is sparse or has a graph (``create_graph=True``), for a second backward before `step`, and in
+            a job of several processes with whole parameters on each, which averages gradients after they are complete.
+            In `step`, for a closure, or with `max_norm` after one pass only. On any read of a freed gradient, for
+            example by ``clip_grad_norm_`` (use `max_norm`) or by a loss scale (`LossScale`, ``GradScaler``).
+        CorrectnessError: in `step`, if an option of a group, such as ``lr``, was changed after the backward that used
+            it, or a gradient was replaced or removed since. With `max_norm`, if the second pass gives other gradients
+            than the first (on an accelerator this is known in `step` only, after parameters have stepped).
 
-    An exception inside of a backward leaves some parameters stepped and others not: call `step` and `zero_grad` to go
-    on all the same.
+    An exception inside a backward leaves some parameters stepped and others not; `step` followed by `zero_grad` makes
+    the optimizer usable again.
 
-    Cost: saves all gradients but the largest; pays one call of the optimizer for each parameter, and with `max_norm` a
+    Cost: saves all gradients but the largest; pays one call of the optimizer per parameter, and with `max_norm` a
     second backward.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (2023), section 3;
-    bit for bit the same optimizer here.
+    here the optimizer's numbers stay bit for bit the same.
     """
     try:
         accumulate = integer(1)(accumulate)
@@ -102,8 +103,8 @@ class _InBackward(StepPart):
     def __init__(self, how: StepInBackward, optimizer: PartedOptimizer, inner: StepPart) -> None:
         super().__init__(optimizer, inner)
         self.how = how
-        self.stepped: set[int] = set()  # the parameters that have stepped since the last `step`
-        self._refused = False  # whether a backward was refused since then
+        self.stepped: set[int] = set()  # ids of the parameters that have stepped since the last `step`
+        self._refused = False  # whether a backward has raised since the last `step`
         self._parameters: list[torch.Tensor] = []
         self._hooks: dict[int, _Hook] = {}
         self._clip = None if how.max_norm is None else TwoPasses(how.max_norm)
@@ -117,7 +118,7 @@ class _InBackward(StepPart):
             self._hooks.pop(key).handle.remove()
         places = self.optimizer._places()
         for parameter in parameters:
-            if parameter.requires_grad and id(parameter) not in self._hooks:  # one that is frozen has none, until then
+            if parameter.requires_grad and id(parameter) not in self._hooks:  # a frozen parameter gets none yet
                 self._hooks[id(parameter)] = _Hook(self, parameter, *places[id(parameter)])
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
@@ -157,7 +158,7 @@ class _InBackward(StepPart):
         self.attend(self._parameters)
 
     def complete(self, hook: _Hook, parameter: torch.Tensor) -> None:
-        """The gradient of `parameter` is there, as far as this backward goes."""
+        """Called when this backward has completed the gradient of `parameter`."""
         optimizer, gradient = self.optimizer, parameter.grad
         assert gradient is not None, "backward has just made it"
         hook.passes += 1
@@ -181,13 +182,13 @@ class _InBackward(StepPart):
         return 1 if self._clip is None else 2
 
     def after_zero_grad(self) -> None:
-        if self._clip is not None and not self.stepped:  # what was measured is no gradient of the next step
+        if self._clip is not None and not self.stepped:  # the measured gradients belong to the step that was dropped
             self._clip.clear()
             for hook in self._hooks.values():
                 hook.passes = 0
 
     def _check_norm(self, parameters: list[torch.Tensor]) -> None:
-        """Raise `TransformError` where the norm would not be that of all gradients."""
+        """Raises `TransformError` where the norm would not be that of all gradients."""
         if self._clip is None or not parameters:
             return
         if len(parameters) < sum(len(group["params"]) for group in self.optimizer.param_groups):
@@ -202,9 +203,9 @@ class _InBackward(StepPart):
             )
 
     def _check_gradients(self) -> None:
-        """Raise `CorrectnessError` where the plain step would have another gradient than backward has stepped with.
+        """Raises `CorrectnessError` where the plain step would see another gradient than backward has stepped with.
 
-        All of them gone is what `zero_grad` leaves, by which a loop goes on after an error.
+        A loop that goes on after an error calls `zero_grad`, which removes all gradients: this case is accepted.
         """
         stepped = [parameter for parameter in self._parameters if id(parameter) in self.stepped]
         wrong = [parameter for parameter in stepped if not isinstance(parameter.grad, SpentGradient)]
@@ -218,7 +219,7 @@ class _InBackward(StepPart):
             )
 
     def _check_passes(self) -> None:
-        """Raise `TransformError` for gradients that have no second pass behind them."""
+        """Raises `TransformError` for a gradient that only one of the two passes has seen."""
         for parameter in self._parameters:
             hook = self._hooks.get(id(parameter))
             waits = hook is not None and hook.passes == 1
@@ -231,7 +232,7 @@ class _InBackward(StepPart):
                 )
 
     def _misfit(self, hook: _Hook, parameter: torch.Tensor, gradient: torch.Tensor) -> str | None:
-        """Why `parameter` cannot step now."""
+        """Returns why `parameter` cannot step now, or None."""
         title = hook.title
         if id(parameter) in self.stepped:
             return (
@@ -255,7 +256,7 @@ class _InBackward(StepPart):
 
 
 class _Hook:
-    """What backward calls when the gradient of one parameter is complete."""
+    """The hook that backward calls when the gradient of one parameter is complete."""
 
     def __init__(self, part: _InBackward, parameter: torch.Tensor, number: int, title: str) -> None:
         self.part = weakref.ref(part)
@@ -279,4 +280,4 @@ def _remove(hooks: dict[int, _Hook]) -> None:
 def _has_several_copies(parameter: torch.Tensor) -> bool:
     if not in_process_group() or torch.distributed.get_world_size() == 1:
         return False
-    return not hasattr(parameter, "device_mesh")  # a DTensor's gradient is reduced when it gets here
+    return not hasattr(parameter, "device_mesh")  # a DTensor's gradient is reduced before this hook runs

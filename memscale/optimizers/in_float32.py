@@ -1,4 +1,4 @@
-"""bfloat16 parameters that step in float32, a few numbers at a time: what the ways to round them have in common."""
+"""`StepInFloat32`: steps bfloat16 parameters in float32, a few numbers at a time; base of both rounding transforms."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from memscale.core import TransformError
 from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied, options_of
 
-_AT_ONCE = 2**20  # numbers that are in float32 at a time, where the optimizer treats each alone
+_AT_ONCE = 2**20  # how many numbers are in float32 at a time, where the optimizer is elementwise
 
 
 class _Piece(NamedTuple):
-    """Numbers of a parameter that are about to step: `part` of them in their order, or all.
+    """The numbers of a parameter that step next: the slice `part` of the flat parameter, or all of them.
 
     Attributes:
-        full: the states that there are one for each number.
-        small: the others, as they are before the step.
+        full: names of the states that have one number for each number of the parameter.
+        small: the other states, as they are before the step.
     """
 
     parameter: torch.Tensor
@@ -27,16 +27,16 @@ class _Piece(NamedTuple):
     small: dict[str, Any]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same numbers of a tensor like the parameter."""
+        """Returns the same slice of a tensor of the parameter's shape."""
         return tensor.detach() if self.part is None else tensor.detach().view(-1)[self.part]
 
 
 class StepInFloat32(StepPart):
-    """Steps parameters in bfloat16 as float32 ones, which are there for as long as that takes; others as ever."""
+    """Steps bfloat16 parameters as temporary float32 ones; parameters of other types step as usual."""
 
     places_states: ClassVar[bool] = True
     how: Any
-    own_states: ClassVar[frozenset[str]] = frozenset()  # that the optimizer itself does not have
+    own_states: ClassVar[frozenset[str]] = frozenset()  # names of states that this transform adds to the optimizer's
 
     def __init__(self, how: Any, optimizer: PartedOptimizer, inner: StepPart) -> None:
         if isinstance(inner, StepInFloat32):
@@ -45,25 +45,25 @@ class StepInFloat32(StepPart):
         self.how = how
         self._parameters: list[torch.Tensor] = []
 
-    # ------------------------------------------------------------------------------------------ how numbers are kept
+    # --------------------------------------------------------------------------------------- what a subclass defines
 
     def begin(self, parameter: torch.Tensor) -> None:
-        """`parameter` is about to step."""
+        """Called before `parameter` steps."""
 
     def widened(self, parameter: torch.Tensor, of: Any) -> torch.Tensor:
-        """The numbers of `parameter` that `of` picks, in float32 and in memory of their own."""
+        """Returns the numbers of `parameter` that `of` selects, in float32 and in new memory."""
         raise NotImplementedError
 
     def narrow(self, parameter: torch.Tensor, of: Any, values: torch.Tensor) -> None:
-        """Give these numbers of `parameter` new values."""
+        """Writes the float32 `values` to the numbers of `parameter` that `of` selects."""
         raise NotImplementedError
 
     def keep(self, parameter: torch.Tensor, of: Any, name: str, values: torch.Tensor) -> None:
-        """Keep these numbers of a state."""
+        """Writes `values` to the numbers of the state `name` that `of` selects."""
         raise NotImplementedError
 
     def room(self, parameter: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The state `name` of `parameter`, new where it is not of this type."""
+        """Returns the state `name` of `parameter`; a state that is missing or of another type is made anew."""
         states = self.optimizer.state[parameter]
         if not isinstance(states.get(name), torch.Tensor) or states[name].dtype != dtype:
             states[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -92,14 +92,14 @@ class StepInFloat32(StepPart):
         if parameter.dtype != torch.bfloat16:
             return states
         return {
-            # As `load_state_dict` does: all but counts of steps are of the parameter's type.
+            # `load_state_dict` of PyTorch casts every state but `step` to the parameter's type.
             name: value.to(parameter.dtype) if _is_floating(value) and name != "step" else value
             for name, value in states.items()
             if name not in self.own_states
         }
 
     def loaded(self, state_dict: dict[str, Any]) -> None:
-        """Give states the types that they were saved in: PyTorch has made all of them the parameters'."""
+        """Restores the types in which states were saved; PyTorch has cast all of them to the parameter's type."""
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         numbers = dict(zip(self.optimizer._places(), saved, strict=True))  # by the ids of the parameters
         for parameter in (each for each in self._parameters if each.dtype == torch.bfloat16):
@@ -134,11 +134,11 @@ class StepInFloat32(StepPart):
             self.narrow(piece.parameter, piece.of, twin)
 
     def _full_names(self, parameter: torch.Tensor) -> set[str]:
-        """The optimizer's states that have a number for each of the parameter's."""
+        """Returns the names of the states that have one number for each number of `parameter`."""
         return {name for dims, name in self.optimizer._evidence.full if dims == parameter.dim()}
 
     def _in_pieces(self, parameters: list[torch.Tensor]) -> Iterator[list[_Piece]]:
-        """What is to be there in float32 at a time."""
+        """Yields the pieces that are in float32 at the same time."""
         few: list[_Piece] = []
         total = 0
         for parameter in parameters:
@@ -161,7 +161,7 @@ class StepInFloat32(StepPart):
             yield few
 
     def _cuts(self, parameter: torch.Tensor) -> bool:
-        """Whether the step may go over parts of `parameter`."""
+        """Whether the step may go over slices of `parameter`."""
         tensors = [parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values()]
         is_flat = all(each.is_contiguous() for each in tensors if isinstance(each, torch.Tensor))
         return self.optimizer._evidence.elementwise and is_flat
@@ -172,5 +172,5 @@ def _is_floating(value: Any) -> bool:
 
 
 def _widened(value: Any) -> Any:
-    """A state of a plain optimizer, which may be in bfloat16, as that of a float32 parameter is."""
+    """Returns a state of a plain optimizer in the type that it has for a float32 parameter."""
     return value.float() if _is_floating(value) and value.dtype == torch.bfloat16 else value

@@ -1,4 +1,4 @@
-"""`step_in_groups`: a step over a few parameters at a time, for what it needs for a moment to be that of a few."""
+"""`step_in_groups`: steps a few parameters at a time, so that the step's temporaries are those of a few parameters."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class StepInGroups(OptimizerTransform):
 
 @by_name
 def step_in_groups(*, group_bytes: int | str) -> OptimizerTransform:
-    """An optimizer transform: `step` goes over at most so many bytes of parameters at a time.
+    """An optimizer transform whose `step` goes over at most `group_bytes` of parameters at a time.
 
     A ``foreach`` optimizer, the default on CUDA, makes its temporaries for all parameters at once: as many bytes as
-    there are weights, or several times that. In groups they are those of one group, at the same bits:
+    the weights have, or several times that. With groups the temporaries are those of one group. The numbers stay the
+    same:
 
     >>> import torch, memscale as ms
     >>> parameters = [torch.nn.Parameter(torch.ones(1024)) for _ in range(64)]
@@ -45,15 +46,16 @@ def step_in_groups(*, group_bytes: int | str) -> OptimizerTransform:
     16
 
     Args:
-        group_bytes: the most bytes of parameters that step at once, such as ``2**26`` or ``"64MiB"``. One that is
-            larger steps alone, and what streams apart from what stays on the device. A ``fused`` optimizer has no
-            temporaries, and one that is neither has those of a single parameter; both gain nothing here.
+        group_bytes: the most bytes of parameters that step at once, such as ``2**26`` or ``"64MiB"``. A larger
+            parameter steps alone; parameters that stream and parameters on the device step in separate groups. A
+            ``fused`` optimizer has no temporaries, and a ``foreach=False`` one has those of a single parameter: both
+            gain nothing.
 
     Raises:
         ConfigError: `group_bytes` is not a positive number of bytes.
-        TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS).
+        TransformError: on application, if the optimizer does not treat each parameter alone (LBFGS).
 
-    Cost: saves temporaries; pays one call of the optimizer for each group, with fewer bytes in flight.
+    Cost: saves temporaries; pays one call of the optimizer per group.
     """
     return StepInGroups(budget_bytes(group_bytes, 0, argument="step_in_groups: group_bytes"))
 
@@ -72,9 +74,9 @@ class _InGroups(StepPart):
 
 
 def at_most(nbytes: int, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """`parameters` in their order, so many bytes of them at a time, or one that is larger.
+    """Yields `parameters` in order, in lists of at most `nbytes` bytes; a larger parameter is a list of its own.
 
-    Those of one device at a time: PyTorch steps all that it is given one by one where one of them is on a CPU.
+    Each list is of one device: PyTorch's foreach steps fall back to one parameter at a time if any is on a CPU.
     """
     few: list[torch.Tensor] = []
     total = 0

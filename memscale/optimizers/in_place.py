@@ -1,4 +1,4 @@
-"""Transforms put on an optimizer itself, for a while: it stays the object that loops, schedulers and scalers have."""
+"""`InPlace`: puts transforms on an existing optimizer object and removes them, for `wrap` and `detach`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ from memscale.optimizers.transformed import TransformedOptimizer, class_for
 
 
 class InPlace:
-    """`optimizer` under a plan's rules, until `undo`: each parameter's path, itself, its transforms, innermost first.
+    """Puts an optimizer under a plan's rules, in place, until `undo`.
+
+    Loops, schedulers and scalers hold the optimizer object, so its class is replaced and the object stays.
+
+    Args:
+        optimizer: the optimizer to change.
+        rules: for each parameter its path, the parameter, and its transforms from the innermost to the outermost.
 
     Raises:
-        TransformError: its class cannot be stepped one parameter at a time, it is under transforms already, or its
+        TransformError: the optimizer cannot be stepped one parameter at a time, or is under transforms already, or its
             ``step`` was replaced by something other than a scheduler's; or rules contradict each other.
     """
 
@@ -34,7 +40,7 @@ class InPlace:
             raise TransformError(f"this {name} is under {optimizer!r} already; pass the optimizer that it was made of")
         evidence = check_separable(optimizer, assigned.shown(parameters_of(optimizer.param_groups)))
         step = optimizer.__dict__.get("step")
-        # That of a scheduler of learning rates calls the step of the class; of others nobody knows what they do.
+        # A learning-rate scheduler's wrapper calls the step of the class; what other wrappers do is unknown.
         if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
             raise TransformError(
                 f"the step of this {name} was replaced by {getattr(step, '__qualname__', step)!r}, which may do "
@@ -55,11 +61,11 @@ class InPlace:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, None if it is gone."""
+        """The optimizer, or None after it was garbage collected."""
         return self._optimizer()
 
     def undo(self) -> None:
-        """Give the optimizer its own step back, with the states that it has by now; nothing the second time."""
+        """Restores the optimizer's class and its own step, with its states of now; a second call does nothing."""
         optimizer: Any = self._optimizer()
         if self._is_over or optimizer is None:
             return
@@ -89,12 +95,12 @@ class InPlace:
 
 
 def _stepped_by_its_class(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Called before each step. One that was taken from the optimizer before is the class's.
+    """A step pre-hook for callers that took ``optimizer.step`` before the transforms were put on, as schedulers do.
 
-    A scheduler of learning rates takes it, and so does ``step = optimizer.step``. It would step parameters by states
-    that are elsewhere, or in 8 bits. The step here takes its place, and leaves it an optimizer of nothing.
+    That function is the class's own step, which would look for states that are on another tier or in 8 bits. The hook
+    runs the transformed step in its place, and hands the class's step an optimizer without parameters.
     """
-    # A plain copy, as a planner makes, has the hooks too.
+    # A shallow copy, as a planner makes, has the hooks too.
     if not isinstance(optimizer, TransformedOptimizer) or optimizer._is_stepping:
         return None
     loss = TransformedOptimizer.step(optimizer, *args[1:], **kwargs)
@@ -104,12 +110,12 @@ def _stepped_by_its_class(optimizer: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def counts_on_host(group: dict[str, Any]) -> bool:
-    """Whether an optimizer of PyTorch counts the steps of this group of parameters on the CPU, wherever they are."""
+    """Whether PyTorch keeps the step counts of this parameter group on the CPU, wherever its parameters are."""
     return not (group.get("capturable") or group.get("fused"))
 
 
 def _on_its_device(key: str, value: Any, parameter: torch.Tensor, group: dict[str, Any], below: set[int]) -> Any:
-    """A state on the device where the optimizer itself has it."""
+    """Returns a state on the device where the plain optimizer would have it."""
     if not isinstance(value, torch.Tensor):
         return value
     moves = not counts_on_host(group) if key == "step" else value.dim() > 0

@@ -1,8 +1,7 @@
-"""`LossScale`: float16 gradients that neither underflow nor, when they overflow, reach the parameters.
+"""`LossScale`: an immutable loss scale for float16 gradients, with the semantics of `torch.amp.GradScaler`.
 
-Not a wrapper of `torch.amp.GradScaler`, whose semantics it has: a GradScaler is hidden state that each optimizer's
-step is looked up in, so it cannot be printed, compared, or used with the gradients that `torch.func.grad` returns. It
-also reads one number from the device in each step, which is all that an immutable value needs to do.
+`GradScaler` keeps hidden state for each optimizer, so it cannot be printed, compared, or used with the gradients that
+`torch.func.grad` returns. `LossScale` is a plain value, and reads one number from the device per step as well.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from memscale.core import ConfigError, CorrectnessError, pytrees
 
 T = TypeVar("T")
 
-# Dividing a float32 loss by more than this can only lose gradients: none of them overflows at such a scale.
+# Below this scale no float32 gradient overflows, so a further decrease could only lose small gradients.
 _SMALLEST = 2.0**-40
 
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """A factor for the loss, as an immutable value: each step gives the value for the next one.
+    """A factor for the loss, as an immutable value; `step` returns the value for the next step.
 
     >>> import torch, memscale as ms
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -38,7 +37,7 @@ class LossScale:
     >>> weight.tolist(), scale.factor
     ([0.5, 0.5], 2048.0)
 
-    A gradient that is infinite or not a number skips the step and lowers the factor:
+    A step with an infinite or NaN gradient is skipped, and lowers the factor:
 
     >>> weight.grad[0] = float("inf")
     >>> scale = scale.step(optimizer)
@@ -46,17 +45,17 @@ class LossScale:
     ([0.5, 0.5], 1024.0)
 
     Args:
-        factor: what the loss is multiplied by.
-        growth: the factor is multiplied by this after `interval_steps` steps in a row without an overflow.
-        backoff: and by this after an overflow.
+        factor: the number that the loss is multiplied by.
+        growth: multiplies the factor after `interval_steps` steps in a row without an overflow.
+        backoff: multiplies the factor after an overflow.
         interval_steps: see `growth`.
-        clean_steps: how many such steps there have been; part of the state, as `factor` is.
+        clean_steps: the steps without an overflow so far; part of the state, as `factor` is.
 
     Raises:
-        ConfigError: no number, a factor that is not positive and finite, a `growth` below 1, a `backoff` not in (0, 1),
-            an interval below 1, or a negative count.
+        ConfigError: a value is not a number, the factor is not positive and finite, `growth` is below 1, `backoff` is
+            not in (0, 1), the interval is below 1, or the count is negative.
 
-    Cost: one pass over the gradients, and one wait for the device a step.
+    Cost: one pass over the gradients, and one synchronization with the device per step.
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2; the defaults are those of
     ``torch.amp.GradScaler``.
@@ -86,15 +85,14 @@ class LossScale:
             raise ConfigError(f"LossScale: {'; '.join(wrong)}")
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the factor: what to call `backward` on, or to return to `torch.func.grad`."""
+        """Returns `loss * factor`, to call `backward` on or to return to `torch.func.grad`."""
         return loss * self.factor
 
     def unscale(self, gradients: T) -> tuple[T, bool]:
-        """The gradients of the loss itself, and whether one of them is infinite or not a number.
+        """Returns the gradients of the loss itself, and whether one of them is infinite or NaN.
 
         Args:
-            gradients: a tensor or any pytree of tensors, such as what `torch.func.grad` returns; not changed.
-
+            gradients: a tensor or any pytree of tensors, such as `torch.func.grad` returns; left unchanged.
         Raises:
             ConfigError: a gradient is float16, in which dividing by the factor underflows.
         """
@@ -104,11 +102,10 @@ class LossScale:
         return pytrees.unflatten(spec, leaves), found_inf
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Divide the gradients of an optimizer's parameters in place, to clip them before the step, say.
+        """Divides the gradients of an optimizer's parameters by the factor, in place, for example to clip them next.
 
         Returns:
-            Whether one of them is infinite or not a number. Where parameters are sharded over processes, these must
-            agree on it before `update`.
+            Whether one of them is infinite or NaN. Processes that shard parameters must agree on this before `update`.
 
         Raises:
             ConfigError: a gradient is float16, in which dividing by the factor underflows.
@@ -117,10 +114,10 @@ class LossScale:
         return self._divide([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def update(self, found_inf: bool) -> LossScale:
-        """The loss scale after a step that found an overflow, or did not.
+        """Returns the loss scale for the next step, given whether this step found an overflow.
 
         Raises:
-            CorrectnessError: the factor has become so small that what is infinite is not an overflow.
+            CorrectnessError: the factor is so small that an infinite gradient cannot be an overflow.
         """
         if found_inf:
             factor = self.factor * self.backoff
@@ -139,10 +136,9 @@ class LossScale:
         return dataclasses.replace(self, factor=factor, clean_steps=0)
 
     def step(self, optimizer: torch.optim.Optimizer) -> LossScale:
-        """Unscale the gradients, let the optimizer step unless one overflowed, and return the next loss scale.
+        """Unscales the gradients, lets the optimizer step unless one overflowed, and returns the next loss scale.
 
-        Call it once for each step, after the last `backward` of `scale` d losses:
-        ``scale = scale.step(optimizer)``.
+        Call it once per step, after the last `backward` of a scaled loss: ``scale = scale.step(optimizer)``.
 
         Raises:
             ConfigError: as `unscale_`.

@@ -1,4 +1,4 @@
-"""`offload_states`: what an optimizer keeps lives on another tier, and its step runs there."""
+"""`offload_states`: keeps the states of an optimizer on a tier below the device, and runs its step there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied, 
 from memscale.optimizers.transformed import OptimizerTransform
 from memscale.runtime import Runtime
 
-_LEAST_BYTES = 4096  # a page: what is smaller stays where it is, counts of steps above all
-_GROUP_BYTES = 2**22  # of parameters: while some step, the next ones come over the link, and new states leave early
+_LEAST_BYTES = 4096  # one page; smaller states, such as step counts, stay where they are
+_GROUP_BYTES = 2**22  # bytes of parameters per group; the next group's copies run while one group steps
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -34,7 +34,7 @@ class OffloadStates(OptimizerTransform):
         return True
 
     def own_runtime(self) -> Runtime | None:
-        """The runtime that it was put on, if any."""
+        """The runtime given with `.on(runtime)`, or None for the process's own."""
         return None
 
     def on(self, runtime: Any) -> Transform:
@@ -51,7 +51,7 @@ class OffloadStates(OptimizerTransform):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _OffloadStatesOn(OffloadStates):
-    """The same with a runtime of its own. A means to apply it: what goes into a plan holds no resources."""
+    """`OffloadStates` with a runtime. A plan never contains this class, because data holds no resources."""
 
     runtime: Any = None
 
@@ -64,9 +64,9 @@ class _OffloadStatesOn(OffloadStates):
 
 @by_name
 def offload_states(*, tier: str = "auto") -> OptimizerTransform:
-    """An optimizer transform: states live below the device, in RAM or on disk, and the step runs where they are.
+    """An optimizer transform that keeps states on a tier below the device, in RAM or on disk, and steps there.
 
-    The states are CPU tensors over memory of the tier, so that `state_dict` and all else see them as ever:
+    The states are CPU tensors over the tier's memory, so `state_dict` and other code see them as usual:
 
     >>> import torch, memscale as ms
     >>> weight = torch.nn.Parameter(torch.ones(2**18))
@@ -80,29 +80,30 @@ def offload_states(*, tier: str = "auto") -> OptimizerTransform:
     >>> trace.growth_bytes < 1024
     True
 
-    On a CPU the tier below RAM is the disk; the step is the optimizer's own, bit for bit, over a file in memory: RAM
-    has as much of it as there is room for. With ``tier="disk"`` it has none: states are read before the step of their
-    parameter and written after it, three stages at a time, and `state_dict` brings them.
+    On a CPU the tier below RAM is the disk. The states are a memory-mapped file, of which the operating system keeps as
+    much in RAM as there is room for, and the step is the optimizer's own, bit for bit. With ``tier="disk"`` no state
+    stays in RAM: the states of a parameter are read before it steps and written afterwards, pipelined over three
+    parameters, and `state_dict` reads all of them.
 
-    On an accelerator gradients and weights come to the host, the step runs there, with the fused kernel for the CPU
-    where PyTorch has one, and weights go back: bit for bit the step of that optimizer over parameters on the CPU. With
-    `step_in_backward` each does so when its gradient is complete, while backward goes on, and no gradient stays on the
-    device: ``compose(step_in_backward(), offload_states())``.
+    On an accelerator gradients and weights are copied to the host, the step runs there (with PyTorch's fused CPU kernel
+    where there is one), and weights are copied back: bit for bit the step of that optimizer over CPU parameters. In
+    ``compose(step_in_backward(), offload_states())`` each parameter does so as soon as its gradient is complete, while
+    backward goes on, and no gradient stays on the device.
 
     Args:
-        tier: the first tier to try, ``"pinned"``, ``"pageable"`` or ``"disk"``; ``"auto"`` is the nearest that the
-            device has. One that is full leaves it to the next below. Use ``.on(runtime)`` for another
-            `memscale.runtime.Runtime` than the process's own, with its caps.
+        tier: the first tier to try: ``"pinned"``, ``"pageable"``, ``"disk"``, or ``"auto"`` for the nearest tier that
+            the device has. If a tier is full, the next one below is used. ``.on(runtime)`` selects another
+            `memscale.runtime.Runtime`, with its caps, than the process's own.
 
     Raises:
-        ConfigError: `tier` is no tier.
-        RuntimeUnavailable: when states are moved: no tier has room for them, or nothing here moves tensors of their
+        ConfigError: `tier` is not a tier.
+        RuntimeUnavailable: when states are moved, if no tier has room, or no backend here moves tensors of their
             device.
-        TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS), or for
-            parameters that are made of others, as sharded ones are.
+        TransformError: on application, if the optimizer does not treat each parameter alone (LBFGS), or a parameter is
+            a tensor subclass, such as a sharded one.
 
-    Cost: saves all states but those smaller than a page; pays the disk where RAM does not hold them too, and on an
-    accelerator the link, twice the weights and once the gradients in each step, while other parameters step.
+    Cost: saves all states of at least a page; pays disk transfers where RAM does not hold them, and on an accelerator
+    copies of the gradients (once) and the weights (twice) per step, which overlap with other parameters' steps.
 
     Source: Ren et al., "ZeRO-Offload" (2021), section 4; Rajbhandari et al., "ZeRO-Infinity" (2021), section 5.
     """
@@ -111,7 +112,7 @@ def offload_states(*, tier: str = "auto") -> OptimizerTransform:
 
 
 class _Offloaded(StepPart):
-    """Keeps states in memory of a tier, where they also step."""
+    """Keeps states in the memory of a tier, where the step runs over them."""
 
     places_states: ClassVar[bool] = True
 
@@ -141,7 +142,7 @@ class _Offloaded(StepPart):
             self._place(few[position])
 
     def _place(self, parameters: list[torch.Tensor]) -> None:
-        """Move states of these parameters that are not where they belong yet."""
+        """Moves those states of `parameters` to the tier that are not there yet."""
         optimizer = self.optimizer
         for parameter in parameters:
             states = optimizer.state.get(parameter)
@@ -156,7 +157,7 @@ class _Offloaded(StepPart):
                 placed.update({key: value for key, value in moved.items() if isinstance(value, torch.Tensor)})
 
     def _moved(self, value: Any, parameter: torch.Tensor, room: torch.Tensor | None) -> Any:
-        """A state on its tier: in `room`, where that has its shape, or in new room."""
+        """Returns a state on its tier: written to `room` if that has its shape and type, else to new memory."""
         if not isinstance(value, torch.Tensor) or value.nbytes < _LEAST_BYTES or value.layout is not torch.strided:
             return copied(value, device="cpu")
         if room is not None and (room.shape, room.dtype) == (value.shape, value.dtype):

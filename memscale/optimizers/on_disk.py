@@ -1,4 +1,4 @@
-"""States on disk alone: read before the step of their parameter, written after it, three of them under way."""
+"""`OnDisk`: states on disk only, read before their parameter steps and written afterwards, pipelined."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from memscale.runtime.backends import Buffer, Event
 from memscale.runtime.engine import Engine
 from memscale.runtime.storage import PAGE_BYTES, page_aligned_memory
 
-_KEPT_BYTES = 2**28  # of memory, from one step to the next: what is new costs a tenth of what the disk takes
-AHEAD = 2  # parameters whose states are being read while another one steps, and as many being written
+_KEPT_BYTES = 2**28  # memory kept from one step to the next; new memory costs a tenth of the disk's time
+AHEAD = 2  # how many parameters' states are being read while another one steps, and as many being written
 
 
 class _Stored:
-    """The large states of one parameter: on disk, and meanwhile in memory.
+    """The large states of one parameter: on disk, and in memory while the parameter steps.
 
     Attributes:
-        buffer: the room on disk, of `engine`.
-        likes: by the state's name, a tensor without memory.
-        order: the names of all states of the parameter, as the optimizer made them.
-        memory: the bytes of the states, while these are in memory or on their way; part of `whole`, which can serve
-            another parameter afterwards. None while the states are on disk alone.
-        views: the states that the optimizer has over `memory`.
-        moving: the copy that is under way.
+        buffer: the bytes on disk, allocated by `engine`.
+        likes: for each state's name a meta tensor with its shape and type.
+        order: the names of all states of the parameter, in the optimizer's order.
+        memory: the bytes of the states while these are in memory or being copied, else None. A part of `whole`, which
+            can serve another parameter afterwards.
+        views: the state tensors over `memory` that the optimizer has.
+        moving: the copy in flight.
     """
 
-    # Slots, so that a search for the tensors of an optimizer does not find `likes`.
+    # Slots, so that a search through the optimizer's attributes for tensors does not find `likes`.
     __slots__ = ("buffer", "engine", "likes", "memory", "moving", "order", "views", "whole")
 
     def __init__(self, engine: Engine, buffer: Buffer, likes: dict[str, torch.Tensor]) -> None:
@@ -47,8 +47,8 @@ class _Stored:
         self.moving: Event | None = None
 
     def states(self) -> dict[str, torch.Tensor]:
-        """The states that the bytes in memory are."""
-        assert self.memory is not None, "it was taken before"
+        """Returns the state tensors over the bytes in memory."""
+        assert self.memory is not None, "the caller has taken memory before"
         found, start = {}, 0
         for key, like in self.likes.items():
             found[key] = laid_out(self.memory[start : start + like.nbytes], like)
@@ -56,23 +56,23 @@ class _Stored:
         return found
 
     def forget(self) -> None:
-        """Leave the memory to those who have states over it."""
+        """Drops the references to the memory; state tensors over it keep it alive."""
         self.memory = self.whole = None
         self.views = {}
 
     def free(self) -> None:
-        """Give the disk back, after the copies that are under way."""
+        """Frees the bytes on disk, after the copies in flight."""
         self.engine.count_live("disk", -self.buffer.nbytes)
         self.engine.backend.free(self.buffer, after=[])
 
 
 class OnDisk(StepPart):
-    """Keeps the states of a parameter on disk but while it steps.
+    """Keeps the states of each parameter on disk, and in memory only while the parameter steps.
 
     Args:
-        runtime: the disk; None is the process's own.
-        least_bytes: states of fewer bytes stay.
-        below: memory to read into for parameters of an accelerator.
+        runtime: the runtime whose disk is used; None is the process's own.
+        least_bytes: smaller states stay in memory.
+        below: allocates the memory that states of an accelerator's parameters are read into.
     """
 
     writes_offloaded: ClassVar[bool] = True
@@ -85,16 +85,16 @@ class OnDisk(StepPart):
         self._runtime, self._least_bytes, self._below = runtime, least_bytes, below
         self._parameters: dict[int, torch.Tensor] = {}
         self._stored: dict[int, _Stored] = {}  # by the id of the parameter
-        self._written: deque[_Stored] = deque()  # being written, in turn
-        self._spare: list[torch.Tensor] = []  # memory of this step that others can have
-        self._kept: list[torch.Tensor] = []  # and of the step before
-        self._last: int | None = None  # to have stepped in this step
-        self._after: dict[int, int] = {}  # which parameter stepped after which
+        self._written: deque[_Stored] = deque()  # states being written, oldest first
+        self._spare: list[torch.Tensor] = []  # memory that became free in this step
+        self._kept: list[torch.Tensor] = []  # memory that became free in earlier steps
+        self._last: int | None = None  # the id of the parameter that stepped last in this step
+        self._after: dict[int, int] = {}  # for each parameter's id, the id of the one that stepped after it
         weakref.finalize(self, _free_all, self._stored).atexit = False
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         self._below.check(parameters, self.optimizer)
-        for stored in self._stored.values():  # of a step that an exception ended
+        for stored in self._stored.values():  # an exception may have ended a step with copies in flight
             self._wait(stored)
         self._parameters = {id(parameter): parameter for parameter in parameters}
         for key in [key for key in self._stored if key not in self._parameters]:
@@ -131,10 +131,10 @@ class OnDisk(StepPart):
     def _end(self) -> None:
         self._last = None
         self._finish_writing(0)
-        for stored in self._stored.values():  # read for a parameter that had no gradient this time
+        for stored in self._stored.values():  # states may have been read for a parameter that had no gradient this time
             self._wait(stored)
             stored.forget()
-        if not simulating():  # what is simulated has no memory that others can have
+        if not simulating():  # simulated tensors have no memory that another parameter could reuse
             self._kept += self._spare
             while sum(map(len, self._kept)) > _KEPT_BYTES:
                 self._kept.pop(0)
@@ -158,16 +158,16 @@ class OnDisk(StepPart):
                 stored.forget()
 
     def _part(self, parameter: torch.Tensor) -> None:
-        """Give the states of `parameter` storages of their own over the same memory: `torch.save` asks for that."""
+        """Gives the states of `parameter` storages of their own over the same memory, as `torch.save` needs."""
         states = self.optimizer.state[parameter]
         for name, view in self._stored[id(parameter)].views.items():
             flat = view.as_strided((view.numel(),), (1,)).view(torch.uint8)
             states[name] = laid_out(torch.from_numpy(flat.numpy()), view)
 
-    # ------------------------------------------------------------------------------------------------- out and back
+    # ---------------------------------------------------------------------------------------------- writing and reading
 
     def _following(self, parameter: torch.Tensor, rest: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters that will step next: those of this call, or else those that did last time."""
+        """Returns the parameters that will step next: those of this call, else those that followed in the last step."""
         if rest:
             return rest[:AHEAD]
         found: list[torch.Tensor] = []
@@ -179,7 +179,7 @@ class OnDisk(StepPart):
         return found
 
     def _read(self, parameter: torch.Tensor) -> _Stored | None:
-        """Begin to read the states of `parameter`, if they are on disk and not there."""
+        """Begins to read the states of `parameter`, if they are on disk only."""
         stored = self._stored_of(id(parameter))
         if stored is not None and stored.memory is None:
             memory = self._take_memory(stored, parameter)
@@ -187,7 +187,7 @@ class OnDisk(StepPart):
         return stored
 
     def _arrive(self, parameter: torch.Tensor) -> None:
-        """Give `parameter` its states."""
+        """Puts the states of `parameter` into the optimizer's `state`."""
         if (stored := self._read(parameter)) is None:
             return
         self._wait(stored)
@@ -197,7 +197,7 @@ class OnDisk(StepPart):
         self.optimizer.state[parameter] = {name: found[name] for name in names}
 
     def _leave(self, parameter: torch.Tensor) -> None:
-        """Begin to write the states of `parameter`, which it does not have from here on."""
+        """Begins to write the states of `parameter`, and removes them from the optimizer's `state`."""
         optimizer = self.optimizer
         states = optimizer.state.get(parameter, {})
         large = {name: value for name, value in states.items() if self._is_large(value)}
@@ -206,20 +206,20 @@ class OnDisk(StepPart):
         stored = self._stored_for(parameter, large)
         memory = self._take_memory(stored, parameter) if stored.memory is None else stored.memory
         for name, there in stored.states().items():
-            if stored.views.get(name) is not large[name]:  # it is new, or the step made another one
+            if stored.views.get(name) is not large[name]:  # the state is new, or the step has replaced it
                 there.copy_(large[name].detach())
         stored.views = {}
         stored.moving = stored.engine.backend.copy(memory, stored.buffer, "out", after=[])
         self._written.append(stored)
         stored.order = list(states)
         small = {name: value for name, value in states.items() if name not in large}
-        if id(parameter) in optimizer._shared:  # whoever else has these keeps them
+        if id(parameter) in optimizer._shared:  # another optimizer has the same tensors
             optimizer._shared.discard(id(parameter))
             small = copied(small, device="cpu")
         optimizer.state[parameter] = small
 
     def _finish_writing(self, most: int) -> None:
-        """Wait until at most so many are being written, and free the memory of the others."""
+        """Waits until at most `most` states are being written, and frees the memory of the others."""
         while len(self._written) > most:
             stored = self._written[0]
             self._wait(stored)
@@ -230,7 +230,7 @@ class OnDisk(StepPart):
                 stored.forget()
 
     def _wait(self, stored: _Stored) -> None:
-        """Let the copy of these states end."""
+        """Waits for the copy of these states."""
         if (event := stored.moving) is None:
             return
         stored.engine.backend.synchronize(event)
@@ -243,14 +243,14 @@ class OnDisk(StepPart):
                 "checkpoint, with states on another disk or tier"
             ) from error
 
-    # -------------------------------------------------------------------------------------------------------- rooms
+    # ------------------------------------------------------------------------------------------------------- memory
 
     def _is_large(self, value: Any) -> bool:
         is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
         return is_plain and value.nbytes >= self._least_bytes
 
     def _stored_of(self, key: int) -> _Stored | None:
-        """Where these states are; in a simulation room of its engine, for the real one has the caller's states."""
+        """Returns where these states are; a simulation gets a buffer of its own, as the real one holds real states."""
         stored = self._stored.get(key)
         if stored is not None and simulating() and stored.engine is not self._engine():
             order = stored.order
@@ -259,7 +259,7 @@ class OnDisk(StepPart):
         return stored
 
     def _stored_for(self, parameter: torch.Tensor, large: dict[str, torch.Tensor]) -> _Stored:
-        """Room for states like these, which `parameter` has from here on."""
+        """Returns the buffer for states like `large`; a buffer for states of other shapes or types is freed first."""
         stored = self._stored_of(id(parameter))
         likes = {key: torch.empty_like(value, device="meta") for key, value in large.items()}
         if stored is not None:
@@ -290,7 +290,7 @@ class OnDisk(StepPart):
         fit = min((each for spare in spares for each in spare if len(each) >= nbytes), key=len, default=None)
         for spare in spares:
             if fit is None:
-                del spare[:1]  # too small: with the new one there are no more than before
+                del spare[:1]  # too small to serve; dropping it keeps the total from growing with the new one
             else:
                 spare[:] = [each for each in spare if each is not fit]
         if fit is None:

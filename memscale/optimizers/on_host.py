@@ -1,4 +1,4 @@
-"""The step on the host: of parameters that are there, and of those of an accelerator, which come and go back."""
+"""`StepOnHost`: runs the step of every parameter on the CPU; an accelerator's weights are copied there and back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, in_turn
 from memscale.runtime import Runtime, home_of, runtime_for
 from memscale.runtime.parameters import HostCopy, Mapped, MappedTensors
 
-_FUSED_ON_CPU = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # AdamW is an Adam
+_FUSED_ON_CPU = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # AdamW is a subclass of Adam
 
 
 class Below:
-    """Memory of the tiers below the devices, as CPU tensors."""
+    """Allocates memory of the tiers below a device, as CPU tensors."""
 
     def __init__(self, runtime: Runtime | None, title: str) -> None:
         self._runtime = runtime
@@ -23,7 +23,7 @@ class Below:
         self._memories: dict[tuple[int, torch.device], MappedTensors] = {}
 
     def check(self, parameters: list[torch.Tensor], optimizer: PartedOptimizer) -> None:
-        """Raise `TransformError` for states that are made of several tensors, as those of sharded parameters are."""
+        """Raises `TransformError` for parameters or states that are tensor subclasses, such as sharded ones."""
         if parameters and (composed := optimizer._evidence.composed):
             raise TransformError(
                 f"{self.title}: the states of this {type(optimizer).__name__} ({', '.join(sorted(composed))}) are made "
@@ -39,22 +39,22 @@ class Below:
                 )
 
     def room(self, nbytes: int, parameter: torch.Tensor, tier: str) -> torch.Tensor:
-        """Bytes on `tier` of the device of `parameter`, or on the next below that has room.
+        """Allocates `nbytes` on `tier` of the device of `parameter`, or on the next tier below that has room.
 
         Raises:
-            RuntimeUnavailable: none has.
+            RuntimeUnavailable: no tier has room.
         """
         return self._take(nbytes, parameter, tier)[1]
 
     def copy_of(self, value: torch.Tensor, parameter: torch.Tensor) -> HostCopy:
-        """`value`, of the device of `parameter`, on its way to such room, as exactly as many bytes as it has."""
+        """Begins to copy `value` from the device of `parameter` to such memory, without padding."""
         engine = runtime_for(self._runtime).engine(parameter)
         return HostCopy(engine, *self._take(value.numel() * value.itemsize, parameter, "auto"), value)
 
     def _take(self, nbytes: int, parameter: torch.Tensor, tier: str) -> tuple[Mapped, torch.Tensor]:
         runtime = runtime_for(self._runtime)
         home = home_of(parameter, runtime.at_home)
-        # Of one that streams, below the device that it comes to: below the CPU, where it is now, is the disk alone.
+        # A parameter that streams is a CPU tensor now; its tiers are those of the device that it streams to.
         like = parameter if home is None or home.like is None else home.like
         key = id(runtime), like.device
         if key not in self._memories:
@@ -65,44 +65,44 @@ class Below:
         return found
 
     def full(self, nbytes: int) -> RuntimeUnavailable:
-        """The error that no tier has room."""
+        """Returns the error for: no tier has room for `nbytes`."""
         return RuntimeUnavailable(
             f"{self.title}: no tier has room for {nbytes} bytes; raise the caps of the runtime (disk_bytes, "
             "host_bytes), or leave this transform out"
         )
 
     def moved(self, value: torch.Tensor, parameter: torch.Tensor, tier: str) -> torch.Tensor:
-        """`value` in such room."""
+        """Returns a copy of `value` on `tier` of the device of `parameter`, or on the next tier below that has room."""
         return laid_out(self.room(value.nbytes, parameter, tier), value).copy_(value.detach())
 
 
 def laid_out(contents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The bytes as a tensor of the type, shape and order of `like`."""
+    """Returns the bytes as a tensor with the type, shape and dimension order of `like`."""
     strides = torch.empty_like(like, device="meta").stride()
     return contents.view(like.dtype).as_strided(like.shape, strides).detach()
 
 
 class _Coming(NamedTuple):
-    """A parameter of an accelerator that steps on the host, and its gradient."""
+    """The host copies, in flight, of an accelerator's parameter and of its gradient."""
 
     weights: HostCopy
     gradient: HostCopy
 
 
 class StepOnHost(StepPart):
-    """Steps every parameter on the CPU, with its fused kernel where the parameter is of an accelerator.
+    """Steps every parameter on the CPU; for parameters of an accelerator with PyTorch's fused CPU kernel.
 
-    What comes over the link does so while others step, and goes back likewise.
+    Copies to and from the accelerator overlap with the steps of other parameters.
 
     Args:
-        below: memory for what comes.
+        below: allocates the host memory for the copies.
     """
 
     def __init__(self, optimizer: PartedOptimizer, inner: StepPart, below: Below) -> None:
         super().__init__(optimizer, inner)
         self._below = below
-        self._coming: dict[int, _Coming] = {}  # by the id of the parameter
-        self._going: list[tuple[torch.Tensor, HostCopy]] = []
+        self._coming: dict[int, _Coming] = {}  # copies to the host in flight, by the id of the parameter
+        self._going: list[tuple[torch.Tensor, HostCopy]] = []  # copies back to the device in flight
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
         for parameter in parameters:
@@ -131,7 +131,7 @@ class StepOnHost(StepPart):
         there = {"capturable": False} if "capturable" in group else {}
         if issubclass(optimizer._own_class, _FUSED_ON_CPU):
             there |= {"foreach": False, "fused": True}
-        self._arrive()  # before: what has come back for the last ones takes memory of the device until then
+        self._arrive()  # first: stepped weights that have been copied back still occupy device memory for staging
         self.ask(parameters)
         coming = [self._coming[id(parameter)] for parameter in parameters]
         twins, before = [], []
@@ -146,7 +146,7 @@ class StepOnHost(StepPart):
             after = self.advance_twins(now, twins, before)
         finally:
             optimizer._twins.clear()
-        # In a backward others may read the parameters, which a copy on a stream of its own would change meanwhile.
+        # In a backward other operators may still read the parameters while a side stream would overwrite them.
         at_once = torch._C._current_graph_task_id() == -1
         for parameter, twin, states in zip(parameters, twins, after, strict=True):
             twin.grad = None
@@ -158,7 +158,7 @@ class StepOnHost(StepPart):
         group.update({key: value for key, value in now.items() if key not in there})
 
     def _arrive(self) -> None:
-        """Give parameters that have stepped what they are now."""
+        """Writes the stepped values to their parameters."""
         while self._going:
             parameter, weights = self._going[0]
             with torch.no_grad():

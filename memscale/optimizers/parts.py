@@ -1,8 +1,8 @@
 """The parts of a transformed optimizer: each steps some of its parameters, through the part inside of it.
 
-All transforms of optimizers come down to one function, *advance*: the step of the class as it is, for some of the
+All optimizer transforms reduce to one function, *advance*: the unchanged step of the optimizer's class, for some of the
 parameters. `step_in_backward` calls it for one parameter as soon as its gradient is complete, `step_in_groups` for a
-few at a time. Each is a `StepPart` around the parts inside of it; the innermost is the class's own step.
+few at a time. Each is a `StepPart` around an inner `StepPart`; the innermost, `OwnStep`, is the class's own step.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from memscale.optimizers.separability import Separability, made_of, own_step
 
 Group = dict[str, Any]
 
-# Of all parameters, this share may be due to step at once, up to so many bytes.
+# How many bytes of parameters may wait for their copies at once: 1/_SHARE of all, at most _MOST_BYTES.
 _SHARE, _MOST_BYTES = 16, 2**28
 _NO_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
 
 
 class StepPart:
-    """One of the transforms of an optimizer at work. It holds the optimizer weakly: whoever drops that ends all."""
+    """One transform of one optimizer. It holds the optimizer weakly, so that dropping the optimizer frees both."""
 
-    writes_offloaded: ClassVar[bool] = False
-    places_states: ClassVar[bool] = False  # somewhere of their own, by the parameter, the same one at each step
-    in_backward: ClassVar[bool] = False
+    writes_offloaded: ClassVar[bool] = False  # whether a step writes states that are outside the optimizer's `state`
+    places_states: ClassVar[bool] = False  # whether states live in this part's own memory, in one place per parameter
+    in_backward: ClassVar[bool] = False  # whether parameters step before `step` is called
 
     def __init__(self, optimizer: PartedOptimizer, inner: StepPart | None) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -40,29 +40,29 @@ class StepPart:
     @property
     def optimizer(self) -> PartedOptimizer:
         optimizer = self._optimizer()
-        assert optimizer is not None, "it holds this part"
+        assert optimizer is not None, "the optimizer holds this part"
         return optimizer
 
     @property
     def inner(self) -> StepPart:
-        assert self._inner is not None, "only the innermost has none"
+        assert self._inner is not None, "only the innermost part has none"
         return self._inner
 
     def with_inner(self) -> Iterator[StepPart]:
-        """This part and those inside of it, from the outside in."""
+        """Yields this part and the parts inside of it, from the outermost to the innermost."""
         part: StepPart | None = self
         while part is not None:
             yield part
             part = part._inner
 
     def advance(self, group: Group) -> None:
-        """Step the parameters of `group`, whose options it may change as the step of the class does."""
+        """Steps the parameters of `group`; may change the group's options as the class's step does."""
         self.inner.advance(group)
 
     def advance_twins(
         self, group: Group, twins: list[torch.Tensor], before: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Step `twins`, with these states, in the place of the parameters of `group`; returns the states they have."""
+        """Steps `twins`, with the states `before`, in place of the parameters of `group`; returns their new states."""
         state: Any = self.optimizer.state
         state.update({twin: states for twin, states in zip(twins, before, strict=True) if states})
         now = {**group, "params": twins}
@@ -74,32 +74,32 @@ class StepPart:
         return after
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
-        """Begin to bring what `advance` will take for these; whether anything is on its way.
+        """Begins the copies that `advance` will need for `parameters`; returns whether a copy is in flight.
 
-        Only parts that do nothing after the `advance` of the part inside may pass this on: that may come later, and
-        then with the gradients of now.
+        A part may forward this call only if it does nothing after the inner part's `advance`: that may be called later,
+        with the gradients of now.
         """
         return False
 
     def settle(self) -> None:
-        """Let all that is on its way to the parameters arrive, and forget what was asked for and not used."""
+        """Waits for all copies to the parameters, and drops copies that were begun and not used."""
 
     def states_like(self, parameter: torch.Tensor) -> torch.dtype:
-        """The type of the parameters whose states those of `parameter` are like."""
+        """Returns the dtype of the parameters whose states those of `parameter` have the type of."""
         return parameter.dtype if self._inner is None else self._inner.states_like(parameter)
 
     def plain_states(self, parameter: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
-        """Of these `states` of `parameter`, those that the optimizer has without this transform, as it has them."""
+        """Returns those of `states` that the optimizer has without this transform, in the form that it has them."""
         return states
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
-        """The optimizer's parameters are these from here on."""
+        """Called when the optimizer's parameters become `parameters`."""
 
     def loaded(self, state_dict: dict[str, Any]) -> None:
-        """States were loaded from this, in the types that PyTorch loads them in."""
+        """Called after `load_state_dict`, with states in the types to which PyTorch has cast them."""
 
     def below(self) -> list[torch.Tensor]:
-        """The tensors that live on a tier below the device."""
+        """Returns the tensors that live on a tier below the device."""
         return []
 
     @property
@@ -108,65 +108,67 @@ class StepPart:
         return 1
 
     def after_zero_grad(self) -> None:
-        """Gradients are dropped."""
+        """Called after gradients were dropped."""
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """For the body, let the optimizer's `state` have all of it."""
+        """A context in which the optimizer's `state` holds all states, as numbers."""
         yield
 
     def before_step(self, closure: Any) -> None:
-        """`step` is called. Raises `TransformError` where it cannot be, before anything happens."""
+        """Called first in `step`. Raises `TransformError`, before anything changes, if the step is not possible."""
 
     def after_step(self) -> None:
-        """`step` is over."""
+        """Called last in `step`."""
 
     def report(self) -> list[str]:
-        """What it does to which parameters, in lines; none where that is the same for all."""
+        """Returns lines that say what this part does to which parameters; empty if it is the same for all."""
         return []
 
 
 class OwnStep(StepPart):
-    """The step of the class, on a twin of the optimizer that has nothing but this group: no hooks run twice."""
+    """Runs the step of the class on a copy of the optimizer that has only this group and no hooks."""
 
     def advance(self, group: Group) -> None:
         optimizer = self.optimizer
         optimizer._part_states(group["params"])
         optimizer._own_step(group)
-        # Not every optimizer changes its parameters in a way that autograd sees, and a graph may still need one.
+        # Some optimizers write through `.data`, which autograd does not see, while a graph may still need the old
+        # value.
         torch.autograd.graph.increment_version(group["params"])
 
 
 class PartedOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps by parts: which of them steps which parameter, and with which options."""
+    """An optimizer that steps by parts: knows which part steps which parameter, and with which options."""
 
     _own_class: ClassVar[type[torch.optim.Optimizer]]
     _assigned: Assigned
     _evidence: Separability
     _origins: tuple[weakref.ref[torch.optim.Optimizer], ...]
-    _shared: set[int]  # parameters whose states the optimizers have too that this one was made of
-    parts: list[StepPart]  # of one transform after the other, innermost first
-    _tops: list[StepPart]  # the outermost of each
-    _options: dict[int, Group]  # by the number of a group, those that its parameters are stepped with in this step
-    _changes: dict[int, Group]  # and what the class's step made of them
-    _due: deque[tuple[int, torch.Tensor]]  # parameters that step once what was asked for is there, and their groups
-    _most_due: int  # bytes of them
+    _shared: set[int]  # ids of parameters whose states belong to the optimizers in `_origins` as well
+    parts: list[StepPart]  # all parts, for each transform from the innermost to the outermost
+    _tops: list[StepPart]  # the outermost part of each transform
+    _options: dict[int, Group]  # by the index of a group, the options that its parameters step with in this step
+    _changes: dict[int, Group]  # by the index of a group, the options that the class's step has changed
+    _due: deque[tuple[int, torch.Tensor]]  # group index and parameter, for those that step when their copies arrive
+    _most_due: int  # the most bytes of parameters in `_due`
     _is_stepping: bool  # whether `step` runs
-    _twins: dict[int, torch.Tensor]  # by the id of what steps in the place of a parameter, the parameter
-    _following: int  # the backward at whose end they step at the latest
+    _twins: dict[int, torch.Tensor]  # by the id of a tensor that steps in place of a parameter, the parameter
+    _following: int  # the autograd task at whose end every parameter in `_due` has stepped
 
     def _attend(self) -> None:
         self._catch_up()
         self._most_due = _most_due([parameter.nbytes for parameter in parameters_of(self.param_groups)])
         own = self._assigned.split(parameters_of(self.param_groups))
         for number, top in enumerate(self._tops):
-            for part in reversed(list(top.with_inner())):  # states are quantised before they leave
+            for part in reversed(list(top.with_inner())):  # outer first: states are quantized before they are offloaded
                 part.attend(own.get(number, []))
 
     def _part_states(self, parameters: list[torch.Tensor]) -> None:
-        """Give parameters that are about to change states of their own, if anybody else may look at those they have.
+        """Copies the states of parameters that are about to change, if another live optimizer has the same tensors.
 
-        Only now: whoever writes ``optimizer = transform(optimizer)`` has dropped the other by now, and pays for none.
+        The copy is made this late because ``optimizer = transform(optimizer)`` has usually dropped the other one by
+        now.
         """
         if not self._shared:
             return
@@ -181,12 +183,12 @@ class PartedOptimizer(torch.optim.Optimizer):
     def _gathered(self) -> Iterator[None]:
         self._catch_up()
         with ExitStack() as stack:
-            for part in reversed(self.parts):  # what an outer one brings an inner one may have to read
+            for part in reversed(self.parts):  # outer first: an inner part may have to read what an outer one restores
                 stack.enter_context(part.gathered())
             yield
 
     def _plain_states(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """The states of `parameter` as its class has them."""
+        """Returns the states of `parameter` as its class has them."""
         states: dict[str, Any] = self.state[parameter]
         for part in self._tops[self._assigned.number(parameter)].with_inner():
             states = part.plain_states(parameter, states)
@@ -194,7 +196,7 @@ class PartedOptimizer(torch.optim.Optimizer):
 
     @property
     def writes_offloaded(self) -> bool:
-        """Whether a step changes states that are not in `state`, where nobody could put them back."""
+        """Whether a step writes states that are outside `state`, where a caller cannot restore them."""
         return any(part.writes_offloaded for part in self.parts)
 
     @property
@@ -208,25 +210,25 @@ class PartedOptimizer(torch.optim.Optimizer):
         return max((part.backward_passes for part in self.parts), default=1)
 
     def below(self) -> list[torch.Tensor]:
-        """The states that live on a tier below the device."""
+        """Returns the states that live on a tier below the device."""
         return [tensor for part in self.parts for tensor in part.below()]
 
     def report(self) -> str:
-        """Which parameters are under which transforms, and what those have to say about them."""
+        """Returns, as text, which parameters are under which transforms, and the lines of each part."""
         own = self._assigned.split(parameters_of(self.param_groups))
         under = [f"{self._assigned.hows[number]!r}: {len(some)} parameters" for number, some in own.items()]
         return "\n".join([*under, *(line for part in self.parts for line in part.report())])
 
     def let_go(self) -> None:
-        """Leave the parameters alone from here on: no hooks on them, nothing of theirs on a tier."""
+        """Removes all hooks from the parameters, and their states from all tiers."""
         for part in self.parts:
             part.attend([])
 
     def _advance_in_backward(self, number: int, parameter: torch.Tensor) -> None:
-        """Step a parameter whose gradient is complete: now, or while backward goes on and its gradient is on its way.
+        """Steps a parameter whose gradient is complete: now, or later in this backward if copies have to arrive first.
 
-        The last few wait, so that neither the device waits for the host's step nor that for the link. From here on
-        autograd takes the parameter for changed, and its gradient may be dropped.
+        The last few parameters wait, so that neither the device waits for the host's step nor the host for copies. From
+        here on autograd regards the parameter as changed, and its gradient may be dropped.
         """
         if not self._tops[self._assigned.number(parameter)].ask([parameter]):
             self._advance(number, [parameter])
@@ -243,7 +245,7 @@ class PartedOptimizer(torch.optim.Optimizer):
             self._advance_first()
 
     def _catch_up(self) -> None:
-        """Step what is due, and let all that is on its way to parameters arrive."""
+        """Steps all parameters in `_due`, and waits for all copies."""
         while self._due:
             self._advance_first()
         self._following = -1
@@ -254,17 +256,17 @@ class PartedOptimizer(torch.optim.Optimizer):
     def _advance_first(self) -> None:
         number, parameter = self._due[0]
         self._advance(number, [parameter])
-        self._due.popleft()  # only now: what an exception stops is taken up again
+        self._due.popleft()  # last, so that an exception leaves the parameter in the queue
 
     def _options_of(self, number: int) -> Group:
-        """The options that a group has in this step: those of when its first parameter steps."""
+        """Returns the options of a group in this step: those from when its first parameter stepped."""
         if number not in self._options:
             options = options_of(self.param_groups[number])
             self._options[number] = {key: copied(value) for key, value in options.items()}
         return self._options[number]
 
     def _advance(self, number: int, parameters: list[torch.Tensor]) -> None:
-        """Step these parameters of a group, with the options that the group has in this step."""
+        """Steps these parameters of a group with the options that the group has in this step."""
         options = self._options_of(number)
         for which, some in self._assigned.split(parameters).items():
             now = {**options, "params": some}
@@ -272,7 +274,7 @@ class PartedOptimizer(torch.optim.Optimizer):
             self._note_changes(number, now)
 
     def _pass_over(self, number: int) -> None:
-        """What a step does with a group none of whose parameters has a gradient: the class may count its steps."""
+        """Steps a group in which no parameter has a gradient: the class may still count the step."""
         now = {**self._options_of(number), "params": self.param_groups[number]["params"]}
         self._own_step(now)
         self._note_changes(number, now)
@@ -283,14 +285,14 @@ class PartedOptimizer(torch.optim.Optimizer):
             own_step(self._own_class)(twin)
 
     def _note_changes(self, number: int, now: Group) -> None:
-        """What the class's step made of the options of a group."""
+        """Records the options of a group that the class's step has changed."""
         before = self._options[number]
         changed = {key: value for key, value in options_of(now).items() if value is not before.get(key)}
         if changed:
             self._changes.setdefault(number, {}).update(changed)
 
     def _changed_options(self) -> str:
-        """Which options are not those any more that parameters were stepped with in this step; empty if none."""
+        """Describes the options that were changed since parameters stepped with them; empty if none was."""
         return ", ".join(
             f"{key!r} of group {number} was changed from {was!r} to {now!r}"
             for number, options in self._options.items()
@@ -299,7 +301,7 @@ class PartedOptimizer(torch.optim.Optimizer):
         )
 
     def _places(self) -> dict[int, tuple[int, str]]:
-        """By the id of a parameter, in their order: the number of its group, and what messages call it."""
+        """Returns, by the id of each parameter, the index of its group and its name in messages."""
         return {
             id(parameter): (
                 number,
@@ -312,9 +314,9 @@ class PartedOptimizer(torch.optim.Optimizer):
 
 
 def _most_due(sizes: list[int]) -> int:
-    """How many bytes of parameters may be due: what hides copies, and less than an embedding, which steps at once.
+    """Returns how many bytes of parameters may wait for copies: enough to hide copies, yet less than an embedding.
 
-    At least one of those sizes that half of all bytes are in parameters of, or less.
+    At least the weighted median of `sizes`: half of all bytes are in parameters of that size or smaller.
     """
     total, passed, middle = sum(sizes), 0, 0
     for middle in sorted(sizes):
@@ -333,9 +335,9 @@ def options_of(group: Group) -> Group:
 
 
 def in_turn(group: Group, few: Iterable[list[torch.Tensor]]) -> Iterator[Group]:
-    """`group` with some of its parameters after others, each time with its options of now; then it gets those it left.
+    """Yields `group` with each of the lists `few` as its parameters in turn, always with the options from before.
 
-    What a step counts in its options so goes up once, and not with each of them.
+    Options that the step changes, such as a count, so change once and not once per list.
     """
     options = dict(group)
     for some in few:
@@ -351,7 +353,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def copied(tree: Any, device: str | None = None) -> Any:
-    """`tree` with tensors of its own, on `device` if one is given."""
+    """Returns `tree` with copies of its tensors, on `device` if one is given."""
     if not pytrees.tensors(tree):
         return tree
     leaves, spec = pytrees.flatten(tree)
@@ -361,7 +363,7 @@ def copied(tree: Any, device: str | None = None) -> Any:
 
 
 def check_whole(title: str, parameters: Sequence[torch.Tensor]) -> None:
-    """Raise `TransformError` for parameters that are one process's part, which a step over numbers does not see."""
+    """Raises `TransformError` for DTensors: a step over slices would see one process's shard only."""
     for parameter in parameters:
         if hasattr(parameter, "device_mesh"):
             raise TransformError(

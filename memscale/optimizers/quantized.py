@@ -1,4 +1,4 @@
-"""`quantize_states`: moments in 8 bits between steps, in the optimizer's own type while their parameter steps."""
+"""`quantize_states`: keeps moments in 8 bits between steps, and restores them while their parameter steps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, check_wh
 from memscale.optimizers.separability import Moment
 from memscale.optimizers.transformed import OptimizerTransform
 
-_LEAST = 4096  # numbers: fewer save nothing worth the rounding
-# Of parameters whose moments are there in full at once: what they take for a moment is a share of what is saved, also
-# where all of them are few.
+_LEAST = 4096  # states of fewer numbers stay as they are: the saving would not be worth the rounding
+# Bytes of parameters whose moments are restored at once: 1/_SHARE of all, within [_LEAST_BYTES, _MOST_BYTES], and at
+# most 1/_FEWEST of all for small models.
 _LEAST_BYTES, _MOST_BYTES, _SHARE, _FEWEST = 2**20, 2**24, 64, 4
-_LARGEST = ".largest"  # of a block's magnitudes, beside the codes of a moment
+_LARGEST = ".largest"  # the suffix of the state that holds the largest magnitude of each block of a moment
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -36,15 +36,15 @@ class QuantizeStates(OptimizerTransform):
     block: int = 256
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
-        kernels()  # raises where they are not
+        kernels()  # raises RuntimeUnavailable without bitsandbytes
         return _Quantized(self, optimizer, inner)
 
 
 @by_name
 def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
-    """An optimizer transform: moments are kept in 8 bits, and are numbers as ever while their parameter steps.
+    """An optimizer transform that keeps moments in 8 bits between steps, and restores them while their parameter steps.
 
-    A quarter of the bytes, and not the same numbers: each moment is rounded after each step.
+    The moments take a quarter of their bytes. The numbers change: each moment is rounded after each step.
 
     >>> import torch, memscale as ms
     >>> weight = torch.nn.Parameter(torch.ones(64, 256))
@@ -53,29 +53,29 @@ def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
     >>> optimizer.step()
     >>> sum(tensor.nbytes for tensor in optimizer.state[weight].values()) / (2 * weight.nbytes)
     0.253936767578125
-    >>> moment = optimizer.state_dict()["state"][0]["exp_avg"]  # as the plain optimizer has it
+    >>> moment = optimizer.state_dict()["state"][0]["exp_avg"]  # restored, in the plain optimizer's type
     >>> (moment - weight.grad * 0.1).abs().max() < 0.012 * 0.1
     tensor(True)
 
-    The contract: a number is its block's largest magnitude times one of 256 shares, the nearest one but for what
-    rounding to bfloat16 first changes: at most 1.2 % of the largest away, and for numbers without a sign 0.6 %. Zero
-    stays zero, and in a second moment nothing else becomes zero. What was restored is restored to the same numbers
-    again, so that a `state_dict` keeps all that there is.
+    The contract: a stored number is its block's largest magnitude times one of 256 shares, the nearest one up to a
+    prior rounding to bfloat16. The error is at most 1.2 % of the block's largest, and 0.6 % for states without a sign.
+    Zero stays zero, and in a second moment no other number becomes zero. Quantizing a restored number gives the same
+    code again, so a `state_dict` loses nothing.
 
-    Moments are states of the shape of their parameter that stay zero while gradients are, which is tried when the
-    transform is applied; others, counts and factors and copies of weights among them, stay as they are, and so do those
-    of parameters with fewer than 4096 numbers. ``print(optimizer.report())`` says which.
+    A moment is a state of its parameter's shape that stays zero while gradients are zero; a trial on small parameters
+    finds them when the transform is applied. Other states (counts, factors, copies of weights) stay as they are, and so
+    do states of parameters with fewer than 4096 numbers. ``print(optimizer.report())`` lists them.
 
     Args:
-        bits: 8.
+        bits: must be 8.
         block: how many numbers share a largest magnitude: 64, 128, 256, 512, 1024, 2048 or 4096.
 
     Raises:
-        ConfigError: another number of bits, or another block.
-        RuntimeUnavailable: when it is applied, without bitsandbytes.
-        TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS).
+        ConfigError: `bits` or `block` has another value.
+        RuntimeUnavailable: on application, if bitsandbytes is not installed.
+        TransformError: on application, if the optimizer does not treat each parameter alone (LBFGS).
 
-    Cost: saves three quarters of the moments and more; pays the rounding, and passes over them in each step.
+    Cost: saves at least three quarters of the moments; pays rounding errors, and passes over the moments in each step.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), section 2.
     """
@@ -157,7 +157,7 @@ class _Quantized(StepPart):
                 self._shrink(parameter)
 
     def _cuts(self, parameter: torch.Tensor) -> bool:
-        """Whether the step may go over parts of `parameter`, which then are parameters for a moment."""
+        """Whether the step may go over slices of `parameter`, each of which is a parameter for that time."""
         evidence, moments = self.optimizer._evidence, self._moments(parameter)
         states = self.optimizer.state.get(parameter, {})
         return (
@@ -166,7 +166,7 @@ class _Quantized(StepPart):
             and parameter.numel() >= _LEAST
             and bool(moments)
             and {name for dims, name in evidence.full if dims == parameter.dim()} == moments.keys()
-            and (not states or all(f"{name}{_LARGEST}" in states for name in moments))  # else some stayed as they were
+            and (not states or all(f"{name}{_LARGEST}" in states for name in moments))  # every moment is quantized
             and all(each.is_contiguous() for each in (parameter, parameter.grad) if each is not None)
         )
 
@@ -205,10 +205,10 @@ class _Quantized(StepPart):
             group.update(now)
         state[parameter] = {**small, **found}
 
-    # ------------------------------------------------------------------------------------------------ there and back
+    # --------------------------------------------------------------------------------------- quantizing and restoring
 
     def _moments(self, parameter: torch.Tensor) -> dict[str, Moment]:
-        """The states of `parameter` that are moments, by their names."""
+        """Returns the states of `parameter` that are moments, by name."""
         return {
             moment.name: moment
             for moment in self.optimizer._evidence.moments
@@ -216,7 +216,7 @@ class _Quantized(StepPart):
         }
 
     def _shrink(self, parameter: torch.Tensor) -> None:
-        """Quantise the moments of `parameter` that are not yet."""
+        """Quantizes those moments of `parameter` that are not quantized yet."""
         optimizer = self.optimizer
         states = optimizer.state.get(parameter)
         if not isinstance(states, dict) or parameter.numel() < _LEAST:
@@ -231,13 +231,13 @@ class _Quantized(StepPart):
                 codes, largest = quantized(flat, self.how.block, signed=moment.signed)
                 states.update({name: codes.as_strided(value.shape, value.stride()), f"{name}{_LARGEST}": largest})
                 made |= {name, f"{name}{_LARGEST}"}
-                del value, flat  # before the next one's codes are there
-        if made and id(parameter) in optimizer._shared:  # whoever else has these keeps them
+                del value, flat  # free this moment before the next one's codes are allocated
+        if made and id(parameter) in optimizer._shared:  # another optimizer has the same tensors
             optimizer._shared.discard(id(parameter))
             states.update({name: copied(value) for name, value in states.items() if name not in made})
 
     def _restore(self, parameter: torch.Tensor) -> None:
-        """Give `parameter` its moments as numbers."""
+        """Replaces the codes in the states of `parameter` by restored moments."""
         states = self.optimizer.state.get(parameter, {})
         moments = self._moments(parameter)
         codes = {name: value for name, value in states.items() if f"{name}{_LARGEST}" in states}
@@ -258,7 +258,7 @@ class _Quantized(StepPart):
 
 
 def _is_dense(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether it has the parameter's shape, and each place in its memory is one of its numbers."""
+    """Whether `value` has the parameter's shape and a layout without gaps."""
     if value.layout is not torch.strided or value.shape != parameter.shape or not value.dtype.is_floating_point:
         return False
     kinds = (torch.float32, torch.bfloat16, torch.float16)

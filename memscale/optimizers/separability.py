@@ -1,7 +1,8 @@
-"""Whether an optimizer treats each parameter alone, so that one may step before another has its gradient.
+"""Tries whether an optimizer treats each parameter alone, so that one may step before another has its gradient.
 
-Not a list of classes: the step is tried on small parameters, all at once and one after the other. What shares anything
-between them differs: a norm over all gradients (Prodigy, LAMB), a count of its own, a random stream, a line search.
+The trial steps small parameters of the same kinds, once all together and once one after the other, and compares the
+results. Anything shared between parameters makes them differ: a norm over all gradients (Prodigy, LAMB), a common
+count, a random stream, a line search. So there is no list of known classes.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from memscale.core import TransformError, pytrees
 _SIDES = (5, 3, 2, 7, 11)
 _LARGE_SIDES = (64, 128)
 _STEPS = 2
-_MOST_TRIED = 8  # parameters of a group
-_RATE = 2.0**-5  # learning rate of every trial: a fine-tune's, or a warm-up's 0, may move no number of its type
+_MOST_TRIED = 8  # parameters per group
+_RATE = 2.0**-5  # the learning rate of every trial; the user's (a warm-up's 0) may be too small to move a number
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A state that sums up gradients: of the shape of its parameter, and zero as long as gradients are.
+    """A state that sums up gradients: it has its parameter's shape, and stays zero while gradients are zero.
 
     Attributes:
-        dims, of: of the parameter: its number of dimensions and its dtype.
-        name, dtype: of the state.
-        signed: whether it may be negative.
+        dims: the parameter's number of dimensions.
+        of: the parameter's dtype.
+        name: the state's name.
+        dtype: the state's dtype.
+        signed: whether the state may be negative.
     """
 
     dims: int
@@ -44,14 +47,14 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Separability:
-    """What trying an optimizer has shown.
+    """What the trial of an optimizer has shown.
 
     Attributes:
-        full: the states that have the shape of their parameter: its number of dimensions, and the state's name. Not
-            those that have another type where a parameter is large, as in optimizers with 8-bit states of their own.
-        moments: those of them that are moments.
-        elementwise: whether it treats each number alone, wherever in a parameter it is.
-        composed: the states that are made of several tensors, as numbers in few bits with their scales.
+        full: the states that have their parameter's shape, as pairs of the parameter's number of dimensions and the
+            state's name. States that have another type for large parameters (8-bit optimizers) are left out.
+        moments: the states in `full` that are moments.
+        elementwise: whether each number steps independently of the others and of its position.
+        composed: the names of states that are tensor subclasses, such as quantized numbers with their scales.
     """
 
     full: frozenset[tuple[int, str]]
@@ -61,15 +64,15 @@ class Separability:
 
 
 def own_step(own_class: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """The step of a class without the hooks that PyTorch calls around it."""
+    """Returns the step of a class without the wrapper by which PyTorch calls hooks."""
     step: Any = own_class.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 def made_of(own_class: type[torch.optim.Optimizer], attributes: Mapping[str, Any], **own: Any) -> Any:
-    """An optimizer of `own_class` with these attributes and its `own`, whose constructor is not called.
+    """Makes an optimizer of `own_class` with these attributes, overridden by `own`, without calling its constructor.
 
-    The one way in which an optimizer here becomes another: a copy, a plain one, one that steps some parameters.
+    Every copy of an optimizer in this package is made here.
     """
     made: Any = object.__new__(own_class)
     made.__dict__.update(attributes, **own)
@@ -77,10 +80,10 @@ def made_of(own_class: type[torch.optim.Optimizer], attributes: Mapping[str, Any
 
 
 def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separability:
-    """What is known of `optimizer`, none of whose parameters and states are touched.
+    """Tries `optimizer` on small parameters; leaves its own parameters and states untouched.
 
     Raises:
-        TransformError: it cannot be stepped one parameter at a time, and why.
+        TransformError: the optimizer cannot be stepped one parameter at a time; the message says why.
     """
     name = type(optimizer).__name__
     if not {"param_groups", "state"} <= optimizer.__dict__.keys():
@@ -105,7 +108,7 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
         raise TransformError(f"{how!r}: {name} {why}, or leave this transform out")
     moments = {
         (each.dims, each.of, each.name): each
-        for trials in reversed(tried)  # where both have it, that of the parameters as they are
+        for trials in reversed(tried)  # the first entry, the parameters in their own type, overrides the others
         for each in trials.at_once.moments(trials.still)
     }
     full, known, kinds = own.at_once.full_states(), own.at_once.kinds(), large.kinds()
@@ -119,7 +122,7 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
 
 
 class _Trials:
-    """Trials of an optimizer: all parameters at once, one after the other, and all with gradients of zero."""
+    """Three trials of an optimizer: all parameters at once, one after the other, and all with gradients of zero."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, widens: bool = False) -> None:
         self.at_once, self.one_by_one = _Trial(optimizer, widens=widens), _Trial(optimizer, widens=widens)
@@ -131,17 +134,17 @@ class _Trials:
 
 
 def _in_float32(optimizer: torch.optim.Optimizer) -> list[_Trials]:
-    """The trials of parameters in half precision as float32 ones, where rounding hides no step; none if refused."""
+    """Returns a trial with half-precision parameters as float32, where rounding hides no step; empty if it raises."""
     if not any(p.dtype in _HALVES for group in optimizer.param_groups for p in group["params"]):
         return []
     try:
         return [_Trials(optimizer, widens=True)]
-    except Exception:  # it takes half precision only
+    except Exception:  # some optimizers accept half precision only
         return []
 
 
 def _why_not(tried: list[_Trials], draws: bool) -> str | None:
-    """What keeps an optimizer from stepping its parameters one at a time, and what to use instead; None if nothing."""
+    """Returns what prevents stepping one parameter at a time and what to use instead, or None."""
     if common := [repr(key) for key in tried[0].at_once.state if not isinstance(key, torch.Tensor)]:
         return (
             f"keeps states that belong to no parameter ({', '.join(common)}), which parameters that step alone would "
@@ -157,7 +160,7 @@ def _why_not(tried: list[_Trials], draws: bool) -> str | None:
             f"moved none of the small parameters of a trial at lr={_RATE}, which so does not show that it treats each "
             "parameter alone; use another optimizer"
         )
-    if draws:  # also where it makes no difference to parameters as small as these
+    if draws:  # checked separately: drawn numbers may make no difference to parameters as small as these
         return (
             "draws random numbers, and those of a parameter would be others where it steps before the rest; use "
             "another optimizer"
@@ -171,40 +174,40 @@ def _why_not(tried: list[_Trials], draws: bool) -> str | None:
 
 
 def _large(optimizer: torch.optim.Optimizer) -> _Trial:
-    """A trial with parameters that are larger, for an optimizer may keep their states in fewer bits."""
+    """Runs a trial with larger parameters, for which an optimizer may keep states in fewer bits."""
     large = _Trial(optimizer, large=True)
     try:
         large.step(0, large.groups)
-    except Exception:  # it takes small ones only
+    except Exception:  # some optimizers accept small parameters only
         large.state.clear()
     return large
 
 
 def _random_states(cards: set[Any]) -> list[torch.Tensor]:
-    """Those of the generators that a step over parameters on the CPU and these cards may draw from."""
+    """Returns the states of all generators from which a step on the CPU and these cards may draw."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(card) for card in sorted(cards))]
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, at_once: _Trial) -> bool:
-    """Whether halves of parameters step to the same numbers as the whole ones."""
+    """Whether the halves of a parameter step to the same numbers as the whole parameter."""
     try:
         halves = _Trial(optimizer, halved=True)
         for number in range(_STEPS):
             halves.step(number, halves.groups)
-    except Exception:  # it takes matrices only
+    except Exception:  # some optimizers accept matrices only
         return False
     return all(map(torch.equal, at_once.values(), halves.values()))
 
 
 class _Trial:
-    """An optimizer of the same class and options over a few small parameters of the same kinds.
+    """An optimizer of the same class and options, over a few small parameters of the same kinds.
 
     Args:
-        optimizer: to try.
-        decays: whether parameters that have no gradient decay.
-        halved: whether each parameter is two, of half its numbers each.
-        widens: whether parameters in half precision are float32 ones.
-        large: whether there is one parameter of each kind, of 8192 numbers.
+        optimizer: the optimizer to imitate.
+        decays: keep weight decay; False sets it to zero.
+        halved: split each parameter into two halves.
+        widens: make half-precision parameters float32.
+        large: use one parameter of 8192 numbers for each kind.
     """
 
     def __init__(
@@ -218,7 +221,7 @@ class _Trial:
     ) -> None:
         self._class = type(optimizer)
         self._attributes = optimizer.__dict__
-        self._own: dict[str, Any] = {}  # what the step left in attributes
+        self._own: dict[str, Any] = {}  # attributes that the step has set
         self.state: Any = defaultdict(dict)
         self.groups = []
         self._wholes: list[list[torch.Tensor]] = []
@@ -245,21 +248,21 @@ class _Trial:
         return [parameter for group in self.groups for parameter in group["params"]]
 
     def values(self) -> list[torch.Tensor]:
-        """The parameters, put together where they were halved."""
+        """Returns the parameters, flat; halves are joined."""
         return [torch.cat([part.detach().flatten() for part in parts]) for parts in self._wholes]
 
     def step(self, number: int, groups: list[dict[str, Any]], size: float = 1.0) -> None:
         random = torch.Generator().manual_seed(number + 1)
         for position, parts in enumerate(self._wholes):
             shape = (sum(part.numel() for part in parts),) if self._halved else parts[0].shape
-            # Of very different sizes, for a norm over all of them to matter.
+            # Magnitudes that differ by factors of 10 and 100, so that a norm over all gradients changes the result.
             whole = torch.randn(shape, generator=random) * size * 10.0 ** (position % 3)
             for part, gradient in zip(parts, _parts(whole, self._halved), strict=True):
                 part.grad = gradient.to(part.device, part.dtype)
         self._run(groups)
 
     def step_backwards(self, number: int) -> None:
-        """The same step, one parameter after the other, the last one first."""
+        """Runs the same step one parameter at a time, the last parameter first."""
         self.step(number, [])
         before = [dict(group) for group in self.groups]
         for group, options in reversed(list(zip(self.groups, before, strict=True))):
@@ -286,28 +289,28 @@ class _Trial:
         }
 
     def results(self) -> Any:
-        """Everything that a step changes, by its bytes."""
+        """Returns everything that a step changes, as bytes."""
         options = [{key: value for key, value in group.items() if key != "params"} for group in self.groups]
         states = [self.state.get(parameter) for parameter in self._parameters()]
         leaves, spec = pytrees.flatten((self._parameters(), states, options, self._own))
         return [_bytes(leaf) for leaf in leaves], str(spec)
 
     def moved(self) -> bool:
-        """Whether it steps the parameters that it was given."""
+        """Whether the step has changed any parameter."""
         return not all(torch.equal(a, b) for a, b in zip(self.before, self._parameters(), strict=True))
 
     def moves_without_gradients(self) -> bool:
-        """Whether a step changes parameters that have no gradient; one that then raises does so without us, too."""
+        """Whether a step changes parameters without a gradient. A step that raises does so in plain PyTorch too."""
         parameters = self._parameters()
         before = list(map(_bytes, parameters))
         for parameter in parameters:
             parameter.grad = None
-        with contextlib.suppress(Exception):  # the optimizer's own, of gradients that are None
+        with contextlib.suppress(Exception):  # the optimizer's own error about gradients that are None
             self._run(self.groups)
         return list(map(_bytes, parameters)) != before
 
     def moments(self, still: _Trial) -> frozenset[Moment]:
-        """The states that are zero in `still`, a trial of the same whose gradients were."""
+        """Returns the states that are zero in `still`, the same trial with gradients of zero."""
         found: dict[tuple[int, torch.dtype, str], list[tuple[torch.dtype, bool, bool]]] = {}
         for parameter, other in zip(self._parameters(), still._parameters(), strict=True):
             states, zeros = self.state.get(parameter), still.state.get(other)
@@ -323,7 +326,7 @@ class _Trial:
         )
 
     def kinds(self) -> dict[tuple[int, str], set[tuple[Any, ...]]]:
-        """By its parameter's number of dimensions and its name, which types a state has, and whether in full."""
+        """Returns, by dimensions and state name, the types of each state and whether it has the parameter's shape."""
         found: dict[tuple[int, str], set[tuple[Any, ...]]] = {}
         for parameter, states in self.state.items():
             for key, value in states.items() if isinstance(states, dict) and parameter.dim() else ():
@@ -333,7 +336,7 @@ class _Trial:
         return found
 
     def has_plain_states(self) -> bool:
-        """Whether each is a single number, or one for each number of its parameter."""
+        """Whether each state is a single number, or has its parameter's shape."""
         return all(
             value.numel() <= 1 or value.shape == parameter.shape
             for parameter, states in self.state.items()
@@ -351,20 +354,20 @@ def _small(parameter: torch.Tensor, random: torch.Generator, large: bool) -> tor
         shape += (1,) * (parameter.dim() - len(shape))
     values = torch.randn(shape, generator=random)
     if shape:
-        values[::2] = 0.0  # a zero shows a step of any size
+        values[::2] = 0.0  # on a zero a step of any size is visible
     device = "cpu" if parameter.is_meta else parameter.device
     return values.to(device, parameter.dtype)
 
 
 def _rate_like(rate: Any) -> Any:
-    """The learning rate of a trial, of the kind that `rate` is; what is neither number nor tensor stays."""
+    """Returns the learning rate of a trial as a number or tensor like `rate`; other kinds are returned as they are."""
     if isinstance(rate, torch.Tensor):
         return torch.full_like(rate, _RATE)
     return _RATE if isinstance(rate, (int, float)) and not isinstance(rate, bool) else rate
 
 
 def _parts(whole: torch.Tensor, halved: bool) -> list[torch.Tensor]:
-    """`whole`, or its halves, which have memory of their own."""
+    """Returns `[whole]`, or copies of its two halves."""
     return [part.clone() for part in whole.flatten().split((whole.numel() + 1) // 2)] if halved else [whole]
 
 

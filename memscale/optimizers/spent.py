@@ -1,4 +1,4 @@
-"""What stands where a gradient was that is used up: a tensor without memory that lets nobody read it."""
+"""`SpentGradient`: takes the place of a gradient that `step_in_backward` has used, and raises when it is read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from memscale.core import TransformError
 
 
 class SpentGradient(torch.Tensor):
-    """The gradient of a parameter that has stepped already.
+    """The gradient of a parameter that has stepped in backward: a tensor without memory that raises on every read.
 
-    It says nothing of parts that it is made of: so a compiler leaves code that reads it to Python, where it raises.
-
-    Not None: clipping would find nothing to clip, a loss scaler no gradient to look at, and a second backward would
-    begin a new sum, all of them without a word.
+    With None in its place, clipping would silently find nothing to clip, a loss scaler no gradient to check, and a
+    second backward would begin a new sum. The class does not implement tensor flattening, so torch.compile leaves code
+    that reads such a gradient to Python, where it raises.
     """
 
     title: str
@@ -33,15 +32,15 @@ class SpentGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
-            return args[0]  # `parameter.grad.detach()`, of whoever then finds out
+            return args[0]  # `parameter.grad.detach()`: the next read raises
         spent = next(each for each in _flat((args, kwargs or {})) if isinstance(each, SpentGradient))
         raise spent._gone(str(func))
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
-        """What PyTorch's optimizers ask before they change anything, and Dynamo of each parameter's gradient."""
+        """Raises: PyTorch's optimizers read this property before they change anything. Dynamo gets False."""
         if torch._guards.TracingContext.try_get() is not None:
-            return False  # a compiler describes the parameter, whose gradient its graph does not read
+            return False  # Dynamo describes the parameter and its gradient; the graph does not read the gradient
         raise self._gone("is_sparse")
 
     def _gone(self, asked: str) -> TransformError:

@@ -1,4 +1,4 @@
-"""`round_stochastically`: parameters in bfloat16 that are rounded up or down by chance, right on average."""
+"""`round_stochastically`: rounds bfloat16 parameters up or down at random, so that the mean is exact."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memscale.optimizers.in_float32 import StepInFloat32
 from memscale.optimizers.parts import PartedOptimizer, StepPart, check_whole
 from memscale.optimizers.transformed import OptimizerTransform
 
-_COUNT = "roundings"  # steps of the parameter: with the seed and its place, what its random numbers come from
+_COUNT = "roundings"  # how often the parameter has stepped; with the seed and its index, the seed of its generator
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -32,10 +32,11 @@ class RoundStochastically(OptimizerTransform):
 
 @by_name
 def round_stochastically(*, seed: int = 0) -> OptimizerTransform:
-    """An optimizer transform: what steps in bfloat16 is rounded by chance, so that small steps count on average.
+    """An optimizer transform that rounds bfloat16 parameters at random, so that small steps count on average.
 
-    A step is often less than half of a bfloat16's last place, and rounding to the nearest then loses all of it. Here a
-    number is rounded up with the probability that is its share of the way up:
+    A step is often less than half of a bfloat16's last place, and rounding to the nearest then loses all of it. This
+    transform rounds a number up with a probability equal to its distance from the lower neighbour, as a share of the
+    gap:
 
     >>> import torch, memscale as ms
     >>> weight = torch.nn.Parameter(torch.ones(10000, dtype=torch.bfloat16))
@@ -46,23 +47,23 @@ def round_stochastically(*, seed: int = 0) -> OptimizerTransform:
     >>> (weight.float().mean() - (1 - 100 * 2.0**-12)).abs() < 0.0005  # plain bfloat16 would still be 1
     tensor(True)
 
-    The contract: each step is the optimizer's own in float32, over the numbers in bfloat16; then parameters, and those
-    moments that the optimizer keeps in bfloat16, are rounded to one of the two bfloat16 on either side, whose mean is
-    the number in float32. What bfloat16 can say is not changed, nor are infinity and NaN. The random numbers come from
-    `seed`, the place of the parameter in the optimizer and its count of steps alone: PyTorch's generators are left as
-    they are, and a run that goes on from a `state_dict` is the run that was not interrupted, bit for bit. Parameters of
-    other types step as ever.
+    The contract: each step is the optimizer's own in float32, over the bfloat16 numbers. Afterwards parameters, and
+    moments that the optimizer keeps in bfloat16, are rounded to one of their two bfloat16 neighbours; the mean of the
+    result is the float32 number. Numbers that bfloat16 represents exactly, infinity and NaN stay as they are. The
+    random numbers depend only on `seed`, the index of the parameter in the optimizer and its number of steps: PyTorch's
+    generators are untouched, and a run resumed from a `state_dict` equals the uninterrupted run, bit for bit.
+    Parameters of other types step as usual.
 
     Args:
-        seed: of the random numbers; runs on several processes with whole parameters on each must have the same.
+        seed: the seed of the random numbers; data-parallel processes with whole parameters must use the same seed.
 
     Raises:
         ConfigError: `seed` is not an int of at least 0.
-        TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS), or rounds by
-            `compensate_rounding` already.
+        TransformError: on application, if the optimizer does not treat each parameter alone (LBFGS), or is already
+            under `compensate_rounding`.
 
-    Cost: no memory that stays; random numbers and a pass over parameters and moments in each step. Of all that was
-    computed 8 bits are left: `compensate_rounding` keeps 16 more, in two bytes.
+    Cost: no lasting memory; pays random numbers and a pass over parameters and moments in each step. The parameter
+    keeps 8 significant bits; `compensate_rounding` keeps 24, for two more bytes.
 
     Source: Zamirai et al., "Revisiting BFloat16 Training" (2020), section 3.
     """
@@ -79,7 +80,7 @@ class _Stochastic(StepInFloat32):
         super().__init__(how, optimizer, inner)
         self._seed = how.seed
         self._orders: dict[int, int] = {}
-        self._random: dict[int, torch.Generator] = {}  # of the parameters that step just now
+        self._random: dict[int, torch.Generator] = {}  # by the id of a parameter in this step
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         check_whole(repr(self.how), parameters)
@@ -114,10 +115,11 @@ class _Stochastic(StepInFloat32):
             of(self.room(parameter, name, values.dtype)).copy_(values)
 
     def _rounded(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """To one of the two bfloat16 on either side of each number."""
+        """Rounds each of `values` at random to one of its two bfloat16 neighbours."""
         random = self._random[id(parameter)]
         noise = torch.randint(0, 2**16, values.shape, dtype=torch.int32, device=values.device, generator=random)
-        # The bits of a number grow with its magnitude: what is added to the lower half carries as often as it should.
+        # A float's bits, read as an integer, grow with its magnitude: the carry out of the lower 16 rounds away from
+        # zero.
         noise.add_(values.view(torch.int32)).bitwise_and_(-(2**16))
-        # Infinity has the largest bits that a number has, and adding to them makes NaN of it.
+        # Infinity has the largest exponent; adding to its lower bits would make it NaN.
         return torch.where(values.abs() < torch.inf, noise.view(torch.float32), values).to(torch.bfloat16)

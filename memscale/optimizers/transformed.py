@@ -1,4 +1,4 @@
-"""An optimizer under transforms: a real `torch.optim.Optimizer`, of the class of the one that it was made of."""
+"""`TransformedOptimizer`: an optimizer under transforms, which is an instance of its original class as well."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memscale.regions import uncompiled
 
 
 class OptimizerTransform(Transform):
-    """A memory technique for an optimizer, as data. Calling it maps an optimizer to another one.
+    """A memory technique for an optimizer, as data; calling it maps an optimizer to a new optimizer.
 
     >>> import torch, memscale as ms
     >>> optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
@@ -30,7 +30,7 @@ class OptimizerTransform(Transform):
     """
 
     of_optimizers: ClassVar[bool] = True
-    innermost: ClassVar[bool] = False  # for it is about the step of the class itself
+    innermost: ClassVar[bool] = False  # whether it must be the innermost, next to the class's own step
 
     def misfit(self, subject: Any) -> str | None:
         if isinstance(subject, torch.optim.Optimizer):
@@ -38,27 +38,27 @@ class OptimizerTransform(Transform):
         return f"{self!r} maps an optimizer to an optimizer, got {type(subject).__name__}; pass a torch.optim.Optimizer"
 
     def apply(self, fn: Any) -> Any:
-        """`fn`, an optimizer, under this transform."""
+        """Returns the optimizer `fn` under this transform."""
         return transformed(fn, self)
 
     @staticmethod
     def by_rules(
         optimizer: torch.optim.Optimizer, rules: Sequence[tuple[str, torch.Tensor, Sequence[Transform]]]
     ) -> torch.optim.Optimizer:
-        """`optimizer` under a plan's rules: each parameter's path, itself, and its transforms, innermost first."""
+        """Returns `optimizer` under a plan's rules: (path, parameter, transforms from the innermost outwards) each."""
         assigned = assigned_by_rules(rules)
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return transformed(optimizer, assigned) if any(map(assigned.number, own)) else optimizer
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
-        """What this transform does to `optimizer`, around `inner`."""
+        """Returns the part that does this transform's work in `optimizer`, around `inner`."""
         raise NotImplementedError
 
 
 class TransformedOptimizer(PartedOptimizer):
-    """What every transformed optimizer is, next to its own class."""
+    """The base of every transformed optimizer, besides the optimizer's original class."""
 
-    # ------------------------------------------------------------------------------------------------------- making
+    # ---------------------------------------------------------------------------------------------------- construction
 
     def _begin(self, assigned: Assigned, evidence: Separability) -> None:
         self._assigned, self._evidence = assigned, evidence
@@ -81,7 +81,7 @@ class TransformedOptimizer(PartedOptimizer):
         return _revived, (self._own_class, self._hows_in_order(), self._evidence, self.__getstate__())
 
     def _hows_in_order(self) -> tuple[Transform, list[Transform]]:
-        """The transform of parameters that come later, and those of the parameters that are there."""
+        """Returns the transform of parameters that are added later, and the transforms of the present parameters."""
         return self._assigned.hows[0], [self._assigned.how(each) for each in parameters_of(self.param_groups)]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,13 +94,13 @@ class TransformedOptimizer(PartedOptimizer):
 
     @property
     def only_rounds(self) -> bool:
-        """Whether all that it is under is how numbers are rounded, around which there is room for any way to step."""
+        """Whether every transform only changes how numbers are rounded, so that any other one may be put around it."""
         return all(getattr(each, "innermost", False) for how in self._assigned.hows for each in chain(how))
 
-    # ------------------------------------------------------------------------------------- what an optimizer can do
+    # --------------------------------------------------------------------------- the interface of torch.optim.Optimizer
 
     def step(self, closure: Any = None) -> Any:
-        """One optimization step, to the numbers of the step that the class has."""
+        """Makes one optimization step, with the numbers of the class's own step."""
         self._catch_up()
         for part in self.parts:
             part.before_step(closure)
@@ -152,10 +152,10 @@ class TransformedOptimizer(PartedOptimizer):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.load_state_dict`.
+        """Loads states as `torch.optim.Optimizer.load_state_dict` does.
 
         Raises:
-            TransformError: a state has another shape than its parameter; nothing is changed then.
+            TransformError: a state has another shape than its parameter; the optimizer is unchanged then.
         """
         self._check_shapes(state_dict)
         self._catch_up()
@@ -166,7 +166,7 @@ class TransformedOptimizer(PartedOptimizer):
         self._attend()
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
-        """PyTorch loads any shapes, and the next step raises about tensors, or goes on with what it has broadcast."""
+        """Raises `TransformError` for states of other shapes, which PyTorch would load, then broadcast or reject."""
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = parameters_of(self.param_groups)
         titles = (title for _, title in self._places().values())
@@ -184,11 +184,11 @@ class TransformedOptimizer(PartedOptimizer):
 
 
 def transformed(optimizer: torch.optim.Optimizer, how: Transform | Assigned) -> TransformedOptimizer:
-    """A new optimizer that steps the parameters of `optimizer`, with its options and states, as `how` says.
+    """Returns a new optimizer over the parameters, options and states of `optimizer` that steps as `how` says.
 
     Raises:
-        TransformError: its class cannot be stepped one parameter at a time; or it is under the same transform with
-            other options.
+        TransformError: the optimizer cannot be stepped one parameter at a time, or is already under the same transform
+            with other options.
     """
     origins: tuple[Any, ...] = (weakref.ref(optimizer),)
     assigned = how if isinstance(how, Assigned) else Assigned(how)
@@ -212,7 +212,7 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform | Assigned) -> 
 
 
 def as_plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """`optimizer`; of one that is under transforms, one of its own class over the same parameters, without states."""
+    """Returns `optimizer`, or for a transformed one a plain optimizer over the same parameters, without states."""
     if not isinstance(optimizer, TransformedOptimizer):
         return optimizer
     own = {"param_groups": optimizer.param_groups, "state": defaultdict(dict)}
@@ -220,13 +220,13 @@ def as_plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def without_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer like `optimizer`, over the same parameters, that has not stepped yet."""
+    """Returns an optimizer like `optimizer`, over the same parameters, in the state before its first step."""
     taken = {key: value for key, value in optimizer.__dict__.items() if key != "step"}
     return made_of(type(optimizer), taken, state=defaultdict(dict))  # type: ignore[no-any-return]
 
 
 def _shareable(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The attributes of `optimizer` that one made of it has, too."""
+    """Returns the attributes of `optimizer` that an optimizer made of it shares."""
     return {key: value for key, value in optimizer.__dict__.items() if key not in _OF_ONE_OPTIMIZER}
 
 
@@ -245,7 +245,7 @@ _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(TransformedOptimizer
 
 @functools.wraps(TransformedOptimizer.step)
 def _step(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(self, TransformedOptimizer):  # kept from when it was one, in place
+    if not isinstance(self, TransformedOptimizer):  # the caller has kept `step` from before `InPlace.undo`
         return type(self).step(self, *args, **kwargs)
     if self.steps_in_backward:
         return uncompiled(_known_step, _LITTLE_LEFT, self, *args, **kwargs)
@@ -253,7 +253,7 @@ def _step(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _known_step(self: TransformedOptimizer, *args: Any, **kwargs: Any) -> Any:
-    """The step, while which the optimizer knows that it is stepping."""
+    """Runs the step with `_is_stepping` set."""
     self._is_stepping = True
     try:
         return _hooked_step(self, *args, **kwargs)
@@ -261,14 +261,13 @@ def _known_step(self: TransformedOptimizer, *args: Any, **kwargs: Any) -> Any:
         self._is_stepping = False
 
 
-_step.hooked = True  # type: ignore[attr-defined]  # PyTorch puts its hooks around all others
+_step.hooked = True  # type: ignore[attr-defined]  # stops PyTorch from wrapping it in its hooks a second time
 
 
 def _with_all_states(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that a class of optimizers has beside `step`, given all states as the class has them.
+    """Wraps a public method of an optimizer's class, except `step`: it then sees all states as the class has them.
 
-    Without, it would take those on disk for ones that are not there yet, and codes for numbers. What it does to states
-    is kept.
+    The method would otherwise miss states on disk, and take 8-bit codes for numbers. Its changes to states are kept.
     """
 
     @functools.wraps(method)
@@ -287,7 +286,7 @@ def _with_all_states(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _marks(state: Any) -> Any:
-    """What changes when a state is written to or replaced."""
+    """Returns a value that changes when a state is written to or replaced."""
     return {
         parameter: {
             name: (id(value), value._version if isinstance(value, torch.Tensor) else value)
@@ -297,11 +296,11 @@ def _marks(state: Any) -> Any:
     }
 
 
-_classes: dict[int, type[TransformedOptimizer]] = {}  # by the id of the class, which its subclass keeps
+_classes: dict[int, type[TransformedOptimizer]] = {}  # by the id of the original class, which the subclass keeps alive
 
 
 def class_for(own_class: type[torch.optim.Optimizer]) -> type[TransformedOptimizer]:
-    """The class of `own_class`'s optimizers under transforms; it has the name, and `isinstance` holds."""
+    """Returns the subclass of `own_class` for transformed optimizers; it has the same name, and `isinstance` holds."""
     if (known := _classes.get(id(own_class))) is not None:
         return known
     own = {name: inspect.getattr_static(own_class, name) for name in dir(own_class) if not name.startswith("_")}
@@ -322,7 +321,7 @@ def class_for(own_class: type[torch.optim.Optimizer]) -> type[TransformedOptimiz
     return made
 
 
-# What an optimizer has for itself: an LR scheduler's `step` around its own, and what `_begin` makes.
+# Attributes that belong to one optimizer alone: an LR scheduler's wrapper of `step`, and what `_begin` sets.
 _OF_ONE_OPTIMIZER = {"step", "param_groups", "state", *PartedOptimizer.__annotations__}
 
 
