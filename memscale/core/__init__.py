@@ -1,5 +1,6 @@
 """The base of all other folders: errors, units, pytrees, values as data, path patterns, host memory, caches."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from memscale.core.disk_cache import DiskCache
@@ -174,6 +175,8 @@ def __getattr__(name: str) -> Any:
     """Imports the names that need PyTorch on first use, so that a server of run history works without PyTorch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("batches", "internals", "pytrees"):  # `torch_names` imports these, so they cannot come from there
+        return importlib.import_module(f"{__name__}.{name}")
     from memscale.core import torch_names
 
     globals().update({each: getattr(torch_names, each) for each in torch_names.__all__})

@@ -78,7 +78,7 @@ def first_line(spelling: str) -> str:
     """Returns the first line of a factory's docstring.
 
     >>> import memscale as ms
-    >>> first_line("checkpoint")
+    >>> first_line(ms.checkpoint.__name__)
     "A transform that keeps a function's inputs for backward and recomputes the rest."
     """
     return (inspect.getdoc(_FACTORIES[spelling]) or "").partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The offload runtime: where moved bytes live, and when they move."""
+"""The offload runtime: stores tensors on tiers below a device, and copies them there and back."""
 
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.config import AsyncOffloadConfig

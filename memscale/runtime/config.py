@@ -1,4 +1,4 @@
-"""The sizes of the engine that moves tensors, as the user sets them."""
+"""`AsyncOffloadConfig`: how many bytes and copies the offload engine may have in flight."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from memscale.runtime.storage.arena import SLAB_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncOffloadConfig:
-    """Sizes the engine that moves tensors off the device while it computes.
+    """Sizes of the engine that copies tensors off the device while it computes.
 
     Args:
-        pool_bytes: bytes of pinned host memory that the engine may hold; at least 1. None is what moves needs, as far
-            as the host has it.
-        prefetch_depth: how many tensors may be on their way back at once; 0 is synchronous.
-        min_bytes: tensors smaller than this stay on the device; at least 0, at most ``pool_bytes`` if given.
-        streams: copy streams, shared by both directions; 2 gives one to each. 1 to 16.
+        pool_bytes: the most bytes of pinned host memory; at least 1. None is as much as the copies need and the host
+            has.
+        prefetch_depth: how many tensors may be on their way back at once; 0 makes copies synchronous.
+        min_bytes: smaller tensors stay on the device; at least 0, and at most ``pool_bytes`` if that is given.
+        streams: copy streams, shared by both directions; 1 to 16. 2 gives one to each direction.
 
     Raises:
-        ConfigError: a field is of the wrong type or out of range; all bad fields are named at once.
+        ConfigError: a field has a wrong type or is out of range; the message names all such fields.
 
     >>> AsyncOffloadConfig(prefetch_depth=0).streams
     2
@@ -42,12 +42,12 @@ class AsyncOffloadConfig:
 
     @classmethod
     def sized(cls, pinned_bytes: int, *, prefetch_depth: int) -> AsyncOffloadConfig:
-        """One for a step that moves so many bytes to pinned memory at once.
+        """Returns a config for a step that has at most `pinned_bytes` in pinned memory at once.
 
         >>> AsyncOffloadConfig.sized(5 * 10**9, prefetch_depth=3).pool_bytes / 2**20
         5120.0
         """
-        # Whole slabs, and one more for what does not fit between others.
+        # Whole slabs, and one more for fragmentation.
         return cls(pool_bytes=(-(-pinned_bytes // SLAB_BYTES) + 1) * SLAB_BYTES, prefetch_depth=prefetch_depth)
 
 

@@ -1,4 +1,4 @@
-"""A runtime: the engines of one process's devices, made when they are first needed."""
+"""`Runtime`: the offload engines of one process, one per device, made when they are first needed."""
 
 from __future__ import annotations
 
@@ -26,31 +26,30 @@ from memscale.runtime.storage.tiers import at_or_below
 
 
 class Runtime:
-    """Where `offload` moves tensors to, and what it has moved. One for a process is usual, and `None` means that one.
+    """The resource that `offload` uses: tiers with caps, engines, and statistics. A process usually has one only.
 
     >>> import torch, memscale as ms
     >>> from memscale.runtime import Runtime
     >>> runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=4096, prefetch_depth=0), disk_bytes=2**20)
     >>> f = ms.offload().on(runtime)(lambda x: (x * 2).sin().exp())
     >>> out = f(torch.ones(2048, requires_grad=True))
-    >>> runtime.stats()["cpu"].live_bytes  # the sine's input; its result is what `exp` returned, and the caller has it
+    >>> runtime.stats()["cpu"].live_bytes  # the sine's input; the result of `exp`, which the caller has, stays
     {'disk': 8192}
     >>> del out
     >>> runtime.stats()["cpu"].live_bytes
     {'disk': 0}
 
     Args:
-        config: sizes of the engine; `None` is the defaults of `AsyncOffloadConfig`.
-        disk_directory: where the file of the disk tier is, which has no name there; `None` is the first directory for
-            temporary files that is not in RAM.
-        disk_bytes: the most bytes on disk; `None` is as much as there is.
-        host_bytes: the most bytes of RAM that tensors of accelerators may take, pinned and pageable together; `None`
-            is as much as there is. Pinned are at most ``config.pool_bytes`` of them, for each device, where that is
-            given.
-        backend: what moves the tensors of every device, in place of the one that fits the device.
+        config: sizes of the engine; None is ``AsyncOffloadConfig()``.
+        disk_directory: the directory of the disk tier's unnamed file; None is the first temporary directory that is not
+            in RAM.
+        disk_bytes: the most bytes on disk; None is all that the disk has.
+        host_bytes: the most bytes of RAM for tensors of accelerators, pinned and pageable together; None is the RAM
+            that is available. At most ``config.pool_bytes`` of them are pinned for each device, if that is given.
+        backend: replaces the backend that fits the device, for all devices.
 
     Raises:
-        ConfigError: a value is of the wrong type or out of range.
+        ConfigError: a value has a wrong type or is out of range.
     """
 
     def __init__(
@@ -76,16 +75,16 @@ class Runtime:
         self._lock = new_lock()
         self._engines: dict[torch.device, Engine] = {}
         self._homes: dict[Engine, Homes] = {}
-        # One for each mode of fake tensors: what it counts is about that one, and ends with it.
+        # Engines of fake tensors, by fake mode: their counts belong to one simulation and end with it.
         self._fake: weakref.WeakKeyDictionary[Any, dict[torch.device, Engine]] = weakref.WeakKeyDictionary()
         self._timeline: CopyTimeline | None = None
         self._told: set[str] = set()
 
     def engine(self, tensor: torch.Tensor) -> Engine:
-        """The engine that moves `tensor`.
+        """Returns the engine that moves `tensor`, made on first use.
 
         Raises:
-            RuntimeUnavailable: no backend here moves tensors of that device.
+            RuntimeUnavailable: no backend moves tensors of that device.
         """
         device = tensor.device
         with self._lock:
@@ -98,10 +97,10 @@ class Runtime:
             return engine
 
     def homes(self, tensor: torch.Tensor) -> Homes:
-        """What moves parameters between the tiers and the device of `tensor`.
+        """Returns the object that moves parameters between the tiers and the device of `tensor`.
 
         Raises:
-            RuntimeUnavailable: no backend here moves tensors of that device.
+            RuntimeUnavailable: no backend moves tensors of that device.
         """
         engine = self.engine(tensor)
         with self._lock:
@@ -112,11 +111,11 @@ class Runtime:
 
     @property
     def at_home(self) -> dict[int, Home]:
-        """The homes that this runtime knows of: all of this process."""
+        """All host parameters of this process, by the address of their storage."""
         return AT_HOME
 
     def stats(self) -> DeviceStats:
-        """What was moved and what is held, by device; those of fake tensors are called ``"fake cuda"`` and the like."""
+        """Returns what was moved and what the tiers hold, by device; those of fake tensors are ``"fake cuda"`` etc."""
         with self._lock:
             found = {str(device): engine for device, engine in self._engines.items()}
             for engines in self._fake.values():
@@ -124,7 +123,7 @@ class Runtime:
         return DeviceStats({name: engine.stats() for name, engine in found.items()})
 
     def tell_of_tier(self, engine: Engine, tier: str) -> None:
-        """Say once that a device has no such tier, and which one takes its place."""
+        """Warns once that a device lacks the requested tier, and which tier is used instead."""
         tiers = engine.backend.tiers
         if tier == "auto" or tier in tiers or tier in self._told:
             return
@@ -134,11 +133,11 @@ class Runtime:
         self.tell(f"offload(tier={tier!r}): this device has only {', '.join(tiers)} below it, so what moves {place}")
 
     def tell(self, what: str) -> None:
-        """Say something once that the caller may not have meant."""
+        """Warns about a setting that the caller may not have meant."""
         warnings.warn(f"{what}; this is said once", RuntimeWarning, stacklevel=2)
 
     def settle(self) -> None:
-        """Move all that nobody else keeps by now, and wait for every copy that is on its way out."""
+        """Moves all tensors that only handles refer to, and waits for every copy out."""
         with self._lock:
             engines = list(self._engines.values())
         for engine in engines:
@@ -146,7 +145,7 @@ class Runtime:
 
     @contextmanager
     def record(self) -> Iterator[CopyTimeline]:
-        """Note the copies and waits of the body in a `CopyTimeline`, which writes them for a trace viewer."""
+        """Records the copies and waits of the body in a `CopyTimeline`, which can be written for a trace viewer."""
         timeline = CopyTimeline()
         self._note_in(timeline)
         try:
@@ -164,7 +163,7 @@ class Runtime:
         return self.engine_over(self._backend or self._new_backend(tensor))
 
     def engine_over(self, backend: Backend) -> Engine:
-        """A new engine that moves tensors by `backend`, as the runtime's config says."""
+        """Returns a new engine over `backend`, with the sizes of the runtime's config."""
         return Engine(backend, depth=self.config.prefetch_depth, timeline=self._timeline)
 
     def _new_backend(self, tensor: torch.Tensor) -> Backend:
@@ -191,9 +190,11 @@ class Runtime:
         )
 
     def caps(self, device_type: str, *, ram_bytes: int | None = None) -> dict[str, int | None]:
-        """The most bytes on each tier below a device of this type, nearest first; `None` for no cap.
+        """Returns the most bytes on each tier below a device of this type, nearest first; None for no cap.
 
-        `ram_bytes` is what the host has, where that is known and its free memory is not looked at.
+        Args:
+            device_type: for example ``"cuda"``.
+            ram_bytes: the RAM of the host to plan for; None takes no account of the host's RAM.
         """
         if device_type == "cpu":
             return {"disk": self._disk_bytes}
@@ -209,8 +210,8 @@ class Runtime:
         return Homes(engine, AT_HOME)
 
     def __reduce__(self) -> Any:
-        # The process's own runtime becomes that of the process that a pickled region wakes up in. Any other takes its
-        # settings along, for a cap must not get lost. A backend does not travel: its device is this process's.
+        # The process's own runtime unpickles as the own runtime of the other process. Other runtimes take their
+        # settings along, so that no cap is lost. A backend is not pickled: its device belongs to this process.
         if self is default_runtime():
             return (default_runtime, ())
         make = functools.partial(
@@ -219,28 +220,28 @@ class Runtime:
         return (make, (self.config,))
 
     def __deepcopy__(self, memo: Any) -> Runtime:
-        return self  # a resource: copies of a model share the link
+        return self  # a resource: copies of a model share it
 
 
 @functools.cache
 def default_runtime() -> Runtime:
-    """The runtime of this process."""
+    """Returns the runtime of this process, which `offload` uses unless another one is given."""
     return Runtime()
 
 
-# A step that is simulated runs the model as it is, whose regions name runtimes or none.
+# Replacements that simulations have installed; a simulated step runs regions that name their runtimes or the default.
 _instead: list[Callable[[Runtime], Runtime]] = []
 
 
 def runtime_for(own: Runtime | None) -> Runtime:
-    """The runtime of a region that was given `own`, or none, unless a simulation puts another one in its place."""
+    """Returns the runtime of a region: its own, else the default, or what a simulation puts in its place."""
     runtime = own or default_runtime()
     return _instead[-1](runtime) if _instead and is_own_thread() else runtime
 
 
 @contextmanager
 def runtimes_replaced(instead: Callable[[Runtime], Runtime]) -> Iterator[None]:
-    """Let regions use ``instead(runtime)`` for the body, in the threads of the simulation that it is."""
+    """In the simulation's own threads, replaces each region's runtime by ``instead(runtime)`` within the body."""
     with own_threads():
         _instead.append(instead)
         try:

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks that hand what may move to the runtime, and everything else to the hooks around them."""
+"""Saved-tensor hooks that give tensors to the offload engine, and all other tensors to the surrounding hooks."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ def hooks_here(
     *,
     region: str = "",
 ) -> Hooks | None:
-    """Hooks for a region that begins here; `None` where a checkpoint around it drops what it saves anyway."""
+    """Returns hooks for a region that begins now, or None inside a checkpoint, which drops what the region saves."""
     outer = hooks_around()
     if outer is not None and recomputes(outer[1]):
         return None
-    # A region inside one whose parameters are streamed saves these, too.
+    # Inside a region with host parameters, an inner region saves these parameters too.
     kind = kind or (HooksAmongHomes if any_is_running() else Hooks)
     return kind(runtime_for(runtime), tier, min_bytes, outer, region)
 
 
 class Hooks(PacksSeveral):
-    """What autograd calls with each tensor that a region saves, and with each that its backward asks for."""
+    """The pack and unpack hooks of a region: called for each tensor that it saves, and for each that backward needs."""
 
     def __init__(self, runtime: Runtime, tier: str, min_bytes: int | None, outer: Any, region: str) -> None:
         check_tier("the tier of a policy's Move(...)", tier)
         self._runtime = runtime
         self._tier = tier
         self._min_bytes = runtime.config.min_bytes if min_bytes is None else min_bytes
-        self._outer = outer  # hooks around the region: they see what is not moved here
+        self._outer = outer  # the surrounding hooks, which get the tensors that do not move
         self._engines: set[Engine] = set()
         self._region = region
-        self._small: dict[int, torch.Tensor] = {}  # one of each storage that is too small, by its address
+        self._small: dict[int, torch.Tensor] = {}  # one tensor per storage below `min_bytes`, by the storage's address
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
-        """A handle on `tensor` where it may move; otherwise the tensor with the version that it must keep."""
+        """Returns a handle if `tensor` may move, else the tensor with its version."""
         if not is_plain(tensor):
             return self._pack_other(tensor)
         nbytes = tensor.untyped_storage().nbytes()
@@ -65,9 +65,9 @@ class Hooks(PacksSeveral):
             return engine.stash(tensor, tier=self._tier, region=self._region)
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """What `pack` returns for each of them, cut from its graph; in less time for what was packed so before."""
+        """Packs several detached tensors; faster than `pack` for tensors that were packed before."""
         packed: list[Any] = [None] * len(tensors)
-        moving: dict[Any, list[int]] = {}  # by what decides about the engine
+        moving: dict[Any, list[int]] = {}  # indices by (type, device), which select the engine
         least = max(self._min_bytes, 1)
         for index, tensor in enumerate(tensors):
             may_move = is_plain(tensor) and not tensor.is_nested and not tensor.is_quantized
@@ -85,7 +85,7 @@ class Hooks(PacksSeveral):
 
     @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
-        """The tensor behind what `pack` returned."""
+        """Returns the tensor behind what `pack` returned."""
         if type(packed) is tuple:
             tensor, expected = packed
             if version(tensor) != expected:
@@ -107,18 +107,18 @@ class Hooks(PacksSeveral):
         return engine
 
     def leave(self) -> None:
-        """At the end of the region, where its intermediate values have just gone out of use."""
+        """Called at the end of the region, where its intermediate values have just been freed."""
         for engine in self._engines:
             with unrecorded():
                 engine.look_again()
         small = list(self._small.values())
         self._small.clear()
-        with unrecorded(), contextlib.suppress(RuntimeUnavailable):  # for which nothing needs to be there
+        with unrecorded(), contextlib.suppress(RuntimeUnavailable):  # counting needs no backend
             for tensor in small:
                 self._runtime.engine(tensor).left_small(self._region, tensor.untyped_storage().nbytes())
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """What `pack` returns for `tensor` where it stays."""
+        """Packs `tensor` without moving it."""
         if self._outer is not None:
             return _Outer(self._outer[1], self._outer[0](tensor))
         return tensor.detach(), version(tensor)
@@ -131,12 +131,12 @@ class Hooks(PacksSeveral):
                 f"offload() met a tensor of layout {tensor.layout} among what the region saves, and moves strided ones "
                 "only; leave the module that makes it out of the region"
             )
-        # A subclass that does not say what it is made of, or one that is only a name for a plain tensor.
+        # A subclass without `__tensor_flatten__`.
         return self.keep(tensor)
 
 
 class HooksAmongHomes(Hooks):
-    """Hooks of a region inside another, which has parameters on the device that live elsewhere."""
+    """Hooks of a region inside another region that has host parameters on the device."""
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -146,7 +146,7 @@ class HooksAmongHomes(Hooks):
         return super().pack(tensor)
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The same: what lives nowhere else goes together, as if no region, perhaps of another thread, had any."""
+        """Packs several tensors: host parameters one by one, all others together."""
         homes = [is_plain(tensor) and home_on_device(tensor) is not None for tensor in tensors]
         others = iter(super().pack_all([each for each, is_home in zip(tensors, homes, strict=True) if not is_home]))
         return [
@@ -155,12 +155,12 @@ class HooksAmongHomes(Hooks):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is an array of PyTorch's own, whose bytes say all."""
+    """Whether `tensor` is a strided tensor of one of PyTorch's own classes, which its bytes describe completely."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
 def _stays(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a leaf that is trained, or a view of one, which its owner keeps; or is no plain array."""
+    """Whether `tensor` is a trained leaf or a view of one, which its owner keeps, or a nested or quantized tensor."""
     if tensor.is_nested or tensor.is_quantized:
         return True
     if type(tensor) is torch.nn.Parameter or (tensor.is_leaf and tensor.requires_grad):
@@ -170,7 +170,7 @@ def _stays(tensor: torch.Tensor) -> bool:
 
 
 class _Outer:
-    """A tensor that the hooks around the region took."""
+    """A tensor that the surrounding hooks have packed."""
 
     __slots__ = ("_packed", "_unpack")
 
@@ -183,7 +183,7 @@ class _Outer:
 
 
 class _Parts:
-    """A tensor subclass, as the plain tensors that it is made of."""
+    """A tensor subclass, packed as the plain tensors that it consists of."""
 
     __slots__ = ("_context", "_kept", "_kind", "_packed", "_size", "_stride", "_version", "_whole")
 
@@ -191,11 +191,11 @@ class _Parts:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         self._kind: Any = type(tensor)
         self._size, self._stride = tensor.size(), tensor.stride()
-        # The parts do not see a change of the whole. One that was changed and is gone by then goes unnoticed.
+        # In-place changes of the subclass do not show in its parts. A change is missed if the tensor is gone by then.
         self._whole, self._version = weakref.ref(tensor), version(tensor)
         parts = {name: getattr(tensor, name) for name in names}
         self._packed = {name: hooks.pack(part) for name, part in parts.items() if _is_of_numbers(part)}
-        # Integers say where in the others something is. Nested tensors are of one shape if they share that very tensor.
+        # Integer parts hold offsets. Two nested tensors have the same shape only if they share this very tensor.
         self._kept = {name: part for name, part in parts.items() if name not in self._packed}
 
     def unpack(self, hooks: Hooks) -> torch.Tensor:
@@ -208,5 +208,5 @@ class _Parts:
 
 
 def _is_of_numbers(part: Any) -> bool:
-    # A DTensor names its mesh among its parts.
+    # A DTensor lists its mesh among its parts.
     return isinstance(part, torch.Tensor) and (part.is_floating_point() or part.is_complex())

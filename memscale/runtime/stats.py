@@ -1,4 +1,4 @@
-"""What a runtime did, as numbers and as a timeline."""
+"""`Stats` and `CopyTimeline`: what a runtime has moved, as numbers and as a trace."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from memscale.runtime.storage.tiers import TierUse
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What an engine moved since it was made, and what it holds now.
+    """What an engine has moved since it was made, and what its tiers hold now; `str` of it is a table.
 
     Attributes:
-        out_bytes: bytes copied from the device, by the tier they went to.
-        in_bytes: bytes copied back, by the tier they came from.
-        live_bytes: bytes that lie on each tier now.
-        high_water_bytes: the most bytes that each tier held at once.
+        out_bytes: bytes copied from the device, by target tier.
+        in_bytes: bytes copied back, by source tier.
+        live_bytes: bytes on each tier now.
+        high_water_bytes: the most bytes on each tier at once.
         reserved_bytes: bytes that each tier has taken from the system.
-        fragmentation: the share of the free ones among them that is not in one piece, for each tier.
-        held_bytes: in all, bytes of storages that were not moved because something else kept them on the device.
-        resident_bytes: in all, bytes kept on the device that could have moved: the forward's tail, which backward
-            asks for at once, and what no tier had room for.
-        exposed_seconds: how long calling threads were held up by copies. Where instead a stream of the device waits
-            for one, the caller goes on, and the stall inside the device is not seen here.
-        by_region: of what regions of ``offload()`` saved for backward, by the region's module, how many bytes met which
-            of the `FATES`.
-
-    `str` of it is a table.
+        fragmentation: for each tier, the share of its free bytes that is outside the largest free piece.
+        held_bytes: total bytes of storages that did not move because other references kept them on the device.
+        resident_bytes: total bytes that stayed on the device and could have moved: the last tensors of a forward, which
+            backward needs at once, and tensors for which no tier had room.
+        exposed_seconds: how long calling threads were blocked by copies. Stalls of a device stream that waits for a
+            copy are not included, because the caller goes on.
+        by_region: for each region of ``offload()``, by module, how many saved bytes met which of the `FATES`.
     """
 
     out_bytes: Mapping[str, int]
@@ -65,7 +62,7 @@ class Stats:
 
 
 class DeviceStats(dict[str, Stats]):
-    """What a runtime did, by device; `str` of it is a table for each.
+    """What a runtime has moved, by device; `str` of it is one table per device.
 
     >>> print(DeviceStats())
     nothing was moved
@@ -76,9 +73,9 @@ class DeviceStats(dict[str, Stats]):
         return "\n".join(tables or ["nothing was moved"])
 
 
-#: What becomes of the bytes that a region saves for backward, and how a table calls it: they move, or they stay since
-#: something else keeps them (a module after it, the caller), they are the tail of the forward, which backward asks for
-#: at once, no tier has room, or their storage is smaller than `min_bytes`.
+#: What can happen to bytes that a region saves for backward, with the table's column: they move; they stay because a
+#: later module or the caller keeps them; they are the last of a forward, which backward needs at once; no tier has
+#: room; or their storage is smaller than `min_bytes`.
 FATES = {
     "moved": "moved",
     "held": "kept by others",
@@ -90,7 +87,7 @@ _MOST_REGIONS = 24
 
 
 def _shown(by_region: Mapping[str, Mapping[str, int]], met: Sequence[str]) -> list[tuple[str, ...]]:
-    """The rows of the regions, those with the most bytes first."""
+    """Returns the rows of the regions, those with the most bytes first."""
     regions = sorted(by_region.items(), key=lambda item: -sum(item[1].values()))
     few = regions[: _MOST_REGIONS if len(regions) <= _MOST_REGIONS else _MOST_REGIONS - 1]
     rows = [(name, *(format_bytes(fates[fate]) if fates.get(fate) else "-" for fate in met)) for name, fates in few]
@@ -101,7 +98,7 @@ def _shown(by_region: Mapping[str, Mapping[str, int]], met: Sequence[str]) -> li
 
 
 class Counters:
-    """The running numbers behind `Stats`."""
+    """The running totals from which `Stats` are made."""
 
     def __init__(self) -> None:
         self.out_bytes: dict[str, int] = {}
@@ -113,7 +110,7 @@ class Counters:
         self.by_region: dict[str, dict[str, int]] = {}
 
     def met(self, region: str, fate: str, nbytes: int) -> None:
-        """Count `nbytes` more that `region` saved and that met this fate."""
+        """Adds `nbytes` that `region` saved to the given fate."""
         add(self.by_region.setdefault(region, {}), fate, nbytes)
 
     def frozen(self, usage: Mapping[str, TierUse]) -> Stats:
@@ -132,27 +129,27 @@ class Counters:
 
 
 def add(counter: dict[str, int], tier: str, nbytes: int) -> None:
-    """Count `nbytes` more for `tier`, which may be negative."""
+    """Adds `nbytes`, which may be negative, to the count of `tier`."""
     counter[tier] = counter.get(tier, 0) + nbytes
 
 
 class CopyTimeline:
-    """The copies and waits of some steps, for a trace viewer."""
+    """Records the copies and waits of some steps, for a trace viewer."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Stream, str, int, Event]] = []
         self._waits: list[tuple[float, float]] = []
 
     def copied(self, stream: Stream, tier: str, nbytes: int, event: Event) -> None:
-        """Note a copy of `nbytes` from or to `tier` that ends with `event`."""
+        """Records a copy of `nbytes` to or from `tier` that ends with `event`."""
         self._copies.append((stream, tier, nbytes, event))
 
     def waited(self, start: float, stop: float) -> None:
-        """Note that the caller was held up from `start` to `stop`."""
+        """Records that the caller was blocked from `start` to `stop`, in seconds."""
         self._waits.append((start, stop))
 
     def to_data(self) -> dict[str, Any]:
-        """The timeline in the Trace Event Format that Chrome and Perfetto read; times are microseconds."""
+        """Returns the timeline in the Trace Event Format of Chrome and Perfetto; times are in microseconds."""
         rows = {"out": 1, "in": 2, "compute": 0}
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
@@ -166,7 +163,7 @@ class CopyTimeline:
         return {"traceEvents": events}
 
     def write(self, path: str | Path) -> None:
-        """Write `to_data` as JSON."""
+        """Writes `to_data` to `path` as JSON."""
         Path(path).write_text(json.dumps(self.to_data()), encoding="utf-8")
 
 

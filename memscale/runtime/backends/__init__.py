@@ -1,4 +1,4 @@
-"""The machines an engine runs on."""
+"""Backends: the interface between the offload engine and a kind of device, and its implementations."""
 
 from memscale.runtime.backends.protocol import Backend, Buffer, Event, Stream
 from memscale.runtime.backends.trace import CountedBuffer, TraceBackend

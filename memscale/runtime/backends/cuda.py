@@ -1,4 +1,4 @@
-"""The backend of CUDA devices, through CuPy: the only module that imports it, and not before a device is there."""
+"""The backend of CUDA devices. Only this module imports CuPy, and only when a CUDA device is present."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 
 
 def load_cupy() -> Any:
-    """CuPy, which sees the same devices as PyTorch.
+    """Returns the CuPy module, after a check that it sees a CUDA device as PyTorch does.
 
     Raises:
         RuntimeUnavailable: there is no CUDA device, or no CuPy for it.
@@ -41,7 +41,7 @@ def load_cupy() -> Any:
         import cupy
     except ImportError as error:
         raise RuntimeUnavailable(f"offload() of CUDA tensors needs CuPy ({error}); run: pip install {wheel}") from error
-    # Asked before any stream is made: without a device, a CuPy stream fails in its destructor and prints there.
+    # Checked before any stream is made: without a device, the destructor of a CuPy stream fails and prints.
     if not cupy.cuda.is_available():
         raise RuntimeUnavailable(
             f"CuPy {cupy.__version__} finds no CUDA device where PyTorch, built for CUDA {version}, does; uninstall "
@@ -51,7 +51,7 @@ def load_cupy() -> Any:
 
 
 class CudaEvent:
-    """A point in a stream of the device."""
+    """A pair of CUDA events around a copy, or one event in a stream."""
 
     def __init__(self, backend: CudaBackend, begin: Any, end: Any) -> None:
         self._backend = backend
@@ -67,11 +67,11 @@ class CudaEvent:
         return self._backend.seconds_at(self._begin), self._backend.seconds_at(self.end)
 
     def error(self) -> None:
-        return None  # CUDA's errors are the whole device's, and the next call raises them
+        return None  # a CUDA error poisons the whole device: the next CUDA call raises it
 
 
 class _Lane:
-    """One direction of the link: a stream, and a thread for copies in which the CPU takes part."""
+    """One direction of the link: a CUDA stream, and a thread for copies in which the CPU takes part."""
 
     def __init__(self, cupy: Any, name: str) -> None:
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -80,7 +80,7 @@ class _Lane:
         self._last: CopyFuture[None] | None = None
 
     def is_idle(self) -> bool:
-        """Whether the thread has nothing to do, so that what goes to the stream directly overtakes nothing."""
+        """Whether the thread is idle, so that a copy queued on the stream directly keeps the order."""
         return self._last is None or self._last.done()
 
     def submit(self, run: Callable[[], None]) -> CopyFuture[None]:
@@ -91,17 +91,17 @@ class _Lane:
 class CudaBackend:
     """Moves tensors of one CUDA device to pinned memory, pageable memory and disk.
 
-    Copies from and to pinned memory are queued on two streams of its own and need no help of the CPU. Others go
-    through a thread for each direction; waiting for one of them waits on the host. Bytes on their way to disk pass
-    through 16 MiB of memory for each direction.
+    Copies from and to pinned memory are queued on two copy streams and need no CPU. Copies of the other tiers run in
+    one thread per direction, and waiting for such a copy blocks the host. Bytes on their way to disk pass through 16
+    MiB of staging memory per direction.
 
     Args:
         device: the device; None is the current one.
-        pinned_bytes: the most that is pinned; None is what `budget` allows.
-        budget: the RAM that pinned and pageable memory together may take, of all devices that share it; None is what
-            the machine has.
-        disk_bytes: the most bytes on disk; None is what the disk has.
-        disk_directory: where; None is the first temporary directory that is not in RAM.
+        pinned_bytes: the most bytes that are pinned; None is limited by `budget` alone.
+        budget: the RAM that pinned and pageable memory may take together, for all devices that share it; None is the
+            RAM that the machine has available.
+        disk_bytes: the most bytes on disk; None is all that the disk has.
+        disk_directory: the directory of the disk tier's file; None is the first temporary directory that is not in RAM.
 
     Raises:
         RuntimeUnavailable: there is no CUDA device, no CuPy for it, or no such disk directory.
@@ -123,7 +123,7 @@ class CudaBackend:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._runtime = self._cupy.cuda.runtime
         self._process = os.getpid()
-        self._taken_bytes: int | None = None  # when it was last asked to trim if that has grown
+        self._taken_bytes: int | None = None  # bytes ever reserved for large blocks, at the last `trim(if_grown=True)`
         self._pinned: dict[int, torch.Tensor] = {}
         self._tiers = HostTiers(
             self._pin,
@@ -140,7 +140,7 @@ class CudaBackend:
         self._zero_seconds = time.perf_counter()
         streams = [lane.stream for lane in self._lanes.values()]
         end = weakref.finalize(self, _end, self._cupy, self.device.index, self._process, streams, self._pinned)
-        end.atexit = False  # the driver may be gone by then, and takes the registrations with it
+        end.atexit = False  # at exit the driver may be gone, and unregisters the memory itself
 
     def allocate(self, nbytes: int, tier: str) -> HostBuffer | None:
         self._refuse_where_impossible()
@@ -160,30 +160,31 @@ class CudaBackend:
         return like.new_empty(nbytes, dtype=torch.uint8)
 
     def discard(self, tensor: torch.Tensor) -> None:
-        """See `Backend.discard`. PyTorch's allocator needs no help here."""
+        """Does nothing: PyTorch's allocator handles the freed memory."""
 
     def trim(self, *, if_grown: bool = False) -> None:
         self._refuse_where_impossible()
         if not if_grown:
             torch.cuda.empty_cache()
             return
-        # All that was ever taken for blocks of more than 1 MiB: segments of small ones are no pieces that others lack.
+        # The bytes ever reserved for large blocks. Small blocks have segments of their own, which do not fragment
+        # others.
         taken_bytes = torch.cuda.memory_stats(self.device).get("reserved_bytes.large_pool.allocated", 0)
         before_bytes, self._taken_bytes = self._taken_bytes, taken_bytes
         if before_bytes is not None and taken_bytes > before_bytes:
             torch.cuda.empty_cache()
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """See `Backend.lend`. PyTorch's allocator then waits for that stream, too, as late as the tensor is freed."""
+        """Lets PyTorch's allocator wait for the caller's stream too, before it reuses the memory."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def compute_stream(self) -> int:
-        """See `Backend.compute_stream`: its pointer, which is 0 for the default stream of *any* device.
+        """Returns the pointer of the current stream, which is 0 for the default stream of every device.
 
-        Asked for at each use: it is another one inside `torch.cuda.stream`, and in the threads of backward. PyTorch
-        keeps its streams for good, and autograd comes back to one that a graph has used; so may we.
+        It is read at each use, because it changes inside `torch.cuda.stream` and in the threads of backward. PyTorch
+        never destroys its streams, and autograd switches back to the stream of the forward, so a pointer may be kept.
         """
-        # `torch.cuda.current_stream` makes an object of several layers to say the same.
+        # `torch.cuda.current_stream` would build several Python objects for the same number.
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def record(self, stream: int | None = None) -> CudaEvent:
@@ -202,7 +203,7 @@ class CudaBackend:
         assert isinstance(buffer, HostBuffer)
         assert tensor.nbytes == buffer.nbytes, f"a copy of {tensor.nbytes} bytes and a buffer of {buffer.nbytes}"
         lane = self._lanes[stream]
-        # The block's memory is asked for now: given back before a queued copy has run, it is not reused before it has.
+        # The block's memory is looked up now. A block freed before a queued copy has run is reused only after the copy.
         room = buffer.room if isinstance(buffer.room, Extent) else buffer.room.tensor
         is_ordered = all(event.done() for event in after if not isinstance(event, CudaEvent))
         if buffer.tier != "pinned" or not lane.is_idle() or not is_ordered:
@@ -213,7 +214,7 @@ class CudaBackend:
             return self._move(lane, tensor.data_ptr(), room, out=out)
 
     def wait(self, event: Event, stream: int | None = None) -> None:
-        """See `Backend.wait`. Blocks the host where the CPU takes part in the copy, and only there."""
+        """Makes a compute stream wait for `event`; blocks the host only if the CPU takes part in the copy."""
         if isinstance(event, CudaEvent):
             with self._on_device():
                 self._runtime.streamWaitEvent(self.compute_stream() if stream is None else stream, event.end.ptr)
@@ -232,7 +233,7 @@ class CudaBackend:
         return time.perf_counter()
 
     def seconds_at(self, event: Any) -> float:
-        """When a CuPy event that is done was passed, on `clock`."""
+        """Returns when a finished CuPy event was reached, in seconds of `clock`."""
         milliseconds: float = self._cupy.cuda.get_elapsed_time(self._zero, event)
         return self._zero_seconds + milliseconds / 1e3
 
@@ -242,8 +243,8 @@ class CudaBackend:
     # ------------------------------------------------------------------------------------------------- copies
 
     def _on_device(self) -> Any:
-        # Of the device that is current are new events, stream 0 and PyTorch's current stream where no device is named;
-        # and each thread has its own current one.
+        # New events, stream 0 and PyTorch's current stream belong to the current device, of which each thread has its
+        # own.
         return self._cupy.cuda.Device(self.device.index)
 
     def _recorded(self, pointer: int) -> Any:
@@ -272,7 +273,7 @@ class CudaBackend:
     def _carry(
         self, lane: _Lane, tensor: torch.Tensor, room: torch.Tensor | Extent, after: Sequence[Event], *, out: bool
     ) -> None:
-        """Copy with the CPU's help, in the lane's thread; done when this returns."""
+        """Copies with the CPU's help, in the direction's thread; returns when the copy is done."""
         with self._on_device():
             self._order(lane, after)
             if not isinstance(room, Extent):
@@ -283,22 +284,22 @@ class CudaBackend:
                 self._carry_from_disk(lane, tensor, room)
 
     def _carry_to_disk(self, lane: _Lane, tensor: torch.Tensor, extent: Extent) -> None:
-        """Piece by piece, one on the link while the one before it is written."""
+        """Copies piece by piece: one piece is on the link while the previous one is written."""
         writes: list[CopyFuture[Extent]] = []
         try:
             for piece, at in self._pieces(lane, tensor):
                 if len(writes) > 1:
-                    writes[-2].result()  # the one that has this memory
+                    writes[-2].result()  # the write from the same half of the staging memory
                 self._move(lane, tensor.data_ptr() + at, piece, out=True).end.synchronize()
                 writes.append(self._tiers.disk.write(piece, extent, at=at))
         finally:
             for write in writes:
-                write.exception()  # done with our memory, however it went
+                write.exception()  # waits until the write no longer reads the staging memory, even if it failed
         for write in writes:
             write.result()
 
     def _carry_from_disk(self, lane: _Lane, tensor: torch.Tensor, extent: Extent) -> None:
-        """Piece by piece, one on the link while the next one is read."""
+        """Copies piece by piece: one piece is on the link while the next one is read."""
         pieces = self._pieces(lane, tensor)
         reads = [(piece, at, self._tiers.disk.read(extent, piece, at=at)) for piece, at in pieces[:1]]
         try:
@@ -312,11 +313,11 @@ class CudaBackend:
                 read.exception()
 
     def _pieces(self, lane: _Lane, tensor: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-        """Host memory for each piece of a tensor, taken in turn from two halves, and where the piece starts."""
+        """Returns, for each piece of a tensor, one of the two halves of the staging memory and its first byte."""
         if not lane.staging:
             lane.staging = [page_aligned_memory(_STAGING_BYTES) for _ in range(2)]
             for half in lane.staging:
-                with contextlib.suppress(MemoryError):  # then it is slower
+                with contextlib.suppress(MemoryError):  # unpinned staging memory works too, more slowly
                     self._pin(half)
         starts = range(0, tensor.nbytes, _STAGING_BYTES)
         return [
@@ -345,8 +346,8 @@ class CudaBackend:
 
 
 def _end(cupy: Any, device: int, process: int, streams: Sequence[Any], pinned: Mapping[int, torch.Tensor]) -> None:
-    """Unregister what is still pinned before its memory goes, and not under a copy."""
-    if os.getpid() != process:  # CUDA does not work in a fork
+    """Unregisters the memory that is still pinned, after all copies have ended."""
+    if os.getpid() != process:  # CUDA does not work in a forked process
         return
     with cupy.cuda.Device(device):
         for stream in streams:

@@ -1,4 +1,4 @@
-"""The backend of a machine without an accelerator: the device is RAM, and the tier below it is disk."""
+"""The backend of a machine without an accelerator: the device is RAM, and the only tier below it is disk."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from memscale.runtime.storage.tiers import TierUse
 
 
 class _Now:
-    """The event of a compute stream that is never behind: the calling thread computes, so all it was given is done."""
+    """The event of the CPU's compute stream: always done, since the calling thread itself computes."""
 
     def done(self) -> bool:
         return True
 
     def span(self) -> None:
-        # The clock knows. But the engine would load as far ahead as times of this thread say, which others change: what
-        # a step takes would be another number each time, and not what it was simulated to take.
+        # Times measured here vary between runs, and so would the prefetch depth and the peak: a step has to take the
+        # memory that its simulation predicts.
         return None
 
     def error(self) -> None:
@@ -52,11 +52,11 @@ class DiskBuffer:
 
 
 class HostBackend:
-    """Moves CPU tensors to disk and back, on the threads of the disk tier.
+    """Moves CPU tensors to disk and back, in the threads of the disk tier.
 
     Args:
-        directory: where the file without a name is; `None` is the first temporary directory that is not in RAM.
-        disk_bytes: the most bytes on disk; `None` is as much as the disk has.
+        directory: the directory of the disk tier's unnamed file; None is the first temporary directory not in RAM.
+        disk_bytes: the most bytes on disk; None is all that the disk has.
         threads: how many transfers run at a time.
     """
 
@@ -69,7 +69,7 @@ class HostBackend:
         self._directory = directory
         self._threads = threads
         self._slab: DiskSlab | None = None
-        self._making = threading.Lock()  # of the slab: two threads that ask first must not have one each
+        self._making = threading.Lock()  # guards the creation of the one slab file
         self._trims = Trims()
         self._process = os.getpid()
 
@@ -87,13 +87,13 @@ class HostBackend:
         return None if extent is None else DiskBuffer(extent)
 
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
-        """See `Backend.free`. The slab waits for transfers by itself."""
+        """Frees the extent; the slab itself waits for transfers in flight."""
         assert isinstance(buffer, DiskBuffer)
         assert self._slab is not None
         self._slab.free(buffer.extent)
 
     def map(self, buffer: Buffer) -> Bytes:
-        """See `Backend.map` and `DiskSlab.map`, which says when it raises `RuntimeUnavailable`."""
+        """Maps the buffer; see `DiskSlab.map` for when it raises `RuntimeUnavailable`."""
         assert isinstance(buffer, DiskBuffer)
         assert self._slab is not None
         return self._slab.map(buffer.extent)
@@ -101,22 +101,22 @@ class HostBackend:
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         refuse_in_fork(self._process)
         self._trims.after(nbytes)
-        # Not a page-aligned part of something larger, which a read would not have to stage: tensor subclasses compare
-        # the storage offsets of their parts.
+        # A page-aligned part of a larger tensor would need no staging, but has a storage offset, which tensor
+        # subclasses compare.
         return like.new_empty(nbytes)
 
     def discard(self, tensor: torch.Tensor) -> None:
         self._trims.after(tensor.nbytes)
 
     def trim(self, *, if_grown: bool = False) -> None:
-        if not if_grown:  # what malloc caches, it gives back in pieces
+        if not if_grown:  # malloc returns its cache page by page, so fragmentation is no reason to trim
             self._trims.now()
 
     def lend(self, tensor: torch.Tensor) -> None:
         """See `Backend.lend`."""
 
     def compute_stream(self) -> int:
-        """See `Backend.compute_stream`. Threads have one each, and nothing that any of them was given is left to do."""
+        """Returns 0: the calling thread is its own compute stream, and has no work queued."""
         return 0
 
     def record(self, stream: int | None = None) -> Event:
@@ -140,7 +140,7 @@ class HostBackend:
             event.wait()
 
     def synchronize(self, event: Event) -> None:
-        """See `Backend.synchronize`. The calling thread is the compute stream."""
+        """Blocks the calling thread, which is the compute stream."""
         self.wait(event)
 
     def clock(self) -> float:

@@ -1,4 +1,4 @@
-"""The tiers below an accelerator: pinned memory, pageable memory and disk, each up to its cap."""
+"""Allocates on the tiers below an accelerator: pinned memory, pageable memory and disk, each up to its cap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memscale.runtime.storage.tiers import TierUse, at_or_below
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostBuffer:
-    """Bytes on a tier of the host."""
+    """Bytes on one tier of the host."""
 
     tier: str
     nbytes: int
@@ -29,22 +29,22 @@ class HostBuffer:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Which bytes: two buffers with one tier and overlapping places are the same memory at different times."""
+        """The tier and the first byte, which tell whether two buffers were the same memory at different times."""
         return self.tier, self.room.offset
 
 
 class HostTiers:
-    """Finds room for bytes, on the tier that is asked for or the next below it.
+    """Allocates bytes on the requested tier, or on the next tier below that has room.
 
-    Threads may share it. ``free`` takes no lock and so may run in a finalizer at any moment.
+    Thread-safe. ``free`` takes no lock, so a finalizer may call it at any moment.
 
     Args:
-        pin: registers a slab for copies that need no help of the CPU; MemoryError where the system pins no more.
-        unpin: undoes it.
-        pinned_bytes: the most that is pinned; None is what `budget` allows.
-        budget: the RAM that pinned and pageable memory together may take.
-        disk_bytes: the most bytes on disk; None is what the disk has.
-        disk_directory: where; None is the first temporary directory that is not in RAM.
+        pin: registers a slab for copies without the CPU; raises MemoryError if the system pins no more.
+        unpin: reverses `pin`.
+        pinned_bytes: the most bytes that are pinned; None is limited by `budget` alone.
+        budget: the RAM that pinned and pageable memory may take together.
+        disk_bytes: the most bytes on disk; None is all that the disk has.
+        disk_directory: the directory of the disk tier's file; None is the first temporary directory that is not in RAM.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class HostTiers:
 
     @property
     def disk(self) -> DiskSlab:
-        """The file of the disk tier, once something was allocated there."""
+        """The slab file of the disk tier; exists after the first allocation there."""
         assert self._disk is not None
         return self._disk
 
     def allocate(self, nbytes: int, tier: str) -> HostBuffer | None:
         with self._lock:
-            if not self._live:  # between steps: the next one will be like the last
+            if not self._live:  # between two steps: the next step will need what the last one did
                 for arena in self._arenas.values():
                     arena.replan()
             for name in at_or_below(TIERS, tier):
@@ -104,10 +104,10 @@ class HostTiers:
         self._live.discard(buffer)
 
     def map(self, buffer: HostBuffer) -> Bytes:
-        """See `Backend.map` and `DiskSlab.map`, which says when it raises `RuntimeUnavailable`."""
+        """Maps the buffer; see `DiskSlab.map` for when it raises `RuntimeUnavailable`."""
         if isinstance(buffer.room, Extent):
             return self.disk.map(buffer.room)
-        # Keeps the slab's memory, which a tier that shrinks or goes unpins but does not unmap.
+        # The array keeps the slab's memory alive: a tier that shrinks unpins its slabs and does not unmap them.
         found: Bytes = buffer.room.tensor.numpy()
         return found
 
@@ -127,9 +127,9 @@ class HostTiers:
             except DiskTierFull:
                 return None
             except RuntimeUnavailable:
-                if self._disk_directory is not None:  # the caller's word, which is wrong
+                if self._disk_directory is not None:  # the user named a directory that does not work
                     raise
-                self._disk_bytes = 0  # no disk here, as in some containers: asking again will not help
+                self._disk_bytes = 0  # this machine has no disk, as in some containers: do not try again
         return None if self._disk is None else self._disk.reserve(nbytes)
 
     def _new_pageable(self, nbytes: int) -> torch.Tensor:

@@ -1,11 +1,16 @@
-"""Where transforms and backends meet: what the offload engine asks of a machine.
+"""`Backend`: the interface between the offload engine and a kind of device.
 
-A backend has *streams*, queues of work that run in the order given, next to each other: one for each direction of the
-link, and the *compute streams*, where the model runs. Of these a thread is on one at a time, and memory of the device
-is one's: whatever reuses it comes after what that stream was given. A backend has *events*, which mark a point in a
-stream; *tiers*, the places outside the device where bytes can live; *buffers*, bytes on a tier; and one asynchronous
-`copy`. The engine above it knows nothing else, so the same engine runs on a GPU, on a host whose next tier is disk, on
-fake tensors, and, in tests, on a device whose scheduler is adversarial.
+A backend has
+
+- *streams*: queues of work that run in order, concurrently with each other. There is one copy stream per direction, and
+  there are *compute streams*, on which the model runs. A thread is on one compute stream at a time. Device memory
+  belongs to one compute stream: it is reused only after the work that was queued there.
+- *events*, each a point in a stream;
+- *tiers*, the places outside the device where bytes can live, and *buffers*, bytes on a tier;
+- one asynchronous `copy`.
+
+The engine uses nothing else, so the same engine runs on a GPU, on a host whose next tier is disk, on fake tensors, and
+in tests on a device with an adversarial scheduler.
 """
 
 from __future__ import annotations
@@ -22,16 +27,16 @@ Stream = Literal["out", "in"]
 
 
 class Event(Protocol):
-    """A point in a stream; done when all work before it is."""
+    """A point in a stream; done when all work queued before it is done."""
 
     def done(self) -> bool:
-        """Whether the point has been passed. Never blocks."""
+        """Whether all work before the event is done. Never blocks."""
 
     def span(self) -> tuple[float, float] | None:
-        """When the copy that the event ends began and ended, in seconds of the backend's clock; `None` if unknown."""
+        """Returns when the copy before the event began and ended, in seconds on the backend's clock, if known."""
 
     def error(self) -> BaseException | None:
-        """Why the copy before the event failed, once it is done; `None` where it succeeded. Never blocks."""
+        """Returns why the copy before the event failed, or None if it succeeded. Never blocks; valid once `done`."""
 
 
 class Buffer(Protocol):
@@ -39,73 +44,73 @@ class Buffer(Protocol):
 
     @property
     def tier(self) -> str:
-        """The tier that the bytes live on, which may be lower than the one that was asked for."""
+        """The tier of the bytes, which may be lower than the requested one."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of the tier's cap it takes up."""
+        """How many bytes of the tier's cap the buffer takes."""
 
 
 class Backend(Protocol):
     """One kind of device and the tiers below it."""
 
     tiers: tuple[str, ...]
-    """The names of the tiers, nearest to the device first: the order in which they are tried."""
+    """The names of the tiers, nearest to the device first; allocation tries them in this order."""
 
     def allocate(self, nbytes: int, tier: str) -> Buffer | None:
-        """`nbytes` bytes on `tier` ("auto" is the nearest), or on the first tier below it that has room.
+        """Allocates `nbytes` on `tier` ("auto" is the nearest), or on the first tier below it that has room.
 
-        `None` when every tier is full. Never waits for room: what would free it may be the caller's own backward.
+        Returns None if every tier is full. Never waits for room, because only the caller's own backward may free any.
         """
 
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
-        """Give `buffer` back; its bytes are used again only when the events in `after` are done."""
+        """Frees `buffer`; its bytes are reused only after the events in `after`."""
 
     def map(self, buffer: Buffer) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """The bytes of `buffer` as memory that the CPU works on in place; asked for at most once, before any copy.
+        """Returns the bytes of `buffer` as memory that the CPU works on in place; called at most once, before any copy.
 
-        What is written there is what a later copy reads, and the other way round. The array, and tensors made of it,
-        must not be used after `free`. Copies of such a buffer leave as little of it in RAM as the tier allows.
+        Copies of the buffer read and write this same memory, and leave as little of it in RAM as the tier allows. The
+        array, and tensors made of it, must not be used after `free`.
         """
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
-        """A new uint8 tensor on the device, memory of the caller's stream; `like` is an empty one of that device."""
+        """Returns a new uint8 tensor of `nbytes` on the device of `like`, in memory of the caller's stream."""
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """Called before the caller's stream uses memory of another one, which is to reuse it only afterwards."""
+        """Called before the caller's stream uses memory of another stream, whose reuse then waits for the caller's."""
 
     def discard(self, tensor: torch.Tensor) -> None:
-        """Called with a tensor of the device whose bytes nobody will read again, just before its memory is freed."""
+        """Called just before a device tensor is freed whose bytes are not read again."""
 
     def trim(self, *, if_grown: bool = False) -> None:
-        """Give memory of the device that is free, and only cached, back to it. May wait for the device, so seldom.
+        """Returns cached free memory to the device. May synchronize with the device, so it is called rarely.
 
-        `if_grown` asks for that only if more was taken of the device, for large blocks, since it was so asked before.
+        With `if_grown`, only if memory for large blocks was reserved since the previous such call.
         """
 
     def compute_stream(self) -> int:
-        """The compute stream that the caller is on. Asked for each tensor that is stashed, so it has to be quick."""
+        """Returns the caller's compute stream. Called for each stashed tensor, so it has to be fast."""
 
     def record(self, stream: int | None = None) -> Event:
-        """An event behind all that a compute stream has been given so far; `None` is the caller's."""
+        """Returns an event after all work queued on a compute stream so far; None is the caller's stream."""
 
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> Event:
-        """Queue a copy of all bytes of the device's side on `stream`, to start when the events in `after` are done.
+        """Queues a copy of all bytes of the device tensor on `stream`, to start after the events in `after`.
 
-        One side is a uint8 tensor of the device, the other a buffer. The caller keeps both untouched until the event
-        that this returns is done.
+        One of `source` and `target` is a uint8 tensor on the device, the other one a buffer. The caller leaves both
+        untouched until the returned event is done.
         """
 
     def wait(self, event: Event, stream: int | None = None) -> None:
-        """Let all that a compute stream is given from here on come after `event`; `None` is the caller's."""
+        """Makes all later work of a compute stream wait for `event`; None is the caller's stream."""
 
     def synchronize(self, event: Event) -> None:
-        """Let the calling thread come after `event`, as it must before it touches memory that `map` returned."""
+        """Blocks the calling thread until `event`, as it must before it touches memory that `map` returned."""
 
     def clock(self) -> float:
-        """Seconds on the clock of `Event.span`."""
+        """Returns the time in seconds on the clock of `Event.span`."""
 
     def usage(self) -> Mapping[str, TierUse]:
-        """What each tier holds, and held at most."""
+        """Returns the present and the highest use of each tier."""

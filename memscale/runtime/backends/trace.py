@@ -1,7 +1,7 @@
-"""The backend of fake tensors: counts what would lie where and what would cross the link, and moves nothing.
+"""The backend of simulations: counts bytes on tiers and on the link, and moves none.
 
-The engine above runs as it does for real, so a fake tensor's storage is let go of, and made anew for backward, at the
-moments at which a real one would be: a simulation that watches storages sees the memory that offloading saves.
+The engine runs as in a real step: it frees a fake tensor's storage after the copy out, and makes a new one for
+backward. A simulation that watches storages therefore sees the memory that offloading saves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memscale.runtime.storage.tiers import TierUse, at_or_below
 
 
 class _Passed:
-    """An event of a device on which everything happens at once."""
+    """An event of a device on which every copy is instantaneous."""
 
     def done(self) -> bool:
         return True
@@ -31,22 +31,22 @@ class _Passed:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CountedBuffer:
-    """Bytes that would lie on a tier."""
+    """Bytes that a real step would place on a tier."""
 
     tier: str
     nbytes: int
 
 
 class TraceBackend:
-    """A device of fake tensors.
+    """A simulated device and its tiers.
 
     Args:
-        caps: for each tier, nearest first, the most bytes that it takes; `None` for no cap.
+        caps: for each tier, nearest first, the most bytes that it takes; None for no cap.
 
     Attributes:
-        on_trim: called where a device would give back what it only caches, with whether only if it has grown.
+        on_trim: called instead of returning cached memory to the device, with the value of `if_grown`.
         on_copy: called with the source and the target of each copy.
-        spilled_bytes: by tier, the most at once that it took for want of room on a tier above.
+        spilled_bytes: by tier, the highest number of bytes there for which a tier above had no room.
     """
 
     def __init__(self, caps: Mapping[str, int | None]) -> None:
@@ -91,17 +91,17 @@ class TraceBackend:
         )
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
-        """See `Backend.empty`. `like` knows its fake mode, which need not be active where backward runs."""
+        """Makes a fake tensor through `like`, which knows its fake mode, as backward's threads have none active."""
         return like.new_empty(nbytes)
 
     def discard(self, tensor: torch.Tensor) -> None:
-        """See `Backend.discard`."""
+        """Does nothing."""
 
     def trim(self, *, if_grown: bool = False) -> None:
         self.on_trim(if_grown)
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """See `Backend.lend`."""
+        """Does nothing: a simulation has one stream."""
 
     def compute_stream(self) -> int:
         return 0
@@ -116,15 +116,15 @@ class TraceBackend:
         return _Passed()
 
     def wait(self, event: Event, stream: int | None = None) -> None:
-        """See `Backend.wait`."""
+        """Does nothing: every event is done."""
 
     def synchronize(self, event: Event) -> None:
-        """See `Backend.synchronize`."""
+        """Does nothing: every event is done."""
 
     def clock(self) -> float:
-        """See `Backend.clock`. Nothing takes time here."""
+        """Returns 0: no time passes."""
         return 0.0
 
     def usage(self) -> Mapping[str, TierUse]:
-        """See `Backend.usage`. Nothing lies anywhere, so nothing is in pieces."""
+        """Returns the counted bytes; without real memory there is no fragmentation."""
         return {tier: TierUse(self._high_water[tier], used, 0, 0) for tier, used in self._used.items()}

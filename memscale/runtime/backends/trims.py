@@ -1,4 +1,4 @@
-"""When a host that offloads has malloc give the system what it holds and does not use."""
+"""`Trims`: decides when a host that offloads calls `malloc_trim`, which returns cached memory to the system."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TRIM_BYTES = 32 << 20
 
 
 class Trims:
-    """Counts the bytes that came and went: by itself malloc keeps most of them.
+    """Counts bytes allocated and freed since the last `malloc_trim`: without it malloc keeps most freed memory.
 
     >>> trims = Trims()
     >>> [trims.due(2**24) for _ in range(4)] == [False, False, _MALLOC_TRIM is not None, False]
@@ -21,7 +21,7 @@ class Trims:
         self._untrimmed_bytes = 0
 
     def due(self, nbytes: int) -> bool:
-        """Whether `nbytes` more make it time; never where this malloc gives nothing."""
+        """Counts `nbytes` and returns whether to trim now; always False on a malloc without `malloc_trim`."""
         self._untrimmed_bytes += nbytes
         if _MALLOC_TRIM is None or self._untrimmed_bytes <= _TRIM_BYTES:
             return False
@@ -29,11 +29,11 @@ class Trims:
         return True
 
     def after(self, nbytes: int) -> None:
-        """Have it done where `nbytes` more make it time."""
+        """Counts `nbytes`, and trims if it is time."""
         if self.due(nbytes):
             assert _MALLOC_TRIM is not None
             _MALLOC_TRIM(0)
 
     def now(self) -> None:
-        """Have it done."""
+        """Trims now."""
         self.after(_TRIM_BYTES + 1)

@@ -1,4 +1,4 @@
-"""The offload engine: tensors out to another tier and back, in time."""
+"""The offload engine: copies tensors to another tier, and back before they are needed."""
 
 from memscale.runtime.engine.engine import Engine
 

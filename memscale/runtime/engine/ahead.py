@@ -1,4 +1,4 @@
-"""What to load before it is asked for: the order is learned, and how far ahead is measured."""
+"""`Ahead`: predicts which tensors are requested next, and how many of them to load ahead."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from memscale.runtime.backends.protocol import Event
 
 Key = TypeVar("Key", bound=Hashable)
 
-# A process that never lets go of its last graph must not remember the order of all the graphs it ever had.
+# Bounds the recorded order in a process that never frees its graphs.
 MOST_HINTS = 1 << 16
 _SMOOTHING = 1 / 8  # the weight of the newest measurement in an average
 _MOST_UNREAD = 64  # measurements whose events are not done yet
 
 
 class Ahead(Generic[Key]):
-    """Predicts requests from those of the pass before. A hint: a wrong guess costs time, never correctness.
+    """Predicts requests from the order of the previous pass. A wrong prediction costs time, never correctness.
 
-    Depth is as many requests as pass while one copy is under way, at most `most`: the memory of a step is planned for
-    `most`, so measuring only ever takes less.
+    The depth is the number of requests that arrive during one copy, at most `most`. A plan reserves the memory for
+    `most`, so measured times can only lower the memory.
 
     >>> ahead = Ahead(most=2)
     >>> for _ in range(2):
@@ -37,16 +37,16 @@ class Ahead(Generic[Key]):
     c []
 
     Args:
-        most: the largest depth; 0 for none.
-        guess: what follows a request after which nothing was seen yet, or `None`.
-        repeats: whether a pass asks for one thing several times; otherwise the second time begins a new pass.
+        most: the largest depth; 0 loads nothing ahead.
+        guess: returns the key to expect after a key without a recorded successor, or None.
+        repeats: whether a pass may request a key several times; otherwise a repeated request begins a new pass.
     """
 
     def __init__(
         self, most: int, *, guess: Callable[[Key], Key | None] = lambda key: None, repeats: bool = True
     ) -> None:
         self.most = most
-        self.first: Key | None = None  # what the last pass that asked for anything began with
+        self.first: Key | None = None  # the first request of the last pass that had any
         self._guess = guess
         self._repeats = repeats
         self._next: dict[Key, Key] = {}
@@ -60,12 +60,12 @@ class Ahead(Generic[Key]):
         self._copy_seconds: float | None = None
 
     def begin(self) -> None:
-        """A new pass: what comes first does not follow what came last."""
+        """Begins a new pass: its first request is not recorded as the successor of the last one."""
         self._last = self._last_at = None
         self._passed.clear()
 
     def asked(self, key: Key, *, at: Event | None) -> bool:
-        """Note a request, and where in the compute stream it came; `False` if this pass has asked for it before."""
+        """Records a request and its place in the compute stream; returns False if this pass has requested it before."""
         if key in self._passed:
             if self._repeats or key == self._last:
                 return False
@@ -84,12 +84,12 @@ class Ahead(Generic[Key]):
         return True
 
     def copied(self, event: Event) -> None:
-        """Note a copy that ends with `event`."""
+        """Records a copy that ends with `event`."""
         self._copied += 1
         self._copies.append(event)
 
     def upcoming(self) -> Iterator[tuple[Key, float]]:
-        """The requests that are expected next, nearest first, each with the seconds until then."""
+        """Yields the requests expected next, nearest first, each with the seconds until then."""
         key = self._last
         gap = self._gap_seconds or 0.0
         for distance in range(1, self.depth() + 1):
@@ -102,7 +102,7 @@ class Ahead(Generic[Key]):
             yield key, distance * gap
 
     def depth(self) -> int:
-        """How many requests ahead it is worth to load."""
+        """Returns how many requests ahead to load."""
         for gap in _finished(self._gaps, lambda pair: pair[1]):
             first, last = gap[0].span(), gap[1].span()
             if first is not None and last is not None:
@@ -113,7 +113,7 @@ class Ahead(Generic[Key]):
                 self._copy_seconds = _average(self._copy_seconds, span[1] - span[0])
         if self.most == 0 or self._gap_seconds is None or self._copy_seconds is None:
             return self.most
-        copying = self._copy_seconds * self._copied / self._asked  # a request may be for several copies, or none
+        copying = self._copy_seconds * self._copied / self._asked  # one request may need several copies, or none
         if copying >= self.most * self._gap_seconds:
             return self.most
         return max(1, math.ceil(copying / self._gap_seconds))

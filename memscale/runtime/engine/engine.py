@@ -1,18 +1,18 @@
-"""The offload engine: `stash` a tensor, `fetch` it later; in between its bytes live on another tier.
+"""The offload engine: `stash` moves a tensor's bytes to another tier, `fetch` brings them back.
 
-**The last keeper moves.** A storage that something else keeps alive (a parameter, a view that the caller holds) is not
-copied, since that frees nothing. Nobody can know this when a tensor is stashed, for the operator that made it still
-holds it. So a stashed storage waits on the device, and the engine looks again at every later stash: once nobody but its
-handles refers to it, it moves. From then on it is out of everyone's reach, so its bytes and its version are final.
+**A storage moves when only handles refer to it.** If a parameter, or a view that the caller holds, keeps the storage
+alive, a copy frees nothing. When a tensor is stashed, the operator that made it still refers to it, so the engine
+cannot decide yet. The storage waits on the device, and every later stash checks it again: it moves once its handles
+hold the only references. From then on nobody else can reach it, so its bytes and its version are final.
 
-**Handles own their bytes.** There is no table of a step's tensors that a dropped graph could leave entries in: the
-bytes of a storage go when the last handle on one of its views does, on whatever tier they are at that moment.
+**Handles own the bytes.** When the last handle on a storage's views is dropped, its bytes are freed on whatever tier
+they are. No table of a step's tensors exists that a dropped graph could leave entries in.
 
-**Order is a hint.** In which order backward asks is learned from the backward before, and only decides what is loaded
-ahead. A wrong guess costs time, never correctness.
+**The order is a prediction.** The order in which backward fetches is recorded in the previous backward, and decides
+only what is loaded ahead. A wrong prediction costs time, never correctness.
 
-What stands above an engine, as the parameters that live on another tier do, uses its links and loaders and follows its
-passes (`Follower`); the engine knows nothing of it.
+Layers above the engine, such as parameters that live on another tier, use its links and loaders and implement
+`Follower` to hear of its passes; the engine does not import them.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from memscale.runtime.engine.refusals import warn_of_staying
 from memscale.runtime.engine.transfers import Transfers
 from memscale.runtime.stats import CopyTimeline, Counters, Stats, add
 
-# How many waiting storages a stash looks at. What the caller holds for long must not make every stash slow.
+# How many waiting storages a stash checks: storages that the caller keeps for long must not slow every stash down.
 _LOOKS = 32
 
 
 class Follower(Protocol):
-    """What is told of the passes of an engine. The engine's lock is held."""
+    """Called by an engine at the borders of its passes, with the engine's lock held."""
 
     def begin_backward(self) -> None:
-        """The forward is over."""
+        """Called when a forward has ended and backward begins."""
 
     def end_backward(self) -> None:
-        """The backward is over."""
+        """Called when a backward has ended."""
 
     def settle(self) -> None:
         """See `Engine.settle`."""
 
 
 class Engine:
-    """Moves tensors of one device with one backend. Threads may share it.
+    """Moves tensors of one device with one backend. Thread-safe.
 
     Args:
-        backend: what does the moving.
-        depth: the most copies that may be on their way in each direction for what is asked for later; 0 is
-            synchronous. Measured times decide how many of them are worth it. Also the most of the tail of a forward
-            that stays on the device, since the first loads of backward would bring it right back.
-        timeline: where to note copies and waits, or `None`.
+        backend: the backend that copies.
+        depth: the most copies in flight per direction for later requests; 0 makes copies synchronous. Measured times
+            decide how many of them are used. It is also the number of a forward's last tensors that stay on the device,
+            because backward requests them first.
+        timeline: records copies and waits, or None.
     """
 
     def __init__(self, backend: Backend, *, depth: int = 2, timeline: CopyTimeline | None = None) -> None:
@@ -72,31 +72,31 @@ class Engine:
         self.transfers = Transfers(backend, self._counters, timeline)
         self.finalized = Finalized(self.lock)
         self.loader = self.new_loader()
-        # Weakly: they hold the engine, and what a dropped runtime holds must not wait for the garbage collector.
+        # Weak: followers hold the engine, and a dropped runtime has to be freed without the garbage collector.
         self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._by_storage: dict[int, Entry] = {}  # entries that are on the device, by the address of their storage
-        self._waiting: deque[Entry] = deque()  # those of them that may move once nobody else keeps them
+        self._waiting: deque[Entry] = deque()  # those that may move once only their handles refer to them
         self._tail: deque[Entry] = deque()
-        self._leaving: deque[tuple[int, Entry]] = deque()  # each with how many regions had run by then
+        self._leaving: deque[tuple[int, Entry]] = deque()  # copies out, each with the count of regions at its start
         self._regions = 0
         self._moved: dict[int, Entry] = {}
         self._count = 0
-        self._count_before = 0  # how many moved in the forward before this one
-        self._ahead: Ahead[int] = Ahead(depth, guess=lambda ordinal: ordinal - 1)  # by the order of the forward
+        self._count_before = 0  # how many entries moved in the previous forward
+        self._ahead: Ahead[int] = Ahead(depth, guess=lambda ordinal: ordinal - 1)  # first guess: reverse forward order
         self._task = -1
         self._warned = False
 
     def new_loader(self) -> Loader:
-        """What brings bytes of this engine's tiers to its device."""
+        """Returns a loader from this engine's tiers to its device."""
         return Loader(self.backend, self.transfers)
 
     def stash(self, tensor: torch.Tensor, *, tier: str = "auto", region: str = "") -> Handle:
-        """A handle from which `fetch` makes an equal tensor; the memory of `tensor` is freed if nobody else keeps it.
+        """Returns a handle from which `fetch` makes an equal tensor; frees the memory of `tensor` if it is unused.
 
         Args:
             tensor: a strided tensor of the backend's device.
             tier: the first tier to try, by name, or ``"auto"``.
-            region: which saves it, for the statistics.
+            region: the region that saves the tensor, for the statistics.
         """
         with self.lock:
             handle = self._stash(tensor, tier, region)
@@ -106,10 +106,10 @@ class Engine:
         return handle
 
     def stash_all(self, tensors: Sequence[torch.Tensor], *, tier: str = "auto", region: str = "") -> list[Handle]:
-        """The same for several, which are looked at together.
+        """Stashes several tensors, and checks the waiting storages once.
 
-        A tensor that was stashed so before and is as it was only gets another handle: each region of a model may be
-        given the same cache, with two tensors of every region before it.
+        A tensor that was stashed before and is unchanged gets a second handle only: each region of a model may save the
+        same KV cache, which has two tensors for every earlier region.
         """
         handles = []
         is_new = False
@@ -136,7 +136,7 @@ class Engine:
         key, nbytes = storage._cdata, storage.nbytes()
         record = Record(tensor.detach(), version(tensor))
         entry = self._by_storage.get(key)
-        if entry is None or not entry.is_live():  # one that is about to be closed was of another storage there
+        if entry is None or not entry.is_live():  # a dead entry belonged to another storage at this address
             entry = Entry(self, key, tier, nbytes, region)
         if (stream := self.backend.compute_stream()) not in entry.streams:
             entry.streams += (stream,)
@@ -147,10 +147,10 @@ class Engine:
         return handle
 
     def fetch(self, handle: Handle) -> torch.Tensor:
-        """The tensor behind `handle`, with its values; it shares memory with other views of its storage.
+        """Returns the tensor behind `handle`; it shares memory with other fetched views of its storage.
 
         Raises:
-            CorrectnessError: it was changed in place after it was stashed.
+            CorrectnessError: the tensor was changed in place after it was stashed.
         """
         with self.lock:
             tensor = self._fetch(handle)
@@ -159,18 +159,19 @@ class Engine:
         return tensor
 
     def look_again(self) -> None:
-        """Move what nobody else keeps any more. Called where tensors go out of use: at the end of a region."""
+        """Moves the storages that only handles refer to now. Called at the end of a region, where tensors are freed."""
         with self.lock:
             self._regions += 1
             self._look()
-            # At the end of a forward nothing follows that would push these out; its peak is yet to come.
+            # After the last regions of a forward no stash follows that would retire these, and the peak is still to
+            # come.
             while self._leaving and self._regions - self._leaving[0][0] > self._ahead.depth():
                 self._retire_first()
             self.transfers.pump()
         self.go_on()
 
     def settle(self) -> None:
-        """Move all that nobody else keeps by now, and wait until it has arrived. What was loaded ahead goes."""
+        """Moves all storages that only handles refer to, waits for all copies out, and drops what was loaded ahead."""
         with self.lock:
             self._look(len(self._waiting))
             while self._leaving:
@@ -181,21 +182,21 @@ class Engine:
         self.go_on()
 
     def go_on(self) -> None:
-        """Called by whoever has held the lock: close what ended meanwhile."""
+        """Called after each release of the lock: closes entries that finalizers have queued meanwhile."""
         self.finalized.collect()
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, brought back by what stands above, which the caller uses from here on. The lock is not held."""
+        """Returns `tensor`, which a follower has loaded for the caller. The lock is not held."""
         self.go_on()
         return tensor
 
     def stats(self) -> Stats:
-        """What the engine has done, and what it holds now."""
+        """Returns what the engine has moved, and what its tiers hold now."""
         self.finalized.collect()
         with self.lock:
             return self._counters.frozen(self.backend.usage())
 
-    # ------------------------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------------------------ copies out
 
     def _look(self, most: int = _LOOKS) -> None:
         for _ in range(min(len(self._waiting), most)):
@@ -223,11 +224,11 @@ class Engine:
         records = entry.live()
         if entry.state is not State.DEVICE or not records:
             return
-        if not entry.is_last_keeper():  # it was in the tail, and backward has it
+        if not entry.is_last_keeper():  # backward has fetched it from the tail
             self._waiting.append(entry)
             return
         start, stop = hull(records)
-        if start == stop:  # views of no elements
+        if start == stop:  # only views without elements
             return
         source = records[0].bytes_between(start, stop)
         entry.like = source.new_empty(0)
@@ -235,7 +236,7 @@ class Engine:
         if entry.buffer is None:
             self._keep(entry)
             return
-        # Whatever is interrupted from here on: the entry has its bytes, and `_retire` goes on where this stops.
+        # After an exception from here on the entry still has its bytes, and `_retire` resumes.
         self._leaving.append((self._regions, entry))
         entry.base, entry.nbytes, entry.state = source, stop - start, State.LEAVING
         self._counters.met(entry.region, "moved", entry.nbytes)
@@ -255,17 +256,17 @@ class Engine:
     def _copy_out(self, entry: Entry) -> Copy:
         assert entry.base is not None
         assert entry.buffer is not None
-        # The sooner it is out, the sooner its memory is free.
+        # Deadline 0: an early copy frees memory early.
         entry.departure = self.transfers.ask_out(entry.base, entry.buffer, seconds=0.0, owners=entry.streams)
         self.transfers.pump()
         return entry.departure
 
     def _retire_first(self) -> None:
-        """Free the device's memory of the entry that has been on its way out for longest, once its bytes are out."""
+        """Frees the device memory of the oldest copy out, after the copy."""
         _, entry = self._leaving[0]
         if entry.state is State.LEAVING:
             self._retire(entry)
-        self._leaving.popleft()  # only now: what an exception stops is taken up again
+        self._leaving.popleft()  # last, so that an exception leaves the entry in the queue
 
     def _retire(self, entry: Entry) -> None:
         departure = entry.departure or self._copy_out(entry)
@@ -278,11 +279,11 @@ class Engine:
             event = self.transfers.release(self._copy_out(entry))
         base = entry.base
         entry.is_gone()
-        if base is not None and is_unshared(base):  # backward may have asked for it on its way out
+        if base is not None and is_unshared(base):  # backward may have fetched it during the copy out
             self.backend.discard(base)
 
     def _try_below(self, entry: Entry) -> bool:
-        """Room on a tier below the one where the copy failed; the bytes are still on the device."""
+        """Allocates on a tier below the one whose copy failed; the bytes are still on the device."""
         assert entry.buffer is not None
         below = self.backend.tiers[self.backend.tiers.index(entry.buffer.tier) + 1 :]
         buffer = self._allocate(entry.nbytes, below[0]) if below else None
@@ -301,28 +302,28 @@ class Engine:
         self._counters.met(entry.region, why, nbytes)
 
     def left_small(self, region: str, nbytes: int) -> None:
-        """Count bytes of storages too small to move that `region` saved."""
+        """Counts bytes of storages below `min_bytes` that `region` saved."""
         with self.lock:
             self._counters.met(region, "small", nbytes)
 
     def warn_of(self, nbytes: int, error: BaseException | None = None) -> None:
-        """Say once that a tensor stays on the device, since a copy failed, or no tier has room."""
+        """Warns once that a tensor stays on the device because a copy failed or no tier has room."""
         warned, self._warned = self._warned, True
         if not warned:
             warn_of_staying(nbytes, self.backend.tiers, error)
 
     def count_live(self, tier: str, nbytes: int) -> None:
-        """Count `nbytes` more on `tier`, which may be negative."""
+        """Adds `nbytes`, which may be negative, to the live bytes of `tier`."""
         add(self._counters.live_bytes, tier, nbytes)
 
     def used_by_host(self, memory: torch.Tensor) -> None:
-        """Hear that the host uses memory which a copy has filled: that copy was not in vain. A checker listens."""
+        """Called when the host uses memory that a copy has filled; a hook for the checker in tests."""
 
-    # ------------------------------------------------------------------------------------------------------- in
+    # ------------------------------------------------------------------------------------------------------- copies in
 
     def _fetch(self, handle: Handle) -> torch.Tensor:
         entry, record = handle.entry, handle.record
-        in_backward = self.follow_backward()  # first of all: a backward that raises is one too
+        in_backward = self.follow_backward()  # first: a backward that raises has to end as well
         record.check()
         if record.alias is None and entry.base is None:
             self._load(entry)
@@ -348,11 +349,11 @@ class Engine:
             if candidate is not None and candidate.state is State.AWAY and candidate.live():
                 try:
                     self._load(candidate, seconds=seconds)
-                except torch.OutOfMemoryError:  # it may well fit once it is needed
+                except torch.OutOfMemoryError:  # loaded when requested, when it may fit
                     return
 
     def follow_backward(self) -> bool:
-        """Whether autograd is running backward here; arranges to hear of its end."""
+        """Returns whether autograd runs backward in this thread, and registers `_end_backward` once per backward."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             return False
@@ -365,7 +366,7 @@ class Engine:
         return True
 
     def _end_backward(self) -> None:
-        """Give back what was loaded and not asked for: with `retain_graph`, or when the guess was wrong."""
+        """Drops what was loaded and not fetched: with `retain_graph`, or after a wrong prediction."""
         with self.lock:
             self._task = -1
             for entry in list(self.loader.back):
@@ -376,7 +377,7 @@ class Engine:
         self.go_on()
 
     def drop(self, entry: Entry) -> None:
-        """Called when a handle on `entry` goes. May happen at any moment, inside this engine's own code too."""
+        """Called when a handle on `entry` is dropped; this may happen inside the engine's own code."""
         if entry.state is State.DEVICE and entry.records.count(None) < len(entry.records):
             return
         self.finalized.add(entry, self._close)
@@ -394,7 +395,7 @@ class Engine:
         try:
             for copy in entry.copies() if entry.base is not None else ():
                 self.transfers.no_longer(copy)
-        except Exception:  # the bytes on the tier are given back all the same
+        except Exception:  # free the bytes on the tier even so
             self._forget(entry)
             raise
         self._forget(entry)

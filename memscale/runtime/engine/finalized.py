@@ -1,4 +1,4 @@
-"""What finalizers hand to an engine to be closed."""
+"""`Finalized`: a queue from finalizers to the engine, for objects that cannot be closed at once."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Protocol
 
 
 class Ended(Protocol):
-    """What is over and holds bytes, perhaps while they are copied."""
+    """An object that nothing refers to any more, and whose bytes may still be in a copy."""
 
     def is_moving(self) -> bool:
-        """Whether a copy of the bytes is under way. Never blocks."""
+        """Whether a copy of the bytes is in flight. Never blocks."""
 
 
 class Finalized:
-    """Things that are over, each with what has to be done about it, perhaps twice, while `lock` is held.
+    """Objects to close, each with its close function, which is called with `lock` held, possibly twice.
 
-    Finalizers run at any moment: in any thread, where the garbage collector happens to start, and inside whatever that
-    thread does there. One that waited, for the lock or for a copy, could wait for its own thread. So it closes what it
-    can at once, and leaves the rest to the engine's next call.
+    A finalizer runs at any moment: in any thread, wherever the garbage collector starts, even inside the engine's own
+    code. Waiting there for the lock or for a copy could deadlock the thread with itself. So `add` closes what it can
+    without waiting, and leaves the rest to the engine's next call of `collect`.
 
     >>> class Bytes:
     ...     moving = True
@@ -43,17 +43,17 @@ class Finalized:
         self._items: deque[tuple[Ended, Callable[[Any], None]]] = deque()
 
     def add(self, item: Ended, close: Callable[[Any], None]) -> None:
-        """To be called by a finalizer: `close(item)` now if that is possible at once, or later."""
+        """Called by a finalizer: runs `close(item)` now if that needs no waiting, else later."""
         self._items.append((item, close))
         self.collect(wait=False)
 
     def collect(self, *, wait: bool = True) -> None:
-        """Close all that is left; where `wait` is false, only what is not moving."""
-        if os.getpid() != self._process:  # a fork, where nothing that is under way ends
+        """Closes the queued objects; without `wait`, only those whose copies have ended."""
+        if os.getpid() != self._process:  # in a forked process copies in flight never end
             return
         while self._items:
-            # Whoever holds the lock comes here after releasing it: nobody needs to wait, least of all a finalizer
-            # that interrupted the holder.
+            # The holder of the lock calls this function after it releases the lock, so giving up here loses nothing; a
+            # finalizer that interrupted the holder must not wait for it.
             if not self._lock.acquire(blocking=False):
                 return
             try:
@@ -73,7 +73,7 @@ class Finalized:
                 except Exception:
                     self._items.popleft()
                     raise
-                self._items.popleft()  # only now: who is interrupted while waiting has not closed it
+                self._items.popleft()  # last: an interrupted wait leaves the object in the queue
             else:
                 self._items.rotate(-1)
                 some_are_left = True

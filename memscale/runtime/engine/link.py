@@ -1,4 +1,4 @@
-"""One direction of the link to the device: who may copy next."""
+"""`Link`: orders the copies of one direction of the link to the device, by deadline."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Callable, Hashable, Sequence
 from memscale.core import MemscaleError
 from memscale.runtime.backends.protocol import Event
 
-# A stream that has the next copy queued behind the present one never runs dry. More of them only stand in the way of
-# what turns out to be needed first: a copy that a stream was given cannot be overtaken any more.
+# One copy running and one queued keep a stream busy. Every further queued copy could not be overtaken any more by a
+# copy that turns out to be needed first.
 _WINDOW = 2
 
 
 class Copy:
-    """A copy that was asked for; it has an event once its stream was given it.
+    """A requested copy; it has an event once it was given to its stream.
 
     Attributes:
-        group: what is needed with it at once.
-        owners: the compute streams that reuse its memory on the device, once that is free.
-        behind: the compute streams that come after it.
+        group: copies of one group are needed together.
+        owners: the compute streams that may reuse the copy's device memory after it is freed.
+        behind: the compute streams that wait for the copy already.
     """
 
     __slots__ = ("_link", "behind", "event", "group", "owners", "start", "started")
@@ -38,32 +38,32 @@ class Copy:
         self.group = group
         self.owners = owners
         self.behind: set[int] = set()
-        self.start: Callable[[], Event] | None = start  # `None` once it has started, or was given up
+        self.start: Callable[[], Event] | None = start  # None once the copy has started or was given up
         self.started = started
         self.event: Event | None = None
 
     def need(self) -> Event:
-        """Its event; it starts now, before all that waits."""
+        """Returns the copy's event; starts the copy now, ahead of all waiting ones, if it has not started."""
         if self.event is None:
             self._link.start(self)
         assert self.event is not None
         return self.event
 
     def is_under_way(self) -> bool:
-        """Whether it has started and is not done."""
+        """Whether the copy has started and is not done."""
         return self.event is not None and not self.event.done()
 
     def give_up(self) -> bool:
-        """Forget it, since nobody needs it any more; `False` where it has started and must be waited for."""
+        """Cancels the copy; returns False if it has started, so that the caller has to wait for it."""
         self.start = None
         return self.event is None
 
 
 class Link:
-    """Shares one direction between all that is copied in it: the earliest deadline goes first.
+    """Schedules the copies of one direction: earliest deadline first.
 
-    Activations, parameters and gradients are asked for long before they are needed. Few copies at a time go to the
-    stream, and the others wait here, where one that is needed at once overtakes them.
+    Activations, parameters and gradients are requested long before they are needed. At most `window` copies are given
+    to the stream at a time; the others wait here, where an urgent copy can overtake them.
 
     >>> class Done:
     ...     def done(self): return False
@@ -84,7 +84,7 @@ class Link:
         self._waiting: list[tuple[float, int, Copy]] = []
         self._under_way: deque[Event] = deque()
         self._count = 0
-        self._last: Hashable | None = None  # the group of the copy that started last
+        self._last: Hashable | None = None  # the group of the copy that was started last
 
     def ask(
         self,
@@ -95,23 +95,23 @@ class Link:
         owners: Sequence[int] = (),
         group: Hashable | None = None,
     ) -> Copy:
-        """A copy that `start` gives to the stream at the next `pump`, or later, and at the latest when it is needed.
+        """Returns a copy that `start` gives to the stream at the next `pump` or later, at the latest when it is needed.
 
         Args:
             start: queues the copy and returns its event.
-            deadline: when it is expected to be needed, in seconds of the backend's clock.
-            started: called with the event then.
+            deadline: when the copy is expected to be needed, in seconds of the backend's clock.
+            started: called with the event when the copy has started.
             owners: see `Copy`.
-            group: what is needed with it at once. A group that has begun is given to the stream as a whole, since
-                nobody may call before all of it is needed: a region may run without asking for anything.
+            group: copies of one group are needed together. Once one of them was started, `pump` starts all of them,
+                because a region that runs may not call the engine again before it needs the last one.
         """
         copy = Copy(self, start, started, owners, group)
-        self._count += 1  # first: two of one number could not be compared
+        self._count += 1  # makes the heap's tuples unique, because copies cannot be compared
         heapq.heappush(self._waiting, (deadline, self._count, copy))
         return copy
 
     def pump(self) -> None:
-        """Start what may start. Called whenever the engine is."""
+        """Starts the copies that fit in the window. Called with every call of the engine."""
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
         while self._waiting:
@@ -120,15 +120,15 @@ class Link:
                 return
             heapq.heappop(self._waiting)
             if copy.start is not None:
-                # Whoever is here may have no part in it. It is tried again when it is needed, by whom it concerns.
+                # The caller may have no part in this copy. If starting it fails, `need` tries again and raises there.
                 with contextlib.suppress(MemscaleError, MemoryError, OSError, RuntimeError):
                     self.start(copy)
 
     def start(self, copy: Copy) -> None:
-        """Start `copy`, whatever waits. Where that fails, it may be started again."""
+        """Starts `copy` ahead of all waiting ones. If that raises, it may be started again."""
         assert copy.start is not None, "a copy that was given up is not needed"
         copy.event = event = copy.start()
-        copy.start = None  # at once: with a copy of one copy under way, nobody would wait for the first
+        copy.start = None  # right away: a second start would lose the first event, and nobody would wait for it
         self._last = copy.group
         self._under_way.append(event)
         copy.started(event)

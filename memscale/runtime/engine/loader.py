@@ -1,4 +1,4 @@
-"""Bytes of a tier on the device: loaded when they are asked for, and let go of there."""
+"""`Loader`: brings the bytes of a tier to the device when they are requested, and frees them there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from memscale.runtime.backends.protocol import Backend, Buffer, Event
 from memscale.runtime.engine.link import Copy
 from memscale.runtime.engine.transfers import Transfers
 
-# What moves starts at a multiple of this in its storage, as it does when it comes back: kernels choose their path, and
-# with it the order of sums, by alignment. It is also what makes any dtype's view of the bytes possible.
+# Moved bytes start at a multiple of this, in their storage and after they come back: kernels choose their code path,
+# and with it the order of sums, by alignment. The alignment also allows a view of the bytes in any dtype.
 ALIGNMENT = 64
 
 
@@ -20,14 +20,14 @@ class State(enum.Enum):
     """Where some bytes are."""
 
     DEVICE = "where they were"
-    LEAVING = "on the device and on their way out"
+    LEAVING = "on the device, with a copy to a tier in flight"
     AWAY = "on a tier"
-    BACK = "on a tier and on the device again, or on their way there"
-    KEPT = "on the device, in memory of ours, since they could not be copied to any tier"
+    BACK = "on a tier, and on the device or in a copy to it"
+    KEPT = "on the device, in the engine's own memory, because no tier could take them"
 
 
 class Loadable:
-    """Bytes that have, or will have, a place on a tier, and that may come to the device any number of times."""
+    """Bytes with a place on a tier, now or later, that may be loaded to the device any number of times."""
 
     __slots__ = ("arrival", "base", "buffer", "like", "nbytes", "state")
 
@@ -40,32 +40,32 @@ class Loadable:
         self.arrival: Copy | None = None
 
     def copies(self) -> tuple[Copy, ...]:
-        """What was asked for last, in each direction."""
+        """Returns the last copy requested in each direction."""
         return () if self.arrival is None else (self.arrival,)
 
     def written(self) -> list[Event]:
-        """What a load has to come after, for its bytes to be on the tier."""
+        """Returns the events after which the bytes are on the tier."""
         return []
 
     def loads_into(self, base: torch.Tensor) -> None:
-        """Called before a load to `base` is asked for."""
+        """Called before a load to `base` is requested."""
 
     def is_gone(self) -> None:
-        """Its memory on the device is no longer its own."""
+        """Called when the memory on the device belongs to this object no longer."""
         self.base = None
         self.state = State.AWAY
 
     def events(self) -> list[Event]:
-        """The ends of its copies that have started."""
+        """Returns the end events of the copies that have started."""
         return [copy.event for copy in self.copies() if copy.event is not None]
 
     def is_moving(self) -> bool:
-        """Whether a copy of its bytes is under way, so that its memory on the device cannot be freed at once."""
+        """Whether a copy of the bytes is in flight, so that their device memory cannot be freed yet."""
         return self.base is not None and any(copy.is_under_way() for copy in self.copies())
 
 
 class Loader:
-    """Brings bytes to the device, and knows which it has brought. The engine's lock is held in all that it does."""
+    """Loads bytes to the device and keeps a list of what is loaded. The engine's lock is held in every call."""
 
     def __init__(self, backend: Backend, transfers: Transfers) -> None:
         self._backend = backend
@@ -75,13 +75,13 @@ class Loader:
     def load(
         self, item: Loadable, *, started: Callable[[Event], None], seconds: float = 0.0, group: Hashable | None = None
     ) -> None:
-        """Ask for the bytes of an item that is away; they are expected to be needed in `seconds`, with its `group`."""
+        """Requests the bytes of an item on a tier, which are needed in about `seconds`, together with their `group`."""
         assert item.buffer is not None
         assert item.like is not None
         room = item.nbytes + -item.nbytes % ALIGNMENT
-        with torch.inference_mode(False):  # what is loaded may be used after the caller's inference mode
+        with torch.inference_mode(False):  # the loaded tensor may be used after the caller's inference mode
             base = self._backend.empty(room, item.like)
-        # Memory and order are those of now; when the copy itself starts, the link decides.
+        # The memory is allocated and ordered now; the link decides when the copy starts.
         after = [self._backend.record()]
         after += item.written()
         item.loads_into(base)
@@ -89,13 +89,14 @@ class Loader:
         arrival = self._transfers.ask_in(
             item.buffer, target, after=after, seconds=seconds, started=started, group=group
         )
-        # In one go, and before anything starts: memory that nothing was asked to fill would pass for what arrived.
+        # All three together, before the copy starts: after an interruption, memory without a copy would pass for
+        # loaded.
         item.base, item.arrival, item.state = base, arrival, State.BACK
         self.back[item] = None
         self._transfers.pump()
 
     def arrived(self, item: Loadable) -> torch.Tensor:
-        """The bytes of an item that was loaded; what the caller's stream is given from here on may read them."""
+        """Returns the bytes of a loaded item; later work on the caller's stream may read them."""
         assert item.base is not None
         if item.arrival is not None:
             error = self._transfers.arrive(item.arrival, item.base).error()
@@ -105,7 +106,7 @@ class Loader:
         return item.base
 
     def let_go(self, item: Loadable) -> None:
-        """Free the device's memory of a loaded item; its bytes on the tier stay for another time."""
+        """Frees the device memory of a loaded item; its bytes stay on the tier."""
         if item.state is not State.BACK:
             return
         if item.arrival is not None:
@@ -113,6 +114,6 @@ class Loader:
         self.forget(item)
 
     def forget(self, item: Loadable) -> None:
-        """As `let_go`, where no copy to its memory is under way."""
+        """Does what `let_go` does, if no copy to the item's memory is in flight."""
         item.is_gone()
         self.back.pop(item, None)

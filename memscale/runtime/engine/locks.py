@@ -1,4 +1,4 @@
-"""Locks that a fork of the process finds open."""
+"""Locks that are released in a forked child process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _locks: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
 
 
 def new_lock() -> threading.Lock:
-    """A lock that is free in a child of this process, where the thread that held it is not.
+    """Returns a lock that is free in a forked child, where the thread that holds it in the parent does not exist.
 
-    Without that, a child of a process with several threads would wait forever for what it has to be told: that it
-    cannot use what its parent has.
+    Without this, a child of a multi-threaded process could wait forever for the lock, instead of getting the error that
+    a fork cannot use its parent's runtime.
     """
     lock = threading.Lock()
     _locks.add(lock)

@@ -1,4 +1,4 @@
-"""What cannot be moved, said before it goes wrong."""
+"""The errors and the warning for tensors that cannot be moved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memscale.core import TransformError
 
 
 def refuse_in_fork(process: int) -> None:
-    """Raise `TransformError` in a fork of `process`, which made the backend."""
+    """Raises `TransformError` in a fork of `process`, which made the backend."""
     if os.getpid() != process:
         raise TransformError(
             f"offload() in process {os.getpid()} uses the runtime of process {process}, of which it is a fork: the "
@@ -22,7 +22,7 @@ def refuse_in_fork(process: int) -> None:
 
 
 def refuse_in_capture() -> None:
-    """Raise `TransformError` where a CUDA graph captures the current stream of the current device."""
+    """Raises `TransformError` while a CUDA graph captures the current stream."""
     if torch.cuda.is_current_stream_capturing():
         raise TransformError(
             "offload() inside a CUDA graph capture: a captured graph replays fixed addresses, and moved tensors "
@@ -31,7 +31,7 @@ def refuse_in_capture() -> None:
 
 
 def warn_of_staying(nbytes: int, tiers: Sequence[str], error: BaseException | None) -> None:
-    """Say that a tensor stays on the device, since its copy failed with `error`, or no tier has room."""
+    """Warns that a tensor stays on the device, because its copy failed with `error` or no tier has room."""
     reason = f"the copy failed ({error})" if error else f"no tier of {list(tiers)} has room"
     warnings.warn(
         f"offload() keeps a tensor of {nbytes} bytes on the device: {reason}. Give the runtime more bytes, or move "

@@ -1,4 +1,4 @@
-"""All copies of an engine: asked for by deadline, counted, and noted in a timeline."""
+"""`Transfers`: requests the copies of an engine in both directions, and counts bytes and waits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Transfers:
     """The two directions of a backend's link.
 
     Args:
-        backend: what copies.
-        counters: where bytes and waits are counted.
-        timeline: where they are noted, or `None`.
+        backend: the backend that copies.
+        counters: counts bytes and waits.
+        timeline: records copies and waits, or None.
     """
 
     def __init__(self, backend: Backend, counters: Counters, timeline: CopyTimeline | None) -> None:
@@ -30,14 +30,15 @@ class Transfers:
     def ask_out(
         self, source: torch.Tensor, buffer: Buffer, *, seconds: float, owners: Sequence[int] | None = None
     ) -> Copy:
-        """Copy a uint8 tensor of the device, as the operators before have left it, within `seconds` if possible.
+        """Requests a copy of a uint8 device tensor to `buffer`, within `seconds` if possible.
 
-        `owners` are the compute streams that it was made and used on; `None` is the caller's.
+        The copy starts after the work that is queued on `owners` now. `owners` are the compute streams that made and
+        used the tensor; None is the caller's stream.
         """
         owners = (self._backend.compute_stream(),) if owners is None else owners
         after = [self._backend.record(stream) for stream in owners]
 
-        def start() -> Event:  # by whose line a hazard is known
+        def start() -> Event:  # a named function: the checker in tests names a hazard by its line
             return self._backend.copy(source, buffer, "out", after=after)
 
         note = partial(self._note, "out", buffer.tier, source.nbytes)
@@ -53,10 +54,10 @@ class Transfers:
         started: Callable[[Event], None],
         group: Hashable | None = None,
     ) -> Copy:
-        """Copy to a uint8 tensor of the device, which is expected to be needed in `seconds`, with others of `group`.
+        """Requests a copy of `buffer` to a uint8 device tensor, expected to be needed in `seconds`, with its `group`.
 
-        `after` says when the device's memory, which is the caller's stream's, is free for it, and when the buffer's
-        bytes are there.
+        The events in `after` say when the device memory, which belongs to the caller's stream, is free, and when the
+        buffer holds its bytes.
         """
 
         def start() -> Event:
@@ -76,38 +77,38 @@ class Transfers:
             self.timeline.copied(stream, tier, nbytes, event)
 
     def pump(self) -> None:
-        """Start what may start by now."""
+        """Starts the copies that fit in the windows."""
         self._out.pump()
         self._in.pump()
 
     def arrive(self, copy: Copy, memory: torch.Tensor) -> Event:
-        """Let the caller's compute stream, whichever that is this time, come after a copy to `memory`, and use it."""
+        """Makes the caller's present compute stream wait for a copy to `memory`, and marks the memory as used there."""
         stream = self._backend.compute_stream()
         if stream not in copy.owners and stream not in copy.behind:
             self._backend.lend(memory)
         return self._follow(copy, stream)
 
     def release(self, copy: Copy) -> Event:
-        """Let the owners of the device's memory of a copy come after it, as they must before that memory is freed.
+        """Makes the owners of a copy's device memory wait for it, as they must before that memory is freed.
 
-        Not the caller's stream: it may be another one, and its thread one in which a finalizer happens to run.
+        The caller's stream is not among them: the caller may be a finalizer in an unrelated thread.
         """
         for stream in copy.owners:
             self._follow(copy, stream)
         return copy.need()
 
     def follow_owners(self, copy: Copy) -> None:
-        """Let the caller's compute stream come after what the owners of the device's memory of a copy were given."""
+        """Makes the caller's compute stream wait for the work queued on the owners of a copy's device memory."""
         for stream in copy.owners:
             self._backend.wait(self._backend.record(stream))
 
     def no_longer(self, copy: Copy) -> None:
-        """To be called before the device's memory of a copy goes to someone else."""
+        """Cancels a copy, or makes its owners wait for it, before its device memory is reused."""
         if not copy.give_up():
             self.release(copy)
 
     def synchronize(self, event: Event) -> None:
-        """Let the calling thread come after `event`. The engine's lock need not be held, for that may take long."""
+        """Blocks the calling thread until `event`. This may take long, so the engine's lock need not be held."""
         start = self._backend.clock()
         self._backend.synchronize(event)
         self._count(start)

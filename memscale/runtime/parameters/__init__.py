@@ -1,4 +1,4 @@
-"""Parameters and gradients that live on another tier, above the engine."""
+"""Parameters that live on a tier below the device, and their gradients; built on the engine."""
 
 from memscale.runtime.parameters.host_copy import HostCopy
 from memscale.runtime.parameters.mapped import Mapped, MappedTensors

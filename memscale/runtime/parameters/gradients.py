@@ -1,4 +1,4 @@
-"""Gradients of parameters that live on another tier, on their way there."""
+"""`Gradients`: copies gradients to the tier where their parameters live."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 
 class _Gradient:
-    """One of them: its bytes on the device, until they are out, and where they go."""
+    """A gradient in a copy: its bytes on the device until the copy is done, and the memory on the tier."""
 
     __slots__ = ("copy", "source", "target")
 
@@ -28,16 +28,16 @@ class _Gradient:
 
 
 class Gradients:
-    """The gradients that one engine moves."""
+    """Copies gradients from one engine's device to its tiers."""
 
     def __init__(self, engine: Engine, memory: MappedTensors) -> None:
         self._engine = engine
         self._memory = memory
         self._leaving: deque[_Gradient] = deque()
-        self._arriving: dict[int, _Gradient] = {}  # by the storage on the tier
+        self._arriving: dict[int, _Gradient] = {}  # by the address of the storage on the tier
 
     def send(self, parameter: torch.Tensor | None, tier: str, gradient: torch.Tensor) -> torch.Tensor:
-        """`gradient` as a tensor where `parameter` lives; its values are there after `received`."""
+        """Returns `gradient` as a tensor on the parameter's tier; its values are valid after `received`."""
         engine = self._engine
         if parameter is None or torch.is_grad_enabled() or not _is_plain(gradient, parameter):
             return gradient.to(_CPU)
@@ -48,7 +48,7 @@ class Gradients:
             )
             gradient = ordered.copy_(gradient)
         elif not is_alone(gradient):
-            gradient = gradient.clone()  # others may change theirs in place while ours is on its way
+            gradient = gradient.clone()  # another owner may change the gradient in place during the copy
         with engine.lock:
             engine.follow_backward()
             found = self._memory.take(gradient.nbytes, tier)
@@ -57,7 +57,7 @@ class Gradients:
                 return gradient.to(_CPU)
             mapped, target = found
             source = gradient.detach().as_strided((gradient.numel(),), (1,)).view(torch.uint8)
-            # Nobody asks for it before the end of backward: whatever else leaves the device goes first.
+            # Deadline infinity: gradients are read after backward at the earliest, so other copies out go first.
             assert mapped.buffer is not None
             copy = engine.transfers.ask_out(source, mapped.buffer, seconds=math.inf)
             mapped.copies.append(copy)
@@ -69,13 +69,13 @@ class Gradients:
         self._let_go()
         engine.go_on()
         sent = shaped(target, parameter)
-        # Autograd looks at what each node returns.
+        # Anomaly mode reads what each node returns.
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             self.received(sent)
         return sent
 
     def received(self, gradient: torch.Tensor) -> None:
-        """Wait until the values of what `send` returned are there; any other tensor has its values."""
+        """Waits for the values of a tensor that `send` returned; any other tensor is valid already."""
         if not _has_memory(gradient):
             return
         with self._engine.lock:
@@ -83,8 +83,8 @@ class Gradients:
             if arriving is None:
                 return
             arriving.copy.need()
-        # First: autograd runs what waits for a gradient on the CPU in the thread of the CPU, while that of the device
-        # goes on, and the compute stream would wait for each copy as soon as it is under way.
+        # The host waits before `_retire` makes the compute stream wait: autograd calls this in its CPU thread while the
+        # device's thread goes on, and a compute stream that waits for each copy from its start would lose the overlap.
         self._engine.transfers.synchronize(arriving.copy.need())
         with self._engine.lock:
             if arriving.source is not None:
@@ -92,7 +92,7 @@ class Gradients:
                 self._leaving.remove(arriving)
 
     def _let_go(self) -> None:
-        """Free the device's memory of what has left it: `received`, in another thread, may be long in coming."""
+        """Frees the device memory of gradients whose copies are done, without waiting for `received`."""
         with self._engine.lock:
             events = [(each, each.copy.event) for each in self._leaving]
             for leaving in [each for each, event in events if event is not None and event.done()]:
@@ -100,9 +100,9 @@ class Gradients:
                 self._leaving.remove(leaving)
 
     def arrive(self) -> None:
-        """Let everything arrive. The engine's lock is held.
+        """Waits for all copies. The engine's lock is held.
 
-        After a backward nothing is under way, unless it ended with an exception.
+        After a backward no copy is in flight, unless the backward ended with an exception.
         """
         while self._leaving:
             self._retire_first()
@@ -112,10 +112,10 @@ class Gradients:
 
     def _retire_first(self) -> None:
         self._retire(self._leaving[0])
-        self._leaving.popleft()  # only now: what an exception stops is taken up again
+        self._leaving.popleft()  # last, so that an exception leaves the gradient in the queue
 
     def _retire(self, gradient: _Gradient) -> None:
-        """Free the device's memory of a gradient, which the stream that computed it may use from here on."""
+        """Frees the device memory of a gradient for the stream that computed it."""
         if gradient.source is None:
             return
         transfers = self._engine.transfers
@@ -126,24 +126,24 @@ class Gradients:
 
 
 def is_alone(gradient: torch.Tensor) -> bool:
-    """Whether nobody else has `gradient`, or a view of its memory: not the caller, nor another edge of the graph."""
+    """Whether nobody else, neither the caller nor another edge of the graph, refers to `gradient` or to its memory."""
     return gradient._use_count() == _uses_by_python() and is_unshared(gradient)  # type: ignore[attr-defined]
 
 
 @found_once
 def _uses_by_python() -> int:
-    """What PyTorch counts for a tensor that only Python refers to."""
+    """Returns PyTorch's use count of a tensor that only Python refers to."""
     return int(torch.empty(0)._use_count())  # type: ignore[attr-defined]
 
 
 def _has_memory(gradient: torch.Tensor) -> bool:
-    """Whether `gradient` is an array, and no stand-in for several of them, as under `vmap`, nor a sparse one."""
+    """Whether `gradient` is a dense strided tensor: neither sparse nor a batch of tensors under `vmap`."""
     functorch = torch._C._functorch
     return (
         type(gradient) is torch.Tensor
         and gradient.layout is torch.strided
         and not functorch.is_functorch_wrapped_tensor(gradient)
-        and not functorch.is_legacy_batchedtensor(gradient)  # of `autograd.grad(..., is_grads_batched=True)`
+        and not functorch.is_legacy_batchedtensor(gradient)  # made by `autograd.grad(..., is_grads_batched=True)`
     )
 
 

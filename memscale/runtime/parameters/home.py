@@ -1,8 +1,8 @@
-"""A parameter that lives on another tier, and what autograd saves of it.
+"""`Home`: a parameter that lives on a tier, `Saved`: what autograd saves of it, `Visit`: one run of a region with it.
 
-A parameter at *home* is an ordinary CPU tensor, the same `nn.Parameter` object as before over memory of another tier.
-An optimizer, a `state_dict` or a printout work on it as on any other. Its bytes are always on the tier, and come to the
-device any number of times; its gradient goes where it lives.
+A host parameter is an ordinary CPU tensor: the same `nn.Parameter` object as before, over memory of a tier. Optimizers,
+`state_dict` and `print` work on it as usual. Its bytes are always on the tier, and are loaded to the device any number
+of times; its gradient is copied to the tier.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from memscale.runtime.backends.protocol import Buffer, Event
 from memscale.runtime.engine.entry import Layout
 from memscale.runtime.engine.loader import Loadable, State
 
-# What a region asks for at once: the numbers of its homes.
+# The host parameters that a region uses together, by their numbers.
 Group = tuple[int, ...]
 _numbers = itertools.count()
-NEVER = (-1, -1)  # the versions of what was not loaded yet
-# By the storage of the parameter. Not the engines' own: a parameter has one home, whichever runtime's.
+NEVER = (-1, -1)  # stands for the versions of a parameter that was never loaded
+# By the address of the parameter's storage, for all runtimes: a parameter lives on one tier only.
 AT_HOME: dict[int, Home] = {}
 
 
 class Mover(Protocol):
-    """What moves parameters between their homes and one device: `Homes`, which stands above this."""
+    """The interface of `Homes` that a host parameter needs: moves parameters between their tiers and one device."""
 
     def enter(self, visit: Visit, homes: Sequence[Home]) -> list[torch.Tensor]:
-        """The parameters on the device, for a region that runs now."""
+        """Returns the parameters on the device, for a region that runs now."""
 
     def exit(self, visit: Visit, *, failed: bool = False) -> None:
-        """The region has run."""
+        """Called when the region has run."""
 
     def lag(self, sequence: int) -> int:
-        """The place in the order of backward for a node that waits for a gradient."""
+        """Returns the autograd sequence number for a node that waits for a gradient."""
 
     def save(self, home: Home, tensor: torch.Tensor | None = None) -> Saved:
-        """What autograd keeps of the parameter on the device, or of `tensor`, a view of it there."""
+        """Returns what autograd saves for the parameter on the device, or for `tensor`, a view of it there."""
 
     def fetch(self, saved: Saved) -> torch.Tensor:
-        """What `save` was given, on the device."""
+        """Returns the tensor behind `saved`, on the device."""
 
     def drop(self, home: Home) -> None:
-        """Called when a `Saved` of `home` goes. May happen at any moment."""
+        """Called when a `Saved` of `home` is dropped; this may happen at any moment."""
 
     def send(self, home: Home, gradient: torch.Tensor) -> torch.Tensor:
-        """`gradient` where the parameter lives; its values are there after `received`."""
+        """Returns `gradient` on the parameter's tier; its values are valid after `received`."""
 
     def received(self, gradient: torch.Tensor) -> None:
-        """Wait until the values of what `send` returned are there."""
+        """Waits for the values of a tensor that `send` returned."""
 
     def end(self, home: Home) -> list[Event]:
-        """Forget a home that nothing refers to any more; what may still read its bytes."""
+        """Forgets a host parameter that nothing refers to; returns events of copies that may still read its bytes."""
 
 
 class Home(Loadable):
-    """Where a parameter lives."""
+    """A parameter whose memory is on a tier below the device."""
 
     __slots__ = (
         "__weakref__",
@@ -92,26 +92,26 @@ class Home(Loadable):
         self.number = next(_numbers)
         self.parameter = weakref.ref(parameter)
         self.layout = Layout(parameter.dtype, parameter.size(), parameter.stride(), 0, False, False)
-        self.title = ""  # what its region calls it, once that has looked
+        self.title = ""  # the parameter's name in its region, for messages
         self.address = data.untyped_storage().data_ptr()
         self.group: Group = (self.number,)
-        self.loaded = NEVER  # the versions of the parameter and of its bytes on the device, when these were loaded
-        self.alive: set[int] = set()  # each `Saved`, by id
-        self.asked: set[int] = set()  # those that backward has asked for since the bytes last came
+        self.loaded = NEVER  # the versions of the parameter and of its bytes on the device at the last load
+        self.alive: set[int] = set()  # ids of the live `Saved` objects
+        self.asked: set[int] = set()  # ids of those that backward has fetched since the last load
 
     @property
     def device(self) -> torch.device:
-        """The device that it comes to."""
+        """The device to which the parameter is loaded."""
         assert self.like is not None
         return self.like.device
 
     def version(self) -> int:
-        """The version counter of the parameter."""
+        """Returns the version counter of the parameter, or -1 if the parameter is gone."""
         parameter = self.parameter()
         return -1 if parameter is None else version(parameter)
 
     def __str__(self) -> str:
-        """What an error calls the parameter."""
+        """Returns the words by which errors name the parameter."""
         return described(self.title or "a parameter", self.layout.dtype, self.layout.size)
 
     def loads_into(self, base: torch.Tensor) -> None:
@@ -122,22 +122,22 @@ class Home(Loadable):
         self.asked.clear()
 
     def is_asked(self) -> bool:
-        """Whether backward has asked for all that autograd keeps of it."""
-        return self.alive <= self.asked  # in one go: whatever is alive may end at any moment
+        """Whether backward has fetched every `Saved` of the parameter."""
+        return self.alive <= self.asked  # one operation, because a `Saved` may be dropped at any moment
 
     def changes(self) -> int:
-        """How often it was changed on the device since it was loaded."""
+        """Returns how often the parameter was changed on the device since it was loaded."""
         assert self.base is not None
         return version(self.base) - self.loaded[1]
 
     def forget_changes(self) -> None:
-        """Leave the parameter as it was before a region changed it on the device."""
+        """Discards changes that a region made to the parameter on the device."""
         assert self.base is not None
         self.loaded = (self.loaded[0], version(self.base))
 
 
 class Saved:
-    """A parameter, or a view of one, that autograd saved while it was on the device."""
+    """A host parameter, or a view of one, that autograd saved while it was on the device."""
 
     __slots__ = ("_contents", "_version", "home", "layout")
 
@@ -145,13 +145,13 @@ class Saved:
         parameter = home.parameter()
         assert parameter is not None
         self.home, self.layout = home, layout
-        self._contents = parameter.detach()  # autograd would keep the parameter's memory too, should it get another one
-        self._version = version(parameter) + home.changes()  # which come home when the region ends
-        home.asked.discard(id(self))  # of one that had this address before
+        self._contents = parameter.detach()  # keeps the present memory even if the parameter gets another one
+        self._version = version(parameter) + home.changes()  # the version after the region's changes are copied back
+        home.asked.discard(id(self))  # an earlier object may have had the same id
         home.alive.add(id(self))
 
     def check(self) -> None:
-        """Raise `CorrectnessError` if the parameter was changed in place after it was saved."""
+        """Raises `CorrectnessError` if the parameter was changed in place after it was saved."""
         if self.home.parameter() is not None and (now := self.home.version()) != self._version:
             raise changed_error(str(self.home), now, self._version)
 
@@ -162,17 +162,17 @@ class Saved:
 
 
 def home_of(parameter: torch.Tensor, at_home: Mapping[int, Home] = AT_HOME) -> Home | None:
-    """Where `parameter` lives, if it is not where it was made, as far as `at_home` knows: all homes, by storage."""
+    """Returns the `Home` of `parameter`, or None for an ordinary parameter; `at_home` is the table to search."""
     storage = parameter.untyped_storage()
     home = at_home.get(storage._cdata)
     if home is None or home.parameter() is not parameter:
         return None
-    # `share_memory_()` gives a storage other memory, and leaves it the same object.
+    # `share_memory_()` replaces the memory of a storage and keeps the storage object.
     return home if storage.data_ptr() == home.address else None
 
 
 class Visit:
-    """One run of a region: what it has on the device, also by the storage there, and whether it is the first run."""
+    """One run of a region: the host parameters that it has on the device, and whether it is the region's first run."""
 
     __slots__ = ("__weakref__", "homes", "is_first", "loaded")
 
@@ -182,16 +182,16 @@ class Visit:
         self.loaded: dict[int, Home] = {}
 
     def begin(self, homes: Sequence[Home]) -> None:
-        """The region runs, and uses `homes`."""
+        """Called when the region begins to run with `homes`."""
         self.homes = homes
         running[weakref.ref(self, _forget)] = None
 
     def end(self) -> None:
-        """It does not run any more."""
+        """Called when the region has ended."""
         running.pop(weakref.ref(self), None)
 
 
-# Of all engines and threads. Weakly: one that a Ctrl-C kept from ending is over when its frames are.
+# The running visits of all engines and threads. Weak: after a KeyboardInterrupt `end` may never be called.
 running: dict[weakref.ref[Visit], None] = {}
 
 
@@ -204,12 +204,12 @@ def _visits() -> list[Visit]:
 
 
 def any_is_running() -> bool:
-    """Whether some region, of any thread, has parameters on a device."""
+    """Whether a region in any thread has host parameters on a device."""
     return bool(running)
 
 
 def home_on_device(tensor: torch.Tensor) -> Home | None:
-    """Where the parameter lives that a running region has on the device as `tensor`, or as what that is a view of."""
+    """Returns the `Home` of the parameter that a running region has on the device as `tensor` or its base."""
     if not running:
         return None
     key = tensor.untyped_storage()._cdata
@@ -218,5 +218,5 @@ def home_on_device(tensor: torch.Tensor) -> Home | None:
 
 
 def is_used(home: Home) -> bool:
-    """Whether a running region has it on the device."""
+    """Whether a running region has the parameter on the device."""
     return any(home in visit.homes for visit in _visits())

@@ -1,4 +1,4 @@
-"""Parameters that live on another tier: on the device while a region runs, and again while its backward does."""
+"""`Homes`: loads host parameters to the device while a region runs, and again for its backward."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from memscale.runtime.parameters.movable import is_movable
 
 
 class Homes:
-    """The parameters that one engine moves.
+    """Moves the host parameters of one engine.
 
     Args:
-        engine: what copies, and whose passes are followed.
-        at_home: where each home is noted, by the storage of its parameter.
+        engine: the engine that copies, and whose passes this object follows.
+        at_home: the table in which each host parameter is registered, by the address of its storage.
     """
 
     def __init__(self, engine: Engine, at_home: dict[int, Home]) -> None:
@@ -34,7 +34,7 @@ class Homes:
         self.gradients = Gradients(engine, self._memory)
         self._at_home = at_home
         self._loader = engine.new_loader()
-        self._before: dict[Group, Group] = {}  # the order of the forward, backwards
+        self._before: dict[Group, Group] = {}  # for each group, the group that ran before it in the forward
         self._backward: Ahead[Group] = Ahead(engine.depth, guess=self._before.get)
         self._forward: Ahead[Group] = Ahead(engine.depth, repeats=False)
         self._last: Group | None = None
@@ -42,28 +42,28 @@ class Homes:
         self._sequence = 0
         self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
         self._reading: dict[Home, Event] = {}
-        self._awaited: set[Home] = set()  # on their way for a region that is expected to run soon in this forward
+        self._awaited: set[Home] = set()  # loaded for a region that is expected to run soon in this forward
         engine.followers.add(self)
 
     def new_memory(self) -> MappedTensors:
-        """Memory of the engine's tiers, as CPU tensors."""
+        """Returns an allocator of the engine's tiers, as CPU tensors."""
         return MappedTensors(self.engine)
 
     def is_movable(self, parameter: torch.Tensor) -> bool:
         return is_movable(parameter)
 
-    # ---------------------------------------------------------------------------------------------------- placing
+    # ---------------------------------------------------------------------------------- moving parameters to a tier
 
     def place(self, parameter: torch.Tensor, tier: str, like: torch.Tensor) -> Home | None:
-        """Give `parameter` a home on `tier`, or the next below with room; `None` where it has to stay.
+        """Moves `parameter` to `tier`, or to the next tier below that has room; returns None if it has to stay.
 
-        Its bytes are equal afterwards, and its version counter is the same. It stays where something else refers to
-        its memory, which moving it would not free, and where no tier has room.
+        The parameter keeps its values and its version counter. It stays if something else refers to its memory, so that
+        moving it would free nothing, or if no tier has room.
         """
         engine = self.engine
-        # The parameter is used after the inference mode that it may be placed in, and would be no parameter then.
+        # The parameter is used outside inference mode too, where an inference tensor could not be trained.
         with engine.lock, torch.inference_mode(False), torch.no_grad():
-            if (home := home_of(parameter, self._at_home)) is not None:  # another thread was first
+            if (home := home_of(parameter, self._at_home)) is not None:  # another thread has moved it
                 return home
             if not self.is_movable(parameter):
                 return None
@@ -78,18 +78,21 @@ class Homes:
             like = like.new_empty(0, dtype=torch.uint8)
             home = mapped.home = Home(self, parameter, tier, mapped.buffer, like, data)
             key = data.untyped_storage()._cdata
-            # At once: another storage may get the address next.
+            # Registered now: after the storage is freed, another one may get the same address.
             weakref.finalize(data.untyped_storage(), self._at_home.pop, key, None).atexit = False
             self._homes[home.number] = self._at_home[key] = home
-            # Last, and in one go: what was interrupted on the way has left the parameter as it was.
+            # Last, in one statement: an interruption before it leaves the parameter unchanged.
             parameter.grad, parameter.data, parameter.grad = None, data, gradient
             return home
 
     def end(self, home: Home) -> list[Event]:
-        """Forget a home that nothing refers to any more; what may still read its bytes. The engine's lock is held."""
+        """Forgets a host parameter that nothing refers to; returns the events of copies that may still read its bytes.
+
+        The engine's lock is held.
+        """
         self._let_go(home)
         home.buffer = None
-        self._homes.pop(home.number, None)  # what was learned of its region would have it loaded ahead
+        self._homes.pop(home.number, None)  # otherwise the recorded order of its region would load it ahead
         self._awaited.discard(home)
         reading = self._reading.pop(home, None)  # the compute stream has waited for it, this thread has not
         return [] if reading is None else [reading]
@@ -97,13 +100,13 @@ class Homes:
     # --------------------------------------------------------------------------------------- to the device and back
 
     def enter(self, visit: Visit, homes: Sequence[Home]) -> list[torch.Tensor]:
-        """The parameters on the device, for a region that runs now, until ``exit(visit)``.
+        """Returns the parameters on the device, for a region that runs now, until ``exit(visit)``.
 
-        That must follow, also where this raises.
+        `exit` has to be called even if this function raises.
         """
         engine, group = self.engine, tuple([home.number for home in homes])
         with engine.lock:
-            in_backward = engine.follow_backward()  # a region that runs again
+            in_backward = engine.follow_backward()  # true for a recompute
             visit.is_first = any(home.loaded == NEVER for home in homes)
             self._trim(visit)
             if in_backward:
@@ -112,10 +115,10 @@ class Homes:
             try:
                 for home in homes:
                     home.group = group
-                    # What an earlier forward left there may be out of date in ways that no version counter sees.
+                    # Bytes that an earlier forward left on the device may be out of date without a change of version.
                     self._ask(home, 0.0, anew=not (in_backward or home in self._awaited))
                     self._awaited.discard(home)
-            except BaseException:  # out of memory, say, with half of them there
+            except BaseException:  # for example out of memory after half of the parameters
                 for home in homes:
                     self._let_go(home)
                 raise
@@ -124,8 +127,8 @@ class Homes:
                 self.asked_in_backward(group)
             elif is_next:
                 self._load_forward()
-            # Detached, since a region may change what it is given in place, which PyTorch refuses for a view. As the
-            # parameter, none of inference mode: PyTorch chooses kernels by what such a tensor's views would not say.
+            # Detached, because a region may change a parameter in place, which PyTorch refuses for views. Like the
+            # parameter they are no inference tensors: PyTorch chooses kernels by that property.
             with torch.inference_mode(False):
                 tensors = [home.layout.of(self._loader.arrived(home)).detach() for home in homes]
             for home, tensor in zip(homes, tensors, strict=True):
@@ -135,18 +138,19 @@ class Homes:
         return tensors
 
     def lag(self, sequence: int) -> int:
-        """The place in the order of backward for a node that waits for a gradient: when the region before is through.
+        """Returns the autograd sequence number for a node that waits for a gradient: that of the previous region.
 
-        `sequence` is that of the present region's own first node, by which autograd orders what is ready to run.
+        `sequence` is the number of the present region's first node. Autograd runs ready nodes in descending order, so
+        the node waits only once the backward of the previous region is through.
         """
         before, self._sequence = self._sequence, sequence
         return min(before, sequence)
 
     def exit(self, visit: Visit, *, failed: bool = False) -> None:
-        """The region has run. Its parameters leave the device, unless backward asks for them first of all."""
+        """Called when the region has run: frees its parameters on the device, unless backward needs them first."""
         in_backward = torch._C._current_graph_task_id() != -1
         with self.engine.lock:
-            # In one step, so that none of them passes for used, and so for up to date, whatever stops this.
+            # In one step: after an interruption no parameter is taken for used, and so for up to date.
             visit.end()
             homes = visit.homes
             group = homes[0].group if homes else ()
@@ -158,10 +162,10 @@ class Homes:
                 self._bring_changes(home)
             for home in [] if stay and not failed else over:
                 self._let_go(home)
-            if failed:  # the forward, if it was one, is over: the next one may begin with this very region
+            if failed:  # the forward is over, and the next one may begin with this region
                 self._forward.begin()
                 self.forget_awaited()
-            # The caller may change a parameter from here on, also in ways that no version counter sees.
+            # From here on the caller may change a parameter, even without a change of version.
             self._finish_reading(homes)
             if not failed:
                 self._trim(visit)
@@ -169,28 +173,28 @@ class Homes:
         self.engine.go_on()
 
     def _trim(self, visit: Visit) -> None:
-        """Around the first run of a region, give the device back what its allocator only caches.
+        """Returns cached device memory around the first run of a region.
 
-        What parameters left there when they moved home is in pieces that nothing larger fits in: 12.6 GiB of a Llama
-        8B, next to which its loss takes 13.7 GiB more. And the pieces of one region end up next to an activation that
-        stays, unless the next region gets its own. Kept apart from the allocator, as a slab of slots, the loads would
-        cost more: the loss could not use them (19.4 GiB reserved in place of 18.4, at a peak of 16.4).
+        The memory that parameters occupied before they moved to a tier is cached in pieces too small for anything
+        larger (12.6 GiB of a Llama 8B, whose loss takes another 13.7 GiB), and the pieces of one region would end up
+        next to an activation that stays, unless the next region gets new ones. Fixed slots outside the allocator
+        reserve more (19.4 GiB instead of 18.4 at a peak of 16.4), because the loss cannot use them.
         """
         if visit.is_first:
             self.engine.backend.trim()
 
     def _trim_backward(self, group: Group) -> None:
-        """The same before the first backward of a region, if that of another one took more of the device.
+        """Returns cached device memory before the first backward of a region, if another backward reserved more.
 
-        Then what is cached is in pieces that do not fit: else a Llama 8B with a tiled head reserves 10.7 GiB at a peak
-        of 8.5. Where the loss has left enough for all regions, as whole logits do, it is not to go.
+        In that case the cached pieces do not fit: a Llama 8B with a tiled head would reserve 10.7 GiB at a peak of 8.5.
+        If the loss has left enough memory for all regions, as whole logits do, the cache is kept.
         """
         if group not in self._went_back:
             self._went_back.add(group)
             self.engine.backend.trim(if_grown=True)
 
     def _bring_changes(self, home: Home) -> None:
-        """A region may change its parameters in place, as an embedding with `max_norm` does."""
+        """Copies a region's in-place changes of its parameters back, such as those of an embedding with `max_norm`."""
         parameter, base = home.parameter(), home.base
         if parameter is None or base is None or (changes := home.changes()) == 0:
             return
@@ -200,23 +204,23 @@ class Homes:
         torch._C._autograd._unsafe_set_version_counter((parameter,), (before + changes,))
         home.loaded = (before + changes, version(base))
 
-    # ------------------------------------------------------------------------------- what autograd keeps and sends
+    # ---------------------------------------------------------------------------------- saved tensors and gradients
 
     def save(self, home: Home, tensor: torch.Tensor | None = None) -> Saved:
-        """What autograd keeps of the parameter, which is on the device, or of `tensor`, a view of it there."""
+        """Returns what autograd saves for the parameter on the device, or for `tensor`, a view of it there."""
         with self.engine.lock:
             self.engine.transfers.pump()
             return Saved(home, home.layout if tensor is None else Layout.from_tensor(tensor))
 
     def fetch(self, saved: Saved) -> torch.Tensor:
-        """What `save` was given, on the device.
+        """Returns the tensor behind `saved`, on the device.
 
         Raises:
-            CorrectnessError: the parameter was changed in place since.
+            CorrectnessError: the parameter was changed in place since it was saved.
         """
         home, engine = saved.home, self.engine
         with engine.lock:
-            in_backward = engine.follow_backward()  # first of all: a backward that raises is one too
+            in_backward = engine.follow_backward()  # first: a backward that raises has to end as well
             saved.check()
             if in_backward:
                 self._trim_backward(home.group)
@@ -233,7 +237,7 @@ class Homes:
         return engine.hand_out(tensor)
 
     def drop(self, home: Home) -> None:
-        """Called when a `Saved` of `home` goes. May happen at any moment, inside the engine's own code too."""
+        """Called when a `Saved` of `home` is dropped; this may happen inside the engine's own code."""
         self.engine.finalized.add(home, self._close)
 
     def _close(self, home: Home) -> None:
@@ -250,7 +254,7 @@ class Homes:
 
     def _ask(self, home: Home, seconds: float, *, anew: bool = False) -> None:
         now = home.version()
-        if home.state is State.BACK and (anew or home.loaded[0] != now):  # loaded ahead, and changed since
+        if home.state is State.BACK and (anew or home.loaded[0] != now):  # loaded ahead, and possibly changed since
             self._let_go(home)
         if home.state is State.AWAY:
             self._load(home, seconds)
@@ -264,20 +268,20 @@ class Homes:
             self._loader.let_go(home)
 
     def _begin(self, group: Group) -> bool:
-        """A region runs, possibly the first of a forward; whether it is another one than the last."""
+        """Records that a region runs in the forward; returns whether it is another region than the last one."""
         if self._last is not None and self._last != group:
             if len(self._before) >= MOST_HINTS:
                 self._before.clear()
             self._before[group] = self._last
         self._last = group
         is_next = self._forward.asked(group, at=self.engine.backend.record())
-        # One that runs twice in a row may as well begin a new forward, after one that ended right behind it.
+        # A region that runs twice in a row may also be the first one of a new forward.
         if not is_next or self._forward.first == group:
             self.forget_awaited()
         return is_next
 
     def forget_awaited(self) -> None:
-        """A forward is over: what it asked for and did not use may be changed before anybody asks for it again."""
+        """Drops what a finished forward has loaded and not used: the parameters may change before the next request."""
         for home in self._awaited:
             self._let_go(home)
         self._finish_reading(self._awaited)
@@ -288,7 +292,7 @@ class Homes:
             self._ask_all(later, seconds, saved=False)
 
     def asked_in_backward(self, group: Group) -> None:
-        """Backward asks for one of `group`, and soon for the rest of it, and for the groups that come after."""
+        """Requests all of `group`, of which backward needs one now, and the groups that are expected next."""
         if self._backward.asked(group, at=self.engine.backend.record()):
             self._ask_all(group, 0.0, saved=True)
         for later, seconds in self._backward.upcoming():
@@ -301,25 +305,25 @@ class Homes:
                 continue
             try:
                 self._ask(home, seconds, anew=not (saved or home in self._awaited))
-            except torch.OutOfMemoryError:  # it may well fit once it is needed
+            except torch.OutOfMemoryError:  # loaded when needed, when it may fit
                 return
             if not saved:
                 self._awaited.add(home)
 
     def _copied(self, home: Home, event: Event) -> None:
-        # Neither order is told: with fewer regions ahead than a simulation has, its slots are others, and what the loss
-        # needs next to them may take a segment more.
+        # Copy times are not given to `Ahead` here: with a smaller depth than in the simulation, the loaded parameters
+        # would occupy other places, and the loss could need one more segment.
         self._reading[home] = event
 
-    # ------------------------------------------------------------------------------- what a `Follower` is told
+    # -------------------------------------------------------------------------------------- the interface of `Follower`
 
     def begin_backward(self) -> None:
-        self._come_home()  # after a backward that an exception ended
+        self._come_home()  # the previous backward may have ended with an exception
         self._backward.begin()
         self.forget_awaited()
 
     def end_backward(self) -> None:
-        """See `Follower.end_backward`. What was loaded and not asked for goes; the CPU may change any parameter."""
+        """Frees what was loaded and not fetched. From here on the CPU may change any parameter."""
         for home in list(self._loader.back):
             assert isinstance(home, Home)
             self._let_go(home)
@@ -334,7 +338,7 @@ class Homes:
         self._finish_reading(list(self._reading))
 
     def _finish_reading(self, homes: Iterable[Home]) -> None:
-        """Wait until the CPU may change these parameters."""
+        """Waits for the copies that read `homes`, so that the CPU may change these parameters."""
         for home in homes:
             if (event := self._reading.get(home)) is not None:
                 self.engine.transfers.synchronize(event)

@@ -1,4 +1,4 @@
-"""A tensor of a device that the host works on for a moment: out to memory of a tier, and back, by the engine's link."""
+"""`HostCopy`: copies a device tensor to the host, where the CPU changes it, and copies it back."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class _Moving(NamedTuple):
 
 
 class HostCopy:
-    """`tensor` of a device in memory of a tier. It is on its way there from the beginning.
+    """A copy of a device tensor in memory of a tier. The constructor starts the copy.
 
     Args:
-        engine: of that device.
-        mapped, contents: the memory, of as many bytes as the tensor's numbers have.
-        tensor: which the caller leaves as it is until `arrived`.
+        engine: the engine of that device.
+        mapped: the memory on the tier.
+        contents: the same memory as a uint8 CPU tensor, of as many bytes as the tensor's numbers have.
+        tensor: the device tensor, which the caller leaves unchanged until `arrived`.
 
     Attributes:
         values: the numbers on the host, a CPU tensor.
@@ -51,11 +52,11 @@ class HostCopy:
             copy = engine.transfers.ask_out(source, mapped.buffer, seconds=0.0)
             self._out = _Moving(source, copy)
             mapped.copies.append(copy)
-            copy.need()  # now: the host may compute for long, and until then nobody would start what waits its turn
+            copy.need()  # start now: the host may compute for long without a call that would start waiting copies
         engine.go_on()
 
     def arrived(self) -> torch.Tensor:
-        """The values, which the host waits for. What they are a copy of may be freed from here on."""
+        """Waits for the copy and returns the values; the device tensor may be freed afterwards."""
         if self._out is not None:
             transfers, (source, copy) = self._engine.transfers, self._out
             with self._engine.lock:
@@ -69,12 +70,13 @@ class HostCopy:
         return self.values
 
     def ask_back(self, tensor: torch.Tensor, *, at_once: bool, group: Hashable) -> None:
-        """Begin to bring the values, as they are now, to `tensor`, of the device.
+        """Begins to copy the present values to the device.
 
         Args:
-            tensor: a tensor like the first one, or that itself.
-            at_once: into its own memory, which nobody reads or writes before `bring_back`; into other memory else.
-            group: of others that are asked for with it. What is needed sooner goes before all of them.
+            tensor: the original device tensor, or one of the same shape and type.
+            at_once: True copies into the memory of `tensor`, which nobody may use before `bring_back`; False copies to
+                new memory first.
+            group: the copies requested together. Copies that are needed sooner overtake the whole group.
         """
         engine = self._engine
         assert self._mapped.buffer is not None
@@ -95,7 +97,7 @@ class HostCopy:
         engine.go_on()
 
     def bring_back(self, tensor: torch.Tensor) -> None:
-        """Give `tensor` what was asked for. What it is used for next comes after that; no host waits."""
+        """Gives `tensor` the requested values. Later device work waits for them; the host does not."""
         assert self._in is not None
         memory, copy = self._in
         with self._engine.lock:
@@ -109,7 +111,7 @@ class HostCopy:
         self._in = None
 
     def __del__(self) -> None:
-        # Of a step that an exception ended: the device's memory must not go to somebody else before the copy is over.
+        # After an exception in a step a copy may be in flight: its device memory is freed only afterwards.
         for moving in (getattr(self, "_out", None), getattr(self, "_in", None)):
             if moving is not None:
                 self._engine.finalized.add(moving, functools.partial(_end, self._engine))
@@ -124,4 +126,4 @@ def _end(engine: Engine, moving: _Moving) -> None:
 
 
 def _nothing(event: object) -> None:
-    """What is to be done once the copy is under way."""
+    """Does nothing when a copy starts."""

@@ -1,4 +1,4 @@
-"""Which parameters may live elsewhere."""
+"""Decides which parameters may live on another tier."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from memscale.runtime.engine.entry import is_unshared
 
 
 def is_movable(parameter: torch.Tensor, *, besides: Callable[[torch.UntypedStorage], int] = lambda storage: 0) -> bool:
-    """Whether moving `parameter` frees its memory, and disturbs nobody.
+    """Whether moving `parameter` frees its memory and affects nobody else.
 
-    `besides` is how many references to a storage do not count.
+    `besides` returns how many references to a storage do not count.
     """
     if type(parameter) is not torch.nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
         return False
@@ -28,7 +28,7 @@ def is_movable(parameter: torch.Tensor, *, besides: Callable[[torch.UntypedStora
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order."""
+    """Whether the elements fill their memory without gaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1

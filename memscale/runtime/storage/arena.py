@@ -1,8 +1,8 @@
-"""Memory for moved tensors: few large slabs, cut into blocks of exactly the size asked for.
+"""`Arena`: large slabs of memory, cut into blocks of exactly the requested size.
 
-PyTorch's pinned allocator and CuPy's pool round a request up to a power of two, which for the activations of a
-Llama block wastes 14% to 87%; CuPy's pool also reuses a block while a copy still reads it. Here a block is as large
-as its tensor, and one that was given back is used again only once the events it waits for are done.
+PyTorch's pinned allocator and CuPy's pool round a request up to a power of two, which wastes 14 % to 87 % for the
+activations of a Llama block; CuPy's pool also reuses a block while a copy still reads it. A block of an arena has its
+tensor's size, and is reused only after the events it was freed with.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ from memscale.runtime.storage.tiers import TierUse
 if TYPE_CHECKING:
     from memscale.runtime.backends.protocol import Event
 
-# At least the system's own, which is 16 or 64 KiB on some machines: two extents of a file that shared one could not be
-# mapped, for writing back a page of the one would undo what was written past the page cache to the other.
+# At least the system's page size, which is 16 or 64 KiB on some machines: two extents that share a page could not be
+# mapped, because writing a page of one back would overwrite direct writes to the other.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
-# What the host takes from the system at a time, and pins.
+# How much the arena takes from the system, and pins, at a time.
 SLAB_BYTES = 256 * 1024**2
 _HUGE_PAGE_BYTES = 2 * 1024**2
-# A plan is renewed only where it saves more than this: memory that is pinned anew costs seconds.
+# `replan` saves more than this share or does nothing: pinning new memory takes seconds.
 _TOLERATED_WASTE = 0.03
 _serials = itertools.count()
 
 
 class ArenaBlock:
-    """Bytes of an arena that one tensor owns until they are given back."""
+    """Bytes of an arena that belong to one tensor until `Arena.give`."""
 
     __slots__ = ("_serial", "_span", "_tensor", "nbytes", "offset")
 
     def __init__(self, nbytes: int, offset: int, span: int, tensor: torch.Tensor) -> None:
         self.nbytes = nbytes
-        self.offset = offset  # in the arena, whose slabs lie one after another there
+        self.offset = offset  # in the arena's address space, which joins all slabs
         self._serial = next(_serials)
         self._span = span
         self._tensor: torch.Tensor | None = tensor
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The memory, a uint8 tensor of ``nbytes``.
+        """The memory, a uint8 tensor of shape [nbytes].
 
         Raises:
-            AssertionError: the block was given back, its bytes may be another's by now.
+            AssertionError: the block was given back; its bytes may belong to another block.
         """
         assert self._tensor is not None, f"the block of {self.nbytes} bytes was given back and has no memory any more"
         return self._tensor
 
 
 class Arena:
-    """Cuts slabs into blocks of exact sizes; grows up to a hard cap, never waits.
+    """Cuts slabs into blocks of exact sizes. Grows up to a cap, and never waits.
 
-    Threads may share it. ``give`` takes no lock and so may run in a finalizer at any moment.
+    Thread-safe. ``give`` takes no lock, so a finalizer may call it at any moment.
 
     Args:
-        allocate_slab: makes a uint8 tensor of so many bytes that starts at a multiple of ``alignment``. It may
-            raise MemoryError: the arena then does without.
-        cap_bytes: the most that all slabs together may hold.
+        allocate_slab: makes a uint8 tensor of the given number of bytes that starts at a multiple of ``alignment``. It
+            may raise MemoryError; `take` then returns None.
+        cap_bytes: the most bytes in all slabs together.
         slab_bytes: the size of a slab; a larger request gets a slab of its own.
-        alignment: what every block's address is a multiple of, a power of two; 4096 for unbuffered disk access.
-        release_slab: called with a slab that the arena no longer uses; None drops the reference, which is enough
-            for memory that nothing registered.
+        alignment: every block's address is a multiple of this power of two; 4096 for direct disk access.
+        release_slab: called with a slab that the arena no longer uses; None only drops the reference, which is enough
+            for memory that was not registered.
 
     >>> arena = Arena(page_aligned_memory, cap_bytes=2**20, slab_bytes=2**16)
     >>> block = arena.take(1000)
@@ -96,13 +96,13 @@ class Arena:
         self._allocate_slab = allocate_slab
         self._release_slab = release_slab
         self._lock = threading.Lock()
-        # One space of addresses for all slabs, with a gap after each: blocks of two slabs never join.
+        # One address space for all slabs, with a gap after each slab, so that blocks of two slabs never join.
         self._free = FreeSpans()
         self._slabs: dict[int, torch.Tensor] = {}
         self._bases: list[int] = []
         self._next_base = 0
-        # The collector may run a finalizer that gives a block back inside `take`, in the same thread, so `give` may
-        # not need the lock. Appending to a deque and removing from a set are each one step.
+        # The garbage collector may run a finalizer inside `take`, in the same thread, so `give` must not take the lock.
+        # Appending to a deque and removing from a set are atomic.
         self._live: set[int] = set()
         self._given: deque[tuple[ArenaBlock, tuple[Event, ...]]] = deque()
         self._in_use_bytes = self._high_water_bytes = 0
@@ -110,7 +110,7 @@ class Arena:
         self._reserved_bytes = 0
 
     def take(self, nbytes: int) -> ArenaBlock | None:
-        """A block of ``nbytes``, or None where the cap or the system allows no more."""
+        """Returns a block of ``nbytes``, or None if the cap or the system allows no more."""
         span = max(_round_up(nbytes, self._alignment), self._alignment)
         with self._lock:
             self._reclaim_finished()
@@ -132,10 +132,10 @@ class Arena:
             return block
 
     def give(self, block: ArenaBlock, *, after: Iterable[Event] = ()) -> None:
-        """Hand a block back; its bytes are used again once every event of ``after`` is done.
+        """Gives a block back; its bytes are reused after the events in ``after``.
 
         Raises:
-            AssertionError: the block was given back before, or is another arena's.
+            AssertionError: the block was given back before, or belongs to another arena.
         """
         events = tuple(after)
         try:
@@ -148,35 +148,35 @@ class Arena:
         self._given.append((block, events))
 
     def replan(self) -> bool:
-        """Where nothing is in use, replace the slabs by one of just what was in use at once; whether it did.
+        """If no block is in use, replaces the slabs by one slab of the highest use so far; returns whether it did.
 
-        A first step cannot know how much the next tensor needs, so the ends of its slabs stay empty; the steps
-        after it are the same and fit one slab exactly. Costs what allocating costs, and does nothing where it would
-        save less than 3% or was done for the same peak before.
+        The first step does not know the sizes to come and leaves the ends of its slabs empty; later steps are alike and
+        fit one slab exactly. The call costs an allocation, and does nothing if it would save less than 3 % or was done
+        for the same peak before.
         """
         with self._lock:
             self._reclaim_all_finished()
             target = min(_round_up(self._high_water_span, PAGE_BYTES), self.cap_bytes)
-            # What was added since a plan for the same peak is what fragmentation needs: a new plan would repeat it.
+            # Slabs added since a plan for the same peak are due to fragmentation, which a new plan would repeat.
             if self._in_use_span or target == self._planned_span:
                 return False
             if self._reserved_bytes <= target * (1 + _TOLERATED_WASTE):
                 return False
             self._drop_free_slabs()
             self._planned_span = target
-            # Refused by the system, the arena is empty and grows again slab by slab.
+            # If the system refuses the slab, the arena is empty and grows slab by slab again.
             self._add_slab(target)
             return True
 
     def usage(self) -> TierUse:
-        """What the arena holds now, and held at most."""
+        """Returns the arena's present and highest use."""
         with self._lock:
             self._reclaim_all_finished()
             free = self._free
             return TierUse(self._high_water_bytes, self._reserved_bytes, free.free_bytes, free.largest_bytes)
 
     def _reclaim_finished(self) -> None:
-        """Free the blocks at the head of the queue: one stream's events finish in order, and `take` must be quick."""
+        """Frees finished blocks at the head of the queue only: events of one stream finish in order, and it is fast."""
         while self._given and all(event.done() for event in self._given[0][1]):
             self._reclaim(self._given.popleft()[0])
 
@@ -194,7 +194,7 @@ class Arena:
         self._in_use_span -= block._span
 
     def _grow(self, span: int) -> bool:
-        """Add a slab that holds ``span``, in place of free ones that are too small where they leave no room for it."""
+        """Adds a slab of at least ``span`` bytes; drops free slabs first if the cap leaves no room otherwise."""
         if span > self.cap_bytes - self._reserved_bytes:
             if span > self.cap_bytes - self._reserved_bytes + self._wholly_free_bytes():
                 return False
@@ -239,7 +239,7 @@ class Arena:
 
 
 def page_aligned_memory(nbytes: int) -> torch.Tensor:
-    """A uint8 tensor of ``nbytes`` that starts on a page, in huge pages where the system has them, and is there.
+    """Returns a uint8 tensor of shape [nbytes] that starts on a page, in huge pages if possible, all resident.
 
     Raises:
         MemoryError: the system refuses.
@@ -248,17 +248,17 @@ def page_aligned_memory(nbytes: int) -> torch.Tensor:
     0
     """
     try:
-        # Python's default is shared memory, which the kernel neither gives huge pages nor overcommits alike.
+        # Python's default is shared memory, which gets no huge pages and is overcommitted by other rules.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
         memory = mmap.mmap(-1, max(nbytes, 1), **private)
     except OSError as error:
         raise MemoryError(f"the system refuses {nbytes} bytes: {error}") from error
     if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel built without huge pages says EINVAL.
+        # A kernel without huge pages returns EINVAL.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
-    # Touched now, so that what the budget counted is what the process holds, and so that no copy meets a page fault.
+    # Touched now: the process then holds what the budget has counted, and copies meet no page faults.
     tensor[::PAGE_BYTES] = 0
     return tensor
 

@@ -1,4 +1,4 @@
-"""The hard limit on host RAM that moved bytes may take."""
+"""`HostBudget`: the limit on host RAM for moved bytes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ KEPT_FREE_BYTES = 512 * 1024**2
 
 
 class HostBudget:
-    """Counts the host bytes of offloading against a cap and against the RAM that is really there.
+    """Counts the host bytes of offloading against a cap and against the RAM that is available.
 
-    Threads may share it. ``release`` takes no lock and so may run in a finalizer at any moment. What is reserved must
-    be touched before the next reservation, as `page_aligned_memory` does: the system counts memory only from then on.
+    Thread-safe. ``release`` takes no lock, so a finalizer may call it at any moment. Reserved memory has to be touched
+    before the next reservation, as `page_aligned_memory` does, because the system counts memory from then on only.
 
     Args:
-        cap_bytes: the most that may be reserved at once; None is as much as the system has.
-        kept_free_bytes: RAM that stays free for everything else.
-        available_bytes: says how much RAM the process can still have, None where that is unknown.
+        cap_bytes: the most bytes reserved at once; None is limited by the available RAM alone.
+        kept_free_bytes: RAM that is left free for everything else.
+        available_bytes: returns the RAM that the process can still get, or None if unknown.
 
     Raises:
-        RuntimeUnavailable: there is no cap, and the system does not say how much RAM is available.
+        RuntimeUnavailable: there is no cap, and the available RAM is unknown.
 
     >>> budget = HostBudget(100, kept_free_bytes=0)
     >>> budget.reserve(60), budget.reserve(60)
@@ -50,11 +50,11 @@ class HostBudget:
         self._available_bytes = available_bytes
         self._lock = threading.Lock()
         self._reserved_bytes = 0
-        # The collector may run a finalizer that releases inside `reserve`, in the same thread: no lock there.
+        # The garbage collector may run a finalizer inside `reserve`, in the same thread, so `release` takes no lock.
         self._released: deque[int] = deque()
 
     def reserve(self, nbytes: int) -> bool:
-        """Count ``nbytes`` as taken and return True, or change nothing where they do not fit."""
+        """Counts ``nbytes`` as reserved and returns True, or returns False if they do not fit."""
         with self._lock:
             self._count_released()
             if self.cap_bytes is not None and self._reserved_bytes + nbytes > self.cap_bytes:
@@ -66,15 +66,15 @@ class HostBudget:
             return True
 
     def release(self, nbytes: int) -> None:
-        """Give back ``nbytes`` that :meth:`reserve` granted."""
+        """Returns ``nbytes`` that `reserve` granted."""
         self._released.append(nbytes)
 
     @property
     def reserved_bytes(self) -> int:
-        """The bytes that are reserved now.
+        """The bytes reserved now.
 
         Raises:
-            AssertionError: more was released than was ever reserved.
+            AssertionError: more was released than reserved.
         """
         with self._lock:
             self._count_released()

@@ -1,4 +1,4 @@
-"""Threads that move bytes, and futures that keep nothing of what was moved."""
+"""`CopyPool`: threads that copy bytes, and futures that keep no reference to the copied tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class CopyFuture(Future[T]):
-    """Work that a pool was given, and the `Event` behind it."""
+    """The future of a job in a pool; also an `Event` of the offload engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class CopyFuture(Future[T]):
     _ended_seconds: float | None = None
 
     def span(self) -> tuple[float, float] | None:
-        """When it ran, by `time.perf_counter`: without the time in the queue, which says nothing about a copy."""
+        """Returns when the job ran, in seconds of `time.perf_counter`, without its time in the queue."""
         if self._began_seconds is None or self._ended_seconds is None:
             return None
         return self._began_seconds, self._ended_seconds
@@ -33,17 +33,17 @@ class CopyFuture(Future[T]):
         return self.exception() if self.done() else None
 
     def wait(self) -> None:
-        """Let the calling thread come after it, however it ended."""
+        """Blocks the calling thread until the job has ended, successfully or not."""
         if not self.done():
-            refuse_in_fork(self._process)  # where it never will be
+            refuse_in_fork(self._process)  # in a fork the job never ends
             self.exception()
 
 
 class CopyPool:
-    """Runs work in threads. By the time a future has a result, the work and the tensors it held are gone.
+    """Runs jobs in threads. When a future has a result, the job and its tensors have been freed.
 
-    The pools of the standard library let go of the work some time later: memory that the caller believes to be free
-    would still be there, for as long as the thread takes to come round.
+    `ThreadPoolExecutor` alone drops a job some time after its result, so memory that the caller believes to be free
+    would stay allocated for a while.
 
     >>> pool = CopyPool(1, "example")
     >>> pool.submit(lambda: 6 * 7).result()
@@ -51,14 +51,14 @@ class CopyPool:
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        # Dropped, the threads end by themselves once nothing is left to do.
+        # When the pool is dropped, its threads end after the queued jobs.
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"memscale-{name}")
 
     def submit(self, run: Callable[[], T]) -> CopyFuture[T]:
-        """Queue ``run``; one thread runs what it is given in order. What was queued will run: no future is cancelled.
+        """Queues ``run``; each thread runs its jobs in order, and no job is cancelled.
 
         Raises:
-            RuntimeError: the interpreter ends.
+            RuntimeError: the interpreter is shutting down.
         """
         future: CopyFuture[T] = CopyFuture()
         future.set_running_or_notify_cancel()
@@ -70,7 +70,7 @@ class CopyPool:
             future._began_seconds = time.perf_counter()
             try:
                 result = run()
-            except BaseException as error:  # which belongs to who waits for the result
+            except BaseException as error:  # raised in the thread that asks for the result
                 future._ended_seconds = time.perf_counter()
                 future.set_exception(error)
             else:
@@ -78,8 +78,8 @@ class CopyPool:
                 del run
                 future.set_result(result)
             finally:
-                # An error's traceback holds this frame, which must not hold the error in turn: such a cycle keeps
-                # what the frames below hold until the garbage collector comes by.
+                # An error's traceback holds this frame. If the frame held the future with the error too, the cycle
+                # would keep all frames' tensors until the garbage collector runs.
                 del future
 
         self._pool.submit(work)

@@ -1,4 +1,4 @@
-"""Moved tensors on disk: one slab file, a small thread pool, and futures."""
+"""`DiskSlab`: moved tensors on disk, in one slab file, read and written by a small thread pool."""
 
 from __future__ import annotations
 
@@ -25,45 +25,44 @@ __all__ = ["DiskSlab", "DiskTierError", "DiskTierFull", "Extent", "FileIO"]
 
 T = TypeVar("T")
 
-UNLIMITED_BYTES = 1 << 62  # the disk ends first
+UNLIMITED_BYTES = 1 << 62  # larger than any disk
 _FIRST_BYTES = 64 * 1024**2
 
 
 class Extent:
-    """Room on disk for the bytes of one tensor, until it is freed."""
+    """Bytes on disk that belong to one tensor until they are freed."""
 
     __slots__ = ("_mapping", "_pieces", "nbytes", "offset")
 
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset = offset
         self.nbytes = nbytes
-        self._pieces: dict[int, int] = {}  # what was written where: its bytes
-        self._mapping: weakref.ref[Mapping] | None = None  # once it was mapped, for as long as somebody uses that
+        self._pieces: dict[int, int] = {}  # the number of bytes written, by their offset
+        self._mapping: weakref.ref[Mapping] | None = None  # set by `map`, valid while somebody uses the mapping
 
     @property
     def span(self) -> int:
-        """The bytes it takes up, in whole pages."""
+        """The bytes that the extent occupies, in whole pages."""
         return _in_pages(self.nbytes)
 
 
 class DiskSlab:
-    """Bytes on disk behind futures, in one preallocated file without a name: nothing survives the process.
+    """Stores tensors on disk, in one preallocated file without a name, which the system deletes with the process.
 
-    The file doubles when it is full, up to its cap.
-
-    Reads and writes pass the page cache by where the filesystem can; fastest for memory that starts on a page.
-    Threads may share it. ``free`` takes no lock and so may run in a finalizer at any moment.
+    The file doubles when it is full, up to its cap. Reads and writes bypass the page cache if the filesystem allows it,
+    and are fastest for memory that starts on a page. Thread-safe; ``free`` takes no lock, so a finalizer may call it at
+    any moment.
 
     Args:
-        directory: where the file is; None is the first temporary directory that is not in RAM.
-        cap_bytes: the most that the file may grow to, at least one page.
-        first_bytes: the size of the file at first, where the cap and the filesystem allow that.
+        directory: the directory of the file; None is the first temporary directory that is not in RAM.
+        cap_bytes: the largest size of the file; at least one page.
+        first_bytes: the first size of the file, if the cap and the filesystem allow it.
         threads: how many transfers run at a time.
         io: the system calls, for tests.
 
     Raises:
         DiskTierFull: the filesystem is full.
-        RuntimeUnavailable: there is no such file to be had here.
+        RuntimeUnavailable: no such file can be made here.
 
     >>> slab = DiskSlab(cap_bytes=2**20)
     >>> extent = slab.write(torch.arange(10, dtype=torch.uint8), slab.reserve(10)).result()
@@ -87,7 +86,7 @@ class DiskSlab:
         first_bytes, io = _in_pages(min(first_bytes, self.cap_bytes)), io or FileIO()
         try:
             self._file = SlabFile(directory, first_bytes, io)
-        except DiskTierFull:  # what is asked for may be less
+        except DiskTierFull:  # the requests may be smaller than the first size
             first_bytes = PAGE_BYTES
             self._file = SlabFile(directory, first_bytes, io)
         self._copy_pool = CopyPool(threads, "disk")
@@ -96,8 +95,8 @@ class DiskSlab:
         self._used_bytes = self._high_water_bytes = 0
         self._spans = FreeSpans()
         self._spans.give(0, first_bytes)
-        # The collector may run a finalizer that frees an extent while this thread holds the lock, so `free` and the
-        # ends of transfers only append here; whoever holds the lock next settles them.
+        # The garbage collector may free an extent while this thread holds the lock. So `free` and the ends of transfers
+        # only append here, and the next holder of the lock processes the queues.
         self._live: set[Extent] = set()
         self._freed: deque[Extent] = deque()
         self._ended: deque[Extent] = deque()
@@ -105,11 +104,11 @@ class DiskSlab:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers pass the page cache by."""
+        """Whether transfers bypass the page cache."""
         return self._file.direct
 
     def usage(self) -> TierUse:
-        """What the file holds, in whole pages, and held at most."""
+        """Returns the present and highest use of the file, in whole pages."""
         with self._lock:
             self._take_up_ended()
             return TierUse(
@@ -117,7 +116,7 @@ class DiskSlab:
             )
 
     def reserve(self, nbytes: int) -> Extent | None:
-        """Room for ``nbytes``, or None where neither the cap nor the filesystem leaves any in one piece.
+        """Returns an extent of ``nbytes``, or None if neither the cap nor the filesystem has room for it in one piece.
 
         Raises:
             RuntimeUnavailable: this process is a fork of the slab's owner.
@@ -137,20 +136,19 @@ class DiskSlab:
             return extent
 
     def map(self, extent: Extent) -> Bytes:
-        """The extent's bytes as memory that the CPU reads and writes in place, and a fork of this process too.
+        """Returns the extent's bytes as memory that the CPU, also in a fork of this process, reads and writes in place.
 
-        What is written there, a later ``read`` brings, and what ``write`` wrote is there once its future is done. Both
-        copy from and to this memory from now on, by way of the page cache, and leave none of it in this process.
-        The memory goes with the last array or tensor made of it, whatever becomes of the slab. Pages are read from the
-        disk as they are touched; a disk that fails then is a SIGBUS.
+        A later ``read`` sees what was written there; what ``write`` wrote is visible once its future is done. From now
+        on both go through the page cache, and leave none of the extent in this process's memory. The mapping lives as
+        long as an array or tensor made of it. Pages are read as they are touched; a disk that fails then raises SIGBUS.
 
         Args:
-            extent: one that was neither mapped nor written before. The array must not be used once it is freed.
+            extent: an extent that was neither mapped nor written before. The array must not be used after `free`.
 
         Raises:
-            AssertionError: the extent was mapped, written or freed before, or is another slab's.
-            RuntimeUnavailable: this process is a fork of the slab's owner; the filesystem does not preallocate, so that
-                a full disk would kill the process, or does not map files.
+            AssertionError: the extent was mapped, written or freed before, or belongs to another slab.
+            RuntimeUnavailable: this process is a fork of the slab's owner; or the filesystem does not preallocate, so
+                that a full disk would kill the process, or does not map files.
         """
         file = self._own_file()
         with self._lock:
@@ -163,17 +161,17 @@ class DiskSlab:
         return mapping.bytes()[: extent.nbytes]
 
     def write(self, source: torch.Tensor, extent: Extent, *, at: int = 0) -> CopyFuture[Extent]:
-        """Start writing; ``source``, a contiguous uint8 CPU tensor, must not change until the future is done.
+        """Starts to write; ``source``, a contiguous uint8 CPU tensor, must not change until the future is done.
 
-        The future raises DiskTierFull or DiskTierError where the disk fails; the bytes are then in ``source`` only.
+        If the disk fails, the future raises DiskTierFull or DiskTierError, and the bytes exist in ``source`` only.
 
         Args:
             source: the bytes.
-            extent: where to.
-            at: the first byte of the extent that is written, a multiple of the page.
+            extent: the target.
+            at: the first byte of the extent to write, a multiple of the page.
 
         Raises:
-            AssertionError: the piece does not fit into the extent, which was freed, or is another slab's.
+            AssertionError: the piece does not fit into the extent, or the extent was freed or belongs to another slab.
             RuntimeUnavailable: this process is a fork of the slab's owner.
         """
         mapping = self._mapping_of(extent)
@@ -189,17 +187,17 @@ class DiskSlab:
         return self._start(run, extent, source, at)
 
     def read(self, extent: Extent, into: torch.Tensor, *, at: int = 0) -> CopyFuture[None]:
-        """Start reading a piece that was written, or any that is mapped; ``into`` holds it once the future is done.
+        """Starts to read a written piece, or any piece of a mapped extent; ``into`` is valid once the future is done.
 
-        The future raises DiskTierError where the disk fails, CorrectnessError where the bytes were never written.
+        The future raises DiskTierError if the disk fails, and CorrectnessError if the bytes were never written.
 
         Args:
-            extent: where from. It stays taken; freed before the future is done, it is reused only afterwards.
+            extent: the source. If it is freed before the future is done, its room is reused only afterwards.
             into: a contiguous uint8 CPU tensor of the piece's size.
             at: the first byte of the piece in the extent.
 
         Raises:
-            AssertionError: the piece does not fit into the extent, which was freed, or is another slab's.
+            AssertionError: the piece does not fit into the extent, or the extent was freed or belongs to another slab.
             RuntimeUnavailable: this process is a fork of the slab's owner.
         """
         mapping = self._mapping_of(extent)
@@ -219,10 +217,10 @@ class DiskSlab:
         return self._start(run, extent, into, at)
 
     def free(self, extent: Extent) -> None:
-        """Give the extent's bytes up; they are reused once the reads under way are done.
+        """Frees the extent; its room is reused after the transfers in flight.
 
         Raises:
-            AssertionError: the extent was freed before, or is another slab's.
+            AssertionError: the extent was freed before, or belongs to another slab.
         """
         try:
             self._live.remove(extent)
@@ -239,7 +237,7 @@ class DiskSlab:
         return self._file
 
     def _start(self, run: Callable[[SlabFile], T], extent: Extent, data: torch.Tensor, at: int) -> CopyFuture[T]:
-        """Queue ``run``, and keep the extent's room from being reused before it has ended."""
+        """Queues ``run``, and keeps the extent's room from being reused before it has ended."""
         file = self._own_file()
         fits = 0 <= at <= extent.nbytes - data.nbytes and at % PAGE_BYTES == 0
         assert data.dtype == torch.uint8
@@ -260,9 +258,9 @@ class DiskSlab:
         return self._copy_pool.submit(transfer)
 
     def _mapping_of(self, extent: Extent) -> Mapping | None:
-        """Where the extent was mapped, its memory: still that, or again where nobody holds it any more.
+        """Returns the memory of a mapped extent, mapped again if nobody holds it; None if it was never mapped.
 
-        Never past the page cache instead, where what was written in place may still be: open(2) warns of that mixture.
+        A mapped extent is never accessed directly: open(2) warns that direct access may miss data in the page cache.
         """
         if extent._mapping is None:
             return None
@@ -281,7 +279,7 @@ class DiskSlab:
         return False
 
     def _take_up_ended(self) -> None:
-        """Take up what `free` and the ends of transfers left behind. The lock is held."""
+        """Processes the queues that `free` and the ends of transfers have filled. The lock is held."""
         while self._ended:
             self._transfers[self._ended.popleft()] -= 1
         for _ in range(len(self._freed)):

@@ -1,4 +1,4 @@
-"""Part of a file as memory: the kernel brings pages in as they are touched, and they can be sent out again."""
+"""`Mapping`: a part of a file as memory, whose pages can be released one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-# Copies go piece by piece, each of which leaves this process before the next: a mapping of any size takes up no more.
+# Copies go piece by piece, and each piece is released before the next, so that a mapping never fills the RAM.
 _PIECE_BYTES = 4 * 1024**2
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -20,16 +20,16 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class Mapping:
     """Memory that is part of a file, shared with all other mappings of it; unmapped with the last array made of it.
 
-    Not Python's ``mmap``, which before 3.13 keeps a descriptor for each mapping: a model has more parameters, gradients
-    and states than a process may have files. Nor does that let go of the interpreter while it advises.
+    Python's ``mmap`` keeps a file descriptor for each mapping before 3.13, and a model has more parameters, gradients
+    and states than a process may have files. It also holds the interpreter lock during `madvise`.
 
     Args:
         descriptor: the file; it may be closed afterwards.
-        offset: the first byte, a multiple of the system's page.
-        nbytes: how many, at least 1. The file must have them, or touching them kills the process.
+        offset: the first byte, a multiple of the system's page size.
+        nbytes: the size, at least 1. The file must have that many bytes, or touching them kills the process.
 
     Raises:
-        OSError: the system or the filesystem cannot.
+        OSError: the system or the filesystem refuses.
 
     >>> import tempfile
     >>> with tempfile.TemporaryFile() as file:
@@ -48,20 +48,20 @@ class Mapping:
             raise OSError(number, os.strerror(number))
         self.nbytes = nbytes
         self._address: int = address
-        # An array made of this holds it.
+        # An array made of this object keeps it alive.
         self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
-        # The end of the process unmaps by itself, after the last who could still read.
+        # At exit the system unmaps the memory, after the last thread that could read it.
         weakref.finalize(self, libc.munmap, address, nbytes).atexit = False
-        # Copies and optimizers go through it from front to back. Asking for each piece ahead with MADV_WILLNEED was
-        # slower than nothing (1.7 and 2.3 GB/s from a cold ext4), this as fast or a little faster.
+        # Copies and optimizers read it from front to back. MADV_WILLNEED for each piece was slower than no advice (1.7
+        # against 2.3 GB/s from a cold ext4); MADV_SEQUENTIAL is as fast or slightly faster.
         self._advise(mmap.MADV_SEQUENTIAL, 0, nbytes)
 
     def bytes(self) -> Bytes:
-        """The memory as an array, which keeps it."""
+        """Returns the memory as a uint8 array, which keeps the mapping alive."""
         return np.asarray(self)
 
     def read(self, into: Bytes, at: int) -> None:
-        """Fill ``into`` with the bytes from ``at`` on, a multiple of the page, which leave the process again."""
+        """Copies the bytes from ``at`` on, a multiple of the page, to ``into``, and releases their pages."""
         whole = self.bytes()
         for start in range(0, len(into), _PIECE_BYTES):
             part = into[start : start + _PIECE_BYTES]
@@ -69,7 +69,7 @@ class Mapping:
             self._advise(mmap.MADV_DONTNEED, at + start, len(part))
 
     def write(self, source: Bytes, at: int) -> None:
-        """Put ``source`` at ``at``, a multiple of the page, from where it leaves the process again."""
+        """Copies ``source`` to ``at``, a multiple of the page, and releases the pages."""
         whole = self.bytes()
         for start in range(0, len(source), _PIECE_BYTES):
             part = source[start : start + _PIECE_BYTES]
@@ -77,8 +77,8 @@ class Mapping:
             self._advise(mmap.MADV_DONTNEED, at + start, len(part))
 
     def _advise(self, advice: int, start: int, nbytes: int) -> None:
-        # "Not needed" loses nothing here: what a shared mapping lets go of stays in the file. A kernel that declines,
-        # as it does where the process locked its memory, changes no byte either.
+        # MADV_DONTNEED loses nothing: the pages of a shared mapping stay in the file. If the kernel refuses, as it does
+        # for locked memory, no byte changes either.
         _libc().madvise(self._address + start, nbytes, advice)
 
 
@@ -88,7 +88,7 @@ def _libc() -> Any:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (
         *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
-        ctypes.c_long,  # off_t, wherever it has no other symbol for 64 bits
+        ctypes.c_long,  # off_t: 64 bits on every system where `mmap` is its symbol
     )
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

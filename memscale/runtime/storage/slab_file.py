@@ -1,4 +1,4 @@
-"""A file that only this process can reach, and moving bytes between it and memory without the page cache."""
+"""`SlabFile`: an unnamed file that only this process can reach, read and written without the page cache."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from memscale.runtime.storage.mapping import Mapping
 
 _STAGING_BYTES = 2 * 1024**2
 _MOST_STALLS = 8
-# Of the memory that the kernel moves without a copy. What PyTorch allocates on a CPU starts at a multiple of 64, which
-# most disks take; older kernels and others ask for a sector, or for a page.
+# Alignments of memory that the kernel moves without a copy, tried in turn. PyTorch's CPU allocator aligns to 64, which
+# most disks accept; older kernels and other disks need a sector or a page.
 _ALIGNMENTS = (64, 512, PAGE_BYTES)
-# What filesystems say that have no unbuffered access, no unnamed files or no preallocation.
+# Error codes of filesystems without direct access, unnamed files or preallocation.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR, errno.ENOENT)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskTierError(MemscaleError, RuntimeError):
-    """The disk failed. A write lost nothing, its source is still the caller's; what a read asked for is gone."""
+    """The disk failed. After a failed write the caller still has the source; after a failed read the bytes are lost."""
 
 
 class DiskTierFull(DiskTierError):
-    """There is no room on the disk, or none under its cap. Nothing was lost."""
+    """The disk, or its cap, has no room. No bytes are lost."""
 
 
 class FileIO:
-    """The system calls of a slab file; a test overrides one to make it fail."""
+    """The system calls of a slab file; tests override one to make it fail."""
 
     def open(self, directory: str) -> int:
-        """A new file without a name, readable and writable by this user only."""
+        """Opens a new unnamed file that only this user can read and write; returns its descriptor."""
         unnamed = getattr(os, "O_TMPFILE", 0)
         if unnamed:
             try:
@@ -53,40 +53,47 @@ class FileIO:
         return descriptor
 
     def make_direct(self, descriptor: int) -> None:
-        """Let reads and writes pass the page cache by; OSError where the system or the filesystem cannot."""
+        """Makes reads and writes bypass the page cache; raises OSError if the system or the filesystem cannot."""
         if not hasattr(os, "O_DIRECT"):
             raise OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT")
         self._set_flags(descriptor, lambda flags: flags | os.O_DIRECT)
 
     def make_buffered(self, descriptor: int) -> None:
-        """Undo :meth:`make_direct`."""
+        """Undoes `make_direct`."""
         if hasattr(os, "O_DIRECT"):
             self._set_flags(descriptor, lambda flags: flags & ~os.O_DIRECT)
 
     def _set_flags(self, descriptor: int, change: Callable[[int], int]) -> None:
-        import fcntl  # not there on Windows, where a slab file is refused before
+        import fcntl  # missing on Windows, where `SlabFile` has raised before
 
         fcntl.fcntl(descriptor, fcntl.F_SETFL, change(fcntl.fcntl(descriptor, fcntl.F_GETFL)))
 
     def preallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
-        """Give a part of the file its blocks now, so that the disk cannot fill up under it."""
+        """Allocates the blocks of a part of the file now, so that writing to it cannot find the disk full."""
         os.posix_fallocate(descriptor, offset, nbytes)
 
     def write(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write from ``buffers`` in turn; the bytes written, which may be fewer."""
+        """Writes from ``buffers`` in turn; returns the bytes written, which may be fewer."""
         return os.pwritev(descriptor, buffers, offset)
 
     def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read into ``buffers`` in turn; the bytes read, which may be fewer."""
+        """Reads into ``buffers`` in turn; returns the bytes read, which may be fewer."""
         return os.preadv(descriptor, buffers, offset)
 
     def map(self, descriptor: int, offset: int, nbytes: int) -> Mapping:
-        """A part of the file as memory."""
+        """Maps a part of the file into memory."""
         return Mapping(descriptor, offset, nbytes)
 
 
 class _Piece(NamedTuple):
-    """One call: where on disk, from or to which memory, and the bytes that stand in for a part of the tensor."""
+    """One system call: the offset, the memory, and a part of the tensor that goes through staging memory.
+
+    Attributes:
+        offset: the first byte in the file.
+        buffers: the memory to read from or write to.
+        part: the part of the tensor that `staged` stands for; empty if none.
+        staged: page-aligned memory of the same size as `part`.
+    """
 
     offset: int
     buffers: list[memoryview]
@@ -95,17 +102,18 @@ class _Piece(NamedTuple):
 
 
 class SlabFile:
-    """A file without a name, whose blocks are there before they are used: gone when the process ends, however it ends.
+    """An unnamed file with preallocated blocks, which the system deletes when the process ends for any reason.
 
     Args:
-        directory: where; None is the first temporary directory that is not in RAM.
-        size_bytes: its first size, a multiple of the page.
+        directory: the directory; None is the first temporary directory that is not in RAM.
+        size_bytes: the first size, a multiple of the page.
         io: the system calls.
 
     Raises:
-        DiskTierFull: the filesystem has less room.
+        DiskTierFull: the filesystem has too little room.
         DiskTierError: the filesystem failed.
-        RuntimeUnavailable: the system or the directory cannot have such a file, or no temporary directory is on disk.
+        RuntimeUnavailable: the system or the directory does not allow such a file, or no temporary directory is on
+            disk.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, size_bytes: int, io: FileIO) -> None:
@@ -115,7 +123,7 @@ class SlabFile:
         self._io = io
         self._own = threading.local()
         self.size_bytes = 0
-        self._with_blocks_bytes = 0  # up to there, the file has its blocks
+        self._with_blocks_bytes = 0  # the file has its blocks up to this byte
         self._alignment = PAGE_BYTES
         try:
             self._descriptor = io.open(self.directory)
@@ -123,7 +131,7 @@ class SlabFile:
             raise RuntimeUnavailable(
                 f"no file can be made in {self.directory!r} ({error.strerror}); pass a directory that you can write to"
             ) from error
-        # Transfers hold the file, so the descriptor outlives the last of them and its number is never another file's.
+        # Transfers hold this object, so the descriptor is closed after the last of them and never reused too early.
         close = weakref.finalize(self, os.close, self._descriptor)
         try:
             self.extend(size_bytes)
@@ -138,10 +146,10 @@ class SlabFile:
             )
 
     def extend(self, nbytes: int) -> None:
-        """Make the file that much larger.
+        """Extends the file by `nbytes`.
 
         Raises:
-            DiskTierFull: the filesystem has less room; the file is as it was.
+            DiskTierFull: the filesystem has too little room; the file is unchanged.
             DiskTierError: the filesystem failed.
         """
         try:
@@ -156,13 +164,13 @@ class SlabFile:
         self.size_bytes += nbytes
 
     def map(self, offset: int, nbytes: int) -> Mapping:
-        """A part of the file, in whole pages, as memory.
+        """Maps a part of the file, in whole pages, into memory.
 
         Raises:
-            RuntimeUnavailable: the filesystem did not give that part its blocks, or the system does not map it.
+            RuntimeUnavailable: the part has no preallocated blocks, or the system does not map it.
         """
         what = f"{nbytes} bytes of the slab file in {self.directory!r} cannot be used in place"
-        # A page that finds no block when it is written is no error but a signal, which ends the process.
+        # Writing to a page without a block on a full disk is no error but a signal, which ends the process.
         if offset + nbytes > self._with_blocks_bytes:
             raise RuntimeUnavailable(
                 f"{what}: the filesystem does not set blocks aside for them, so a full disk would end the process; "
@@ -177,7 +185,7 @@ class SlabFile:
             ) from error
 
     def write(self, source: torch.Tensor, offset: int) -> None:
-        """Write a uint8 tensor at ``offset``, a multiple of the page, and anything up to the end of its last page.
+        """Writes a uint8 tensor at ``offset``, a multiple of the page; the rest of its last page is then undefined.
 
         Raises:
             DiskTierFull: the disk is full.
@@ -188,7 +196,7 @@ class SlabFile:
             self._move(self._io.write, piece, "written to")
 
     def read(self, target: torch.Tensor, offset: int) -> None:
-        """Fill a uint8 tensor from ``offset``, a multiple of the page.
+        """Fills a uint8 tensor from ``offset``, a multiple of the page.
 
         Raises:
             DiskTierError: the disk failed.
@@ -202,20 +210,21 @@ class SlabFile:
         if not self.direct:
             yield _Piece(offset, [data], nothing, nothing)
         elif tensor.data_ptr() % self._alignment == 0:
-            # Whole pages move straight between memory and disk; what is left shares the call, in a page of ours.
+            # Whole pages move directly between memory and disk; the rest goes through one staging page in the same
+            # call.
             whole = len(data) // PAGE_BYTES * PAGE_BYTES
             part = data[whole:]
             page = self._staging()[: PAGE_BYTES if part else 0]
             yield _Piece(offset, [data[:whole], page], part, page[: len(part)])
         else:
-            # The kernel refuses such memory, so it goes through ours.
+            # The kernel refuses memory with this alignment, so all of it goes through staging memory.
             for start in range(0, len(data), _STAGING_BYTES):
                 part = data[start : start + _STAGING_BYTES]
                 pages = self._staging()[: -(-len(part) // PAGE_BYTES) * PAGE_BYTES]
                 yield _Piece(offset + start, [pages], part, pages[: len(part)])
 
     def _move(self, call: Callable[..., int], piece: _Piece, what: str) -> None:
-        """Call until everything has moved: the system may stop anywhere (2 GiB a call, a signal, the disk's end)."""
+        """Repeats the call until all has moved: the system may stop early (2 GiB a call, signals, full disks)."""
         unit = PAGE_BYTES if self.direct else 1
         total, done, stalls = sum(map(len, piece.buffers)), 0, 0
         while done < total:
@@ -223,7 +232,7 @@ class SlabFile:
                 moved = call(self._descriptor, _after(piece.buffers, done), piece.offset + done)
             except OSError as error:
                 raise self._failure(error, total, what) from error
-            # Unbuffered access goes on from whole pages only, so a page that moved in part moves again.
+            # Direct access continues from whole pages only, so a page that moved in part is moved again.
             stalls = stalls + 1 if moved < unit else 0
             if moved == 0 or stalls > _MOST_STALLS:
                 stalled = OSError(errno.EIO, f"the system moves no more than {done} of them")
@@ -235,14 +244,14 @@ class SlabFile:
         return kind(f"{nbytes} bytes could not be {what} the slab file in {self.directory!r}: {error.strerror}")
 
     def _staging(self) -> memoryview:
-        """Memory of this thread that starts on a page."""
+        """Returns page-aligned staging memory of this thread."""
         if not hasattr(self._own, "staging"):
             self._own.staging = bytes_of(page_aligned_memory(_STAGING_BYTES))
         staging: memoryview = self._own.staging
         return staging
 
     def _make_direct(self) -> bool:
-        """Turn unbuffered access on, and find out what it asks of memory."""
+        """Turns direct access on, and finds the alignment of memory that it needs; returns whether it works."""
         try:
             self._io.make_direct(self._descriptor)
         except OSError as error:
@@ -258,23 +267,23 @@ class SlabFile:
             else:
                 self._alignment = alignment
                 return True
-        # Some filesystems take the flag and then refuse every transfer.
+        # Some filesystems accept the flag and then refuse every transfer.
         self._io.make_buffered(self._descriptor)
         return False
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous uint8 CPU tensor."""
+    """Returns the memory of a contiguous uint8 CPU tensor."""
     return tensor.reshape(-1).numpy().data
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    # A memoryview copies with the interpreter locked, which would stop the training loop; numpy lets go of it.
+    # NumPy releases the interpreter lock during the copy; a memoryview would hold it and stop the training loop.
     np.copyto(np.asarray(target), np.asarray(source))
 
 
 def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``buffers`` once their first ``done`` bytes have moved."""
+    """Returns the rest of ``buffers`` after their first ``done`` bytes."""
     left = []
     for buffer in buffers:
         if done < len(buffer):

@@ -1,4 +1,4 @@
-"""Free ranges of an address space: what an arena in memory and a slab on disk have in common."""
+"""`FreeSpans`: the free ranges of an address space, used by the arena in memory and the slab on disk."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from bisect import bisect_left, insort
 
 
 class FreeSpans:
-    """The free ranges of some addresses, handed out best fit first and joined again with their neighbours.
+    """Free ranges of an address space: allocated best fit first, and merged with their neighbours when freed.
 
-    Not thread-safe: its owner holds a lock. A search compares O(log n) sizes; n is the number of *free* ranges.
+    Not thread-safe: its owner holds a lock. A search takes O(log n) comparisons for n *free* ranges.
 
     >>> free = FreeSpans()
     >>> free.give(0, 100)
@@ -26,7 +26,7 @@ class FreeSpans:
         self.free_bytes = 0
 
     def take(self, nbytes: int) -> int | None:
-        """Cut ``nbytes`` from the smallest range that holds them; the start, or None where no range does."""
+        """Takes ``nbytes`` from the smallest range that holds them; returns the start, or None if no range does."""
         index = bisect_left(self._by_size, (nbytes, -1))
         if index == len(self._by_size):
             return None
@@ -37,7 +37,7 @@ class FreeSpans:
         return start
 
     def give(self, start: int, nbytes: int) -> tuple[int, int]:
-        """Free a range that is not free; the (start, bytes) of the free range that it is now part of."""
+        """Frees a range; returns the start and the size in bytes of the free range that it now belongs to."""
         after = start + nbytes
         if after in self._size_at:
             nbytes += self.remove(after)
@@ -49,10 +49,11 @@ class FreeSpans:
         return start, nbytes
 
     def remove(self, start: int) -> int:
-        """Forget the free range that starts at ``start``; its bytes."""
+        """Removes the free range that starts at ``start``; returns its bytes."""
         size = self._size_at[start]
         index = bisect_left(self._by_size, (size, start))
-        # No call between these: at calls Python looks for a Ctrl-C, and one halfway would make all that follows fail.
+        # No calls between these statements: Python handles Ctrl-C at calls, and half an update would break all that
+        # follows.
         del self._size_at[start]
         del self._start_before[start + size]
         del self._by_size[index]
@@ -60,16 +61,16 @@ class FreeSpans:
         return size
 
     def size_at(self, start: int) -> int:
-        """The bytes of the free range that starts at ``start``, 0 where none does."""
+        """Returns the bytes of the free range that starts at ``start``, or 0."""
         return self._size_at.get(start, 0)
 
     @property
     def largest_bytes(self) -> int:
-        """The most that one :meth:`take` can get."""
+        """The size of the largest free range, in bytes."""
         return self._by_size[-1][0] if self._by_size else 0
 
     def _add(self, start: int, nbytes: int) -> None:
         self._size_at[start] = nbytes
         self._start_before[start + nbytes] = start
         self.free_bytes += nbytes
-        insort(self._by_size, (nbytes, start))  # the only call, and last
+        insort(self._by_size, (nbytes, start))  # last: the only call that a Ctrl-C can interrupt
