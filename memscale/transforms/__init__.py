@@ -1,4 +1,4 @@
-"""The transforms: one file each, and the policies they take."""
+"""The transforms of functions and modules: `cast`, `checkpoint`, `name`, `offload` and `tile`."""
 
 from memscale.transforms.cast.factory import cast
 from memscale.transforms.checkpoint import Cut, checkpoint, layers

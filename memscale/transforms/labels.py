@@ -1,4 +1,4 @@
-"""`name`: an identity that gives a tensor a label, for policies and for inspection."""
+"""`name`: labels a tensor, for checkpoint policies and for inspection."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class _Listeners(threading.local):
 
 
 listeners = _Listeners()
-"""Who wants to hear of labels in this thread: recorders of selective policies, and `saved_residuals`."""
+"""The callbacks for labels in this thread: recorders of selective checkpoint policies, and `saved_residuals`."""
 
 
 def name(tensor: T, label: str) -> T:
-    """`tensor` itself, known as `label` to the policy of the checkpoint around it.
+    """Returns `tensor`, and gives it the label `label` for the policy of the surrounding checkpoint.
 
     >>> import torch, memscale as ms
     >>> def block(x, w):
@@ -33,8 +33,8 @@ def name(tensor: T, label: str) -> T:
     >>> [r.label for r in ms.saved_residuals(keep(block), x, w) if r.label]
     ['projection']
 
-    Outside a checkpoint it costs one function call and does nothing. The label goes to the operator that made the
-    tensor's memory, so a view can be named as well as what it views.
+    Outside a checkpoint the call does nothing. The label belongs to the operator that made the tensor's memory, so
+    naming a view names its base as well.
 
     Args:
         tensor: any tensor.

@@ -1,1 +1,1 @@
-"""`cast`: mixed precision as a function of the state."""
+"""`cast`: mixed precision as a pure function of the state."""

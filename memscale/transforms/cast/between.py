@@ -1,4 +1,4 @@
-"""Submodules of a region that do not compute in its precision: what lies between the two, in their forwards."""
+"""`Adapted`: converts the inputs and outputs of submodules that keep their own precision inside a cast region."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from memscale.transforms.cast.precision import Survey, cast_floating
 
 
 class Adapted(Assembled):
-    """The forward, for the time of a call, of a submodule that does not compute in the region's precision.
+    """The forward, during one call, of a submodule that keeps its own precision inside a cast region.
 
     Args:
         module: the submodule.
-        forward: what its instance had in place of its class's forward, or `None`.
-        inside: the dtype of its floating inputs; `None` leaves them as they come.
-        outside: the dtype of its floating outputs.
+        forward: the forward set on its instance, or None if it has its class's forward.
+        inside: the dtype to which its floating inputs are cast; None leaves them.
+        outside: the dtype to which its floating outputs are cast.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Adapted(Assembled):
 
 @contextmanager
 def adapted(found: Survey, compute: torch.dtype, natural: torch.dtype | None) -> Iterator[None]:
-    """Run the body with what lies between the region's precision and that of its submodules in their forwards."""
+    """Within the body, the submodules that keep their precision have an `Adapted` forward."""
     between = [(module, dtype or natural) for module, dtype in found.kept]
     between += [(module, None) for module in found.inner]
     before = [module.__dict__.get("forward") for module, _ in between]

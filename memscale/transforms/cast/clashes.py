@@ -1,4 +1,4 @@
-"""What is said of a region whose code puts a tensor of another precision beside those that are cast."""
+"""Explains errors of a cast region in which an operator was given two floating dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.core import MemscaleError, TransformError
 
-# As PyTorch's errors call them: "BFloat16", "c10::BFloat16", "Half", "bfloat16".
+# How PyTorch's error messages spell dtypes: "BFloat16", "c10::BFloat16", "Half", "bfloat16".
 _SPELLINGS = {
     torch.float16: ("half", "float16"),
     torch.bfloat16: ("bfloat16",),
@@ -23,7 +23,7 @@ _SPELLINGS = {
 
 @contextmanager
 def explained(how: object, roots: Iterable[nn.Module], kept: tuple[str, ...]) -> Iterator[None]:
-    """Run a region, and say of an operator that was given two floating dtypes where the other one may come from."""
+    """Re-raises an error about two floating dtypes as a `TransformError` that names the module and the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -42,7 +42,7 @@ def explained(how: object, roots: Iterable[nn.Module], kept: tuple[str, ...]) ->
 
 
 def named_in(message: str) -> list[torch.dtype]:
-    """The floating dtypes that an error of PyTorch speaks of.
+    """Returns the floating dtypes that an error message of PyTorch names.
 
     >>> named_in("expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != float")
     [torch.bfloat16, torch.float32]
@@ -52,7 +52,7 @@ def named_in(message: str) -> list[torch.dtype]:
 
 
 def _innermost(trace: TracebackType | None, roots: Iterable[nn.Module]) -> tuple[str, nn.Module | None]:
-    """The module whose forward was running, and its path in the region."""
+    """Returns the path in the region and the module of the innermost forward in a traceback."""
     paths = {id(module): (path, module) for root in roots for path, module in root.named_modules()}
     found: tuple[str, nn.Module | None] = ("", None)
     while trace is not None:

@@ -1,7 +1,7 @@
-"""Lists and dictionaries among a region's arguments: it gets the caller's own, so that what it writes there stays.
+"""Lists and dictionaries among a region's arguments: the region gets the caller's own objects, so it may write to them.
 
-For the time of a call they hold the converted tensors. Afterwards they hold what the region left in them: the
-originals of what was converted, and floating tensors of the region's own in the dtype of its results.
+During the call they hold the converted tensors. Afterwards each holds what the region left in it, with converted
+tensors replaced by their originals, and floating tensors that the region made cast to the dtype of its results.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from memscale.core import TransformError, pytrees
 from memscale.transforms.cast.precision import cast_floating, is_castable
 
 _Items = list[tuple[Any, Any]]
-_LENT = (list, dict, OrderedDict, defaultdict)  # others, such as dataclasses, are made again
+_LENT = (list, dict, OrderedDict, defaultdict)  # passed as they are; other containers, such as dataclasses, are rebuilt
 
 
 class Containers:
-    """The arguments of one call, for a region that computes in another dtype; `convert` makes its tensors."""
+    """The arguments of one call of a region that computes in another dtype; `convert` casts one tensor."""
 
     def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._convert = convert
-        self._lent: list[tuple[Any, _Items, _Items]] = []  # each with its own items, and those that it holds meanwhile
-        self._made: list[tuple[Any, Any, list[Any]]] = []  # each with what the region gets for it, and that's leaves
+        self._lent: list[tuple[Any, _Items, _Items]] = []  # a container, its own items, and its items during the call
+        self._made: list[tuple[Any, Any, list[Any]]] = []  # an object, its rebuilt copy, and the leaves of that copy
 
     def lend(self, tree: Any) -> Any:
-        """`tree` as the region gets it."""
+        """Returns `tree` with converted tensors, for the region."""
         if isinstance(tree, torch.Tensor):
             return self._convert(tree) if is_castable(tree) else tree
         kind: Any = type(tree)
@@ -51,7 +51,7 @@ class Containers:
         return made
 
     def take_back(self, original: Callable[[Any], Any], outside: torch.dtype | None) -> None:
-        """After the run; `original` maps a converted tensor to what it stands for, and all else to itself."""
+        """Restores the containers after the run; `original` maps a converted tensor to its original, if it is one."""
         for thing, before, meanwhile in self._lent:
             now = _items(thing)
             if not _same(now, meanwhile):
@@ -60,7 +60,7 @@ class Containers:
                 _fill(thing, before)
 
     def refuse_changed_copies(self) -> None:
-        """Raise `TransformError` if the region changed an object that was made again for it."""
+        """Raises `TransformError` if the region changed an object that was rebuilt for it."""
         for tree, made, leaves in self._made:
             now = pytrees.flatten(made)[0]
             if len(now) != len(leaves) or any(one is not other for one, other in zip(now, leaves, strict=True)):

@@ -1,4 +1,4 @@
-"""Copies of tensors in another dtype, and what it takes to have them stand where the originals are."""
+"""`Converted` and `substituted`: copies of tensors in another dtype, put in the places of the originals for a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memscale.transforms.cast.precision import is_castable
 
 
 class Converted:
-    """The tensors that stand in for others during a call: one for each distinct tensor and dtype."""
+    """The copies that a call makes: one for each distinct tensor and dtype."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, torch.dtype], torch.Tensor] = {}
@@ -23,36 +23,36 @@ class Converted:
         self._versions: list[int] = []
 
     def of(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`tensor` in `dtype`; itself, if that is its dtype."""
+        """Returns `tensor` in `dtype`: a copy, or `tensor` itself if it has that dtype."""
         if tensor.dtype == dtype:
             return tensor
-        # A compiler knows tensors of its graph as keys, but before torch 2.13 no number for them.
+        # While compiling, tensors themselves are the keys: before torch 2.13 a compiler gives them no `id`.
         compiling = torch.compiler.is_compiling()
         key = (tensor if compiling else id(tensor)), dtype
         copy = self._made.get(key)
         if copy is None:
             copy = self._made[key] = tensor.to(dtype)
-            if not compiling:  # which sees nothing of version counts
+            if not compiling:  # a compiler does not see version counters
                 self._originals[id(copy)] = tensor
                 self._versions.append(version(copy))
         return copy
 
     def made(self) -> list[torch.Tensor]:
-        """Every copy so far."""
+        """Returns every copy so far."""
         return list(self._made.values())
 
     def original(self, value: Any) -> Any:
-        """What `value` stands in for; `value` itself if it is not a copy."""
+        """Returns the original of a copy; any other value is returned as it is."""
         return self._originals.get(id(value), value)
 
     def changed(self) -> list[torch.Tensor]:
-        """The originals of copies that were changed in place."""
+        """Returns the originals of copies that were changed in place."""
         copies = list(self._made.values())
         pairs = zip(copies, self._versions, [version(tensor) for tensor in copies], strict=True)
         return [self._originals[id(copy)] for copy, before, now in pairs if now != before]
 
     def refuse_traced_changes(self, why: str) -> None:
-        """At the end of a region that is being compiled: refuse to, with the message `why`, if it changed a copy."""
+        """At the end of a compiled region, makes the compiler refuse it with the message `why` if it changed a copy."""
         for copy in self._made.values():
             _look_at(copy, why)
 
@@ -67,22 +67,23 @@ def _look_at(copy: torch.Tensor, why: str) -> None:
 
 
 def _refuse_traced_change(context: Any) -> None:
-    """Run by the compiler in `_look_at`: the fake tensors of its graphs have versions, also those made by ``.data``."""
+    """Runs inside the compiler, for `_look_at`: its fake tensors have version counters, even those from ``.data``."""
     [storage] = storages([context.get_local("copy").as_fake()])
     inner = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.nn_modules.values()
     for graph in [context.graph(), *(part.graph for part in inner if isinstance(part, torch.fx.GraphModule))]:
         for node in graph.nodes:
             value = node.meta.get("example_value")
             if isinstance(value, torch.Tensor) and version(value) > 0 and storages([value])[0] is storage:
-                # Without `fullgraph` the region is left to Python, whose error names the tensor.
+                # Without `fullgraph` the region then runs in Python, where the error names the tensor.
                 raise torch._dynamo.exc.Unsupported(context.get_local("why").as_python_constant())
 
 
 @contextmanager
 def substituted(captures: Captures, dtype: torch.dtype, copies: Converted, lost: list[torch.Tensor]) -> Iterator[None]:
-    """Run the body with copies in `dtype` in the places of what the region captures.
+    """Within the body, copies in `dtype` replace the tensors that the region captures.
 
-    What the region stores in these places stays there; buffers that it replaced come back, and are put in `lost`.
+    Values that the region stores in these places stay there. Buffers that it replaced are restored and appended to
+    `lost`.
     """
     put: dict[int, Content] = {}
     with copying_ahead():
@@ -102,7 +103,7 @@ def substituted(captures: Captures, dtype: torch.dtype, copies: Converted, lost:
             for key, value in list(now.items() if isinstance(now, dict) else enumerate(now)):
                 now[key] = copies.original(value)
                 if copies.mentioned_in(value) and isinstance(before, dict) and key in before:
-                    now[key] = before[key]  # what an LSTM rebuilds when it finds other weights than it knows
+                    now[key] = before[key]  # a list such as an LSTM rebuilds when it finds unknown weights
                 elif id(place) in buffers and position in put and now[key] is not before[key]:
                     lost.append(before[key])
                     now[key] = before[key]

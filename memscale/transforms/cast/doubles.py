@@ -1,7 +1,7 @@
-"""Modules that stand in for others while a compiler traces a region.
+"""`Doubles`: copies of a region's modules that run in their place while a compiler traces the region.
 
-A compiler follows writes to objects that were made while it traces, and refuses others inside of a checkpoint. So the
-region runs on doubles: new modules of the same classes over the cast state, which share all else.
+A compiler can follow writes to objects that were made during the trace; inside a checkpoint it refuses all other
+writes. So the region runs on new modules of the same classes, which hold the cast state and share everything else.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _OWN = ("_parameters", "_buffers", "_modules", "forward")
 
 
 class Doubles:
-    """The doubles of the modules of a region.
+    """The copies of the modules of a region.
 
     Args:
-        found: the modules, by what is done with them.
-        copies: of the state of those that are cast.
-        dtype: of the copies.
-        compute: of what the others are given and return.
-        natural: in which a kept module without any state computes.
+        found: the modules, sorted by what a cast does with them.
+        copies: makes the copies of their state.
+        dtype: the dtype of the cast state.
+        compute: the dtype of the region's activations.
+        natural: the dtype in which a kept module without state computes.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Doubles:
         self._natural = natural
         self._cast = set(found.cast)
         self._made: dict[nn.Module, nn.Module] = {}
-        self._put: dict[nn.Module, dict[str, Any]] = {}  # cast attributes of doubles
+        self._put: dict[nn.Module, dict[str, Any]] = {}  # the cast attributes of each double
         self._between: dict[nn.Module, torch.dtype | None] = {module: own or natural for module, own in found.kept}
         self._between.update(dict.fromkeys(found.inner))
 
     def rebind(self, part: Any) -> Any:
-        """`part`, which is a module or a function made of modules, over the doubles."""
+        """Returns `part`, a module or a function made of modules, with doubles in place of its modules."""
         if isinstance(part, nn.Module):
             return self._double(part)
         return part if part is None else part.reassembled(self.rebind)
@@ -61,7 +61,7 @@ class Doubles:
         self._put[module] = {}
         forward = module.__dict__.get("forward")
         if module in self._between:
-            # Its forward is that of the module itself: below it, nothing is cast.
+            # The double calls the forward of the original module, so nothing below it is cast.
             double.__dict__["forward"] = Adapted(module, forward, self._between[module], self._compute)
             return double
         if isinstance(forward, Assembled):
@@ -77,10 +77,10 @@ class Doubles:
         return self._copies.of(value, self._dtype) if value is not None and is_castable(value) else value
 
     def give_back(self) -> None:
-        """After the run: attributes that it set on doubles go to the modules themselves.
+        """After the run, copies attributes that the region set on doubles to the original modules.
 
         Raises:
-            TransformError: it has put other parameters or buffers into a double.
+            TransformError: the region has replaced a parameter or buffer of a double.
         """
         for module, double in self._made.items():
             if module in self._cast:

@@ -1,8 +1,8 @@
-"""`cast`: mixed precision as a function of the state.
+"""`cast`: mixed precision as a pure function of the state.
 
-The region runs on copies of its parameters, buffers and arguments in another dtype. The copies are made by the
-differentiable `Tensor.to`, so gradients arrive where the originals are, in their dtype, and nothing outlives the call
-but what autograd saves. While the region runs, each copy stands in the place where its original was found.
+The region runs on copies of its parameters, buffers and arguments in another dtype, each in the place of its original.
+The copies are made by the differentiable `Tensor.to`, so gradients reach the originals in the originals' dtype, and
+only the tensors that autograd saves outlive the call.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Casted(Transformed):
     """A function in mixed precision.
 
     Attributes:
-        traceable: whether a compiler can trace it: a module's forward, of which there can be a copy that calls another
-            module, and whose tensors are all that module's; or a function of its arguments alone.
-        watched_in_training: whether a call in training mode has shown that the region changes no buffer that is cast.
-        watched: the train/eval flags in which a call has been watched for changes behind autograd's back.
+        traceable: whether a compiler can trace the region: the forward of a module that owns all captured tensors, or a
+            function of its arguments alone.
+        watched_in_training: whether a call in training mode has shown that the region changes no cast buffer.
+        watched: the train/eval flags with which a call has been watched for changes that autograd does not see.
     """
 
     def __init__(self, fn: Callable[..., Any], how: Cast) -> None:
@@ -82,7 +82,7 @@ class Casted(Transformed):
         self.watched: set[tuple[bool, ...]] = set()
 
     def look_around(self) -> None:
-        """Find out what `fn` depends on, and that every pattern of `keep` is about some of it."""
+        """Finds out what `fn` depends on; raises `TransformError` if a pattern of `keep` matches none of it."""
         captures = _CastCaptures(self)
         owned = {
             id(value)
@@ -104,7 +104,7 @@ class Casted(Transformed):
             )
 
     def _refuse_sparse(self, captures: _CastCaptures) -> None:
-        """Raise `TransformError` where backward would: PyTorch casts no sparse gradient back."""
+        """Raises `TransformError` for sparse gradients, which PyTorch cannot cast in backward."""
         of = {module: path for root in captures.roots for path, module in root.named_modules()}
         for module in captures.survey.cast:
             if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.sparse:
@@ -117,7 +117,7 @@ class Casted(Transformed):
                 )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In a `try`, so that what Dynamo cannot trace is left to Python as a whole; see `Checkpointed`.
+        # The `try` makes Dynamo run the region in Python as a whole where it cannot trace; see `Checkpointed`.
         try:
             if torch.compiler.is_compiling():
                 return _traced(self, args, kwargs)
@@ -141,8 +141,8 @@ def cast(
 ) -> Transform:
     """A transform that computes a function in another floating dtype: mixed precision without a global switch.
 
-    ``cast(compute=d)(f)(x)`` is ``f`` of ``x.to(d)`` on a state of ``p.to(d)``, and its result cast back. The state
-    itself keeps its dtype, and so do its gradients:
+    ``cast(compute=d)(f)(x)`` is ``f(x.to(d))`` with each parameter ``p`` replaced by ``p.to(d)``, and the result cast
+    back. The parameters keep their dtype, and so do their gradients:
 
     >>> import torch, memscale as ms
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
@@ -157,31 +157,30 @@ def cast(
     >>> y.dtype, model[0].weight.dtype, model[0].weight.grad.dtype
     (torch.float32, torch.float32, torch.float32)
 
-    Cast are floating tensors of 16 bits and more: arguments and results at any depth, parameters, buffers, tensors
-    that the function captures. Each distinct tensor is cast once a call, however often it is used. Integer tensors
-    stay. A `cast` inside a `cast` decides for its own region, and starts from the parameters themselves.
+    Floating tensors of at least 16 bits are cast: arguments and results at any depth, parameters, buffers, and tensors
+    that the function captures. Each distinct tensor is cast once per call. Integer tensors stay. A `cast` inside a
+    `cast` determines the dtypes of its own region, and casts the original parameters.
 
     Args:
         compute: the dtype of floating arguments and activations, as a `torch.dtype` or its name (``"bf16"``).
-        output: the dtype of floating results. `None` is the dtype that the region would have returned by itself: the
-            promoted dtype of its floating arguments, or without any that of its state.
-        params: the dtype of the floating state, where that is to differ from `compute`; `None` is `compute`.
-        keep: path patterns, as in a `Plan` but relative to the region, of the submodules that stay in their own
-            precision: they get their floating inputs in the dtype of their own state, and what they return is cast to
-            `compute`. The pattern ``"<norms>"``, which is the default, stands for what should stay by its structure:
-            leaf modules whose parameters are all vectors, leaf modules with an epsilon and no parameters, and modules
-            with floating buffers and no parameters, such as rotary tables and codebooks. ``()`` keeps nothing; the
-            statistics of a BatchNorm stay all the same.
+        output: the dtype of floating results. None is the dtype that the plain region would return: the promoted dtype
+            of its floating arguments, or of its state if it has none.
+        params: the dtype of the floating state; None is `compute`.
+        keep: path patterns, as in a `Plan` but relative to the region, of submodules that keep their own precision.
+            Their floating inputs are cast to the dtype of their own state, and their outputs to `compute`. The default
+            pattern ``"<norms>"`` selects by structure: leaf modules whose parameters are all vectors, leaf modules with
+            an epsilon and no parameters, and modules with floating buffers and no parameters, such as rotary tables and
+            codebooks. ``()`` keeps none of these; the statistics of a BatchNorm keep their dtype in any case.
 
     Raises:
         ConfigError: a dtype is not a floating dtype of at least 16 bits, or `keep` is not an iterable of patterns.
-        TransformError: when applied, if a pattern of `keep` matches no submodule of the region; when called, if the
-            region changes a tensor that was cast, so that the change would be lost. Under `torch.compile` also if
-            the region is a function that captures modules or tensors, or if nothing has shown that it leaves its
-            buffers alone.
+        TransformError: on application, if a pattern of `keep` matches no submodule of the region. In a call, if the
+            region changes a cast tensor, because the change would be lost. Under `torch.compile` also if the region is
+            a function that captures modules or tensors, or if no earlier call has shown that it leaves its buffers
+            unchanged.
 
-    Cost: saves the difference in size of what backward keeps; pays one copy of each parameter a call. The copies that
-    backward needs live until then; ``compose(checkpoint(), cast())`` keeps none of them.
+    Cost: saves the difference in size of the tensors saved for backward; pays one copy of each parameter per call.
+    Copies that backward needs live until then; ``compose(checkpoint(), cast())`` recomputes them instead.
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.1; the three dtypes are those of
     DeepMind's ``jmp.Policy``.
@@ -217,7 +216,7 @@ def _dtype(argument: str, value: Any) -> torch.dtype:
 
 
 def _casts_in(part: Any) -> list[Casted]:
-    """The casts among the functions that `part` is made of, without those of modules that they call."""
+    """Returns the casts among the functions that `part` is made of, without those of modules that they call."""
     return [part for part in assembled_in(part) if isinstance(part, Casted)]
 
 
@@ -230,21 +229,21 @@ def _survey(region: Casted) -> Survey:
 
 
 def _is_own(region: Casted, root: nn.Module) -> bool:
-    """Whether `region` is the forward of `root`, and does not just call it."""
+    """Whether `region` is the forward of `root` itself."""
     return region in _casts_in(root.__dict__.get("forward"))
 
 
 def _leaves_alone(region: Casted, root: nn.Module) -> bool:
-    """Whether the module whose forward `region` is keeps its own precision, or is cast by another cast inside."""
+    """Whether `root`, whose forward is `region`, keeps its own precision or has another cast inside."""
     return is_kept(root, "", region.how.keep) or len(_casts_in(region.fn)) > 0
 
 
 class _CastCaptures(Captures):
-    """What a region depends on, but for what keeps its own precision.
+    """The captures of a region, without modules that keep their own precision.
 
     Attributes:
-        roots: the topmost modules, the region's own among them.
-        survey: the modules below them, sorted.
+        roots: the topmost modules, including the region's own.
+        survey: the modules below them, sorted by what the cast does with them.
     """
 
     def __init__(self, region: Casted) -> None:
@@ -254,7 +253,7 @@ class _CastCaptures(Captures):
         super().__init__(region.fn)
 
     def _visit(self, thing: Any, home: dict[str, Any] | None) -> None:
-        if not isinstance(thing, Casted):  # a cast inside this one casts its own state, from the originals
+        if not isinstance(thing, Casted):  # an inner cast casts its own state, from the originals
             super()._visit(thing, home)
 
     def _visit_module(self, root: nn.Module) -> None:
@@ -265,7 +264,7 @@ class _CastCaptures(Captures):
             self.survey.seen.update(root.modules())
             return
         added = self.survey.add(root)
-        # Each module by itself: what is below it is visited as one of those that are cast, or not at all.
+        # Each cast module is visited by itself; modules that keep their precision are not visited at all.
         self._seen.update(map(id, self.survey.seen))
         for module in added:
             self._seen.discard(id(module))
@@ -285,7 +284,7 @@ def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
     lies_between = adapted(captures.survey, how.compute, natural)
     flags = captures.flags()
     try:
-        with copying_ahead():  # also of what objects among the arguments hold
+        with copying_ahead():  # also for tensors inside objects among the arguments
             args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
         with (
             own_kernels(captures.survey),
@@ -341,7 +340,7 @@ def _describe(tensor: torch.Tensor, copies: Converted, captures: _CastCaptures, 
 
 
 def _refuse_what_cannot_list(_: Any) -> None:
-    """Run by the compiler: on to Python with what it would not follow, or with `fullgraph` an error that says so."""
+    """Runs inside the compiler: before torch 2.12 it makes the region run in Python, or raise under `fullgraph`."""
     if not internals.has("torch._dynamo.variables.dicts.DunderDictVariable"):
         raise torch._dynamo.exc.Unsupported(
             f"cast() under torch.compile: torch {torch.__version__} cannot trace what attributes a module has, as "
@@ -350,7 +349,7 @@ def _refuse_what_cannot_list(_: Any) -> None:
 
 
 def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
-    """The same under `torch.compile`, which sees nothing of places and of version counts."""
+    """Runs the region under `torch.compile`, which sees neither the places of captured tensors nor version counters."""
     how = self.how
     torch._dynamo.comptime.comptime(_refuse_what_cannot_list)
     if not self.traceable:

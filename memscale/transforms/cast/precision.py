@@ -1,7 +1,7 @@
-"""Which modules of a region compute in the region's precision, and which keep their own.
+"""Decides which modules of a region compute in the region's precision, and which keep their own.
 
-Found by structure, not by a list of names: what makes a normalisation is that it has nothing but vectors to learn, and
-what makes a table (rotary frequencies, a codebook, running statistics) is that it has buffers and nothing to learn.
+The decision is by structure, so no class names are listed: a normalization has only vectors as parameters, and a table
+(rotary frequencies, a codebook, running statistics) has buffers and no parameters.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import nn
 from memscale.core import internals, matches, pytrees
 
 NORMS = "<norms>"
-"""Among the patterns of ``cast(keep=...)``: every submodule that keeps its own precision by structure."""
+"""The pattern of ``cast(keep=...)`` for every submodule that keeps its own precision by structure."""
 
 
 def is_castable(value: Any) -> bool:
-    """Whether `value` is a floating tensor that computes by itself; 8-bit floats only do with their scales."""
+    """Whether `value` is a floating tensor of at least 16 bits; 8-bit floats need their scales to compute."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
 
 
 def promoted(values: Iterable[Any]) -> torch.dtype | None:
-    """The dtype that arithmetic on the floating tensors of `values` gives, `None` without any."""
+    """Returns the promoted dtype of the floating tensors among `values`, or None if there are none."""
     found: torch.dtype | None = None
     for value in values:
         if is_castable(value) and value.dtype != found:
@@ -34,10 +34,10 @@ def promoted(values: Iterable[Any]) -> torch.dtype | None:
 
 
 def keeps_by_structure(module: nn.Module) -> bool:
-    """Whether `module` is a normalisation, or a table that is computed with and not learned.
+    """Whether `module` is a normalization, or a table that is not trained.
 
-    A leaf whose parameters are all vectors or scalars; a leaf without parameters that has an epsilon, as a
-    normalisation without affine parameters does; a module with floating buffers and no parameter in it or below.
+    True for a leaf whose parameters are all vectors or scalars; for a leaf without parameters that has an epsilon, such
+    as a normalization without affine parameters; and for a module with floating buffers and no parameters at any depth.
     """
     if not module._modules:
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -49,20 +49,20 @@ def keeps_by_structure(module: nn.Module) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    # At every call for every module: `nn.Module.parameters` takes ten times as long to say so.
+    # Runs for every module in every call; `nn.Module.parameters` is ten times slower.
     if any(parameter is not None for parameter in module._parameters.values()):
         return True
     return any(child is not None and _has_parameters(child) for child in module._modules.values())
 
 
 class Survey:
-    """The modules that a region reaches, by what a cast does with them.
+    """The modules that a region reaches, sorted by what a cast does with them.
 
     Attributes:
-        cast: their parameters and buffers are cast.
-        kept: each with the dtype of its own state, `None` if it has none; inputs and outputs are adapted.
-        inner: regions of another cast, which cast their own state; outputs are adapted.
-        seen: all of them, and those below.
+        cast: modules whose parameters and buffers are cast.
+        kept: modules that keep their precision, with the dtype of their state or None; inputs and outputs are cast.
+        inner: regions of another cast, which cast their own state; outputs are cast.
+        seen: all of these, and the modules below.
     """
 
     def __init__(self, keep: tuple[str, ...], is_inner: Callable[[nn.Module], bool]) -> None:
@@ -74,7 +74,7 @@ class Survey:
         self.seen: set[nn.Module] = set()
 
     def add(self, root: nn.Module) -> list[nn.Module]:
-        """Sort the modules of `root` that are new here; returns those among them that are cast."""
+        """Sorts the new modules below `root`; returns those that are cast."""
         start = len(self.cast)
         stack = [("", root)]
         while stack:
@@ -90,7 +90,7 @@ class Survey:
                 self._skip(module)
             else:
                 if not isinstance(module, internals.NormBase):
-                    # Kernels of a BatchNorm take float32 statistics with any input, and update them unseen.
+                    # BatchNorm kernels take float32 statistics with any input, and update them unseen by autograd.
                     self.cast.append(module)
                 for name, child in module._modules.items():
                     if child is not None:
@@ -103,7 +103,7 @@ class Survey:
 
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype of the floating state of `module`: of its parameters, or without any of its buffers."""
+    """Returns the promoted dtype of the module's floating parameters, or of its buffers if it has none."""
     if not module._modules:
         return promoted(module._parameters.values()) or promoted(module._buffers.values())
     return promoted(module.parameters()) or promoted(module.buffers())
@@ -115,7 +115,7 @@ def is_kept(module: nn.Module, path: str, keep: tuple[str, ...]) -> bool:
 
 
 def cast_floating(tree: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`tree` with `convert` applied to its floating tensors, at any depth."""
+    """Returns `tree` with `convert` applied to its floating tensors, at any depth."""
 
     leaves, spec = pytrees.flatten(tree)
     return pytrees.unflatten(spec, [convert(leaf) if is_castable(leaf) else leaf for leaf in leaves])
@@ -123,7 +123,7 @@ def cast_floating(tree: Any, convert: Callable[[torch.Tensor], torch.Tensor]) ->
 
 @contextmanager
 def own_kernels(found: Survey) -> Iterator[None]:
-    """Run the body without the fused kernels of `nn.TransformerEncoder`, which pass a kept submodule's forward by."""
+    """Disables the fused kernels of `nn.TransformerEncoder` in the body: they bypass the forward of submodules."""
     mha = torch.backends.mha
     if not found.kept or not mha.get_fastpath_enabled():
         yield

@@ -1,1 +1,1 @@
-"""`offload`: what a region saves, or its parameters, wait on another tier."""
+"""`offload`: keeps the tensors that a region saves for backward, or its parameters, on another tier."""

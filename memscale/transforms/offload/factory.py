@@ -1,4 +1,4 @@
-"""`offload`: keep a region's residuals on another memory tier between forward and backward."""
+"""`offload`: keeps the residuals or the parameters of a region on another memory tier between uses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Offloaded(Transformed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and functorch_state.active():
-            return self.fn(*args, **kwargs)  # one graph with its derivative: nothing is kept that could move
+            return self.fn(*args, **kwargs)  # the graph includes its derivative, so there are no residuals to move
         why = "offload() decides tensor by tensor, while the region runs, what to move"
         return uncompiled(_eager, why, self, args, kwargs)
 
@@ -51,7 +51,7 @@ class Offloaded(Transformed):
 def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | None = None) -> Transform:
     """A transform that keeps what a function saves for backward on another memory tier, and brings it back.
 
-    ``offload()(f)`` computes what ``f`` computes, bit for bit, as do its gradients of any order. What it frees:
+    ``offload()(f)`` computes what ``f`` computes, bit for bit, and so do its gradients of any order. It frees:
 
     >>> import torch, memscale as ms
     >>> def f(x):
@@ -63,13 +63,13 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
     >>> sum(r.nbytes for r in ms.saved_residuals(moved, x) if r.source == "intermediate")
     0
 
-    A tensor moves once nothing but backward needs it. One that is kept on the device anyway (a parameter, what the
-    caller holds, another view of either) is not copied, since that would free nothing, and views of one storage move
-    once. Around `checkpoint` it moves what that keeps: ``compose(offload(), checkpoint())`` moves the region's input.
-    Inside one, ``compose(checkpoint(), offload())``, nothing is left to move.
+    A tensor moves when only backward still needs it. A tensor that stays on the device anyway (a parameter, a tensor
+    that the caller holds, a view of either) is not copied, because that would free nothing, and views of one storage
+    move together. Outside a `checkpoint`, ``compose(offload(), checkpoint())`` moves the checkpoint's inputs. Inside
+    one, ``compose(checkpoint(), offload())``, there is nothing to move.
 
-    ``offload(what="params")`` is about the region's parameters instead: they live on the other tier, where an
-    optimizer finds them and their gradients, and come to the device for forward and again for backward.
+    With ``offload(what="params")`` the region's parameters live on the other tier, where an optimizer finds them and
+    their gradients, and are copied to the device for forward and again for backward:
 
     >>> layer = torch.nn.Linear(1024, 1024)
     >>> fit = ms.transform(layer, {"": ms.offload(what="params")})
@@ -77,23 +77,23 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
     >>> fit.weight is layer.weight, fit.weight.grad.shape
     (True, torch.Size([1024, 1024]))
 
-    Under `torch.compile` the region runs uncompiled, at the price of a graph break.
+    Under `torch.compile` the region runs uncompiled, with a graph break.
 
     Args:
         what: ``"activations"``, what autograd saves between forward and backward, or ``"params"``.
-        tier: where to, ``"pinned"``, ``"pageable"`` or ``"disk"``; ``"auto"`` is the nearest that the device has. When
-            a tier is full the next one is taken, and at the end of the row the tensor stays where it is, with a
-            warning. On a machine without an accelerator the device is RAM, and ``"disk"`` is its only tier.
-        min_bytes: smaller ones stay on the device; `None` is the runtime's, 1 MiB unless configured.
+        tier: ``"pinned"``, ``"pageable"``, ``"disk"``, or ``"auto"`` for the nearest tier that the device has. If a
+            tier is full, the next one is used; if all are full, the tensor stays where it is, with a warning. On a
+            machine without an accelerator the device is RAM, and ``"disk"`` is its only tier.
+        min_bytes: smaller tensors stay on the device; None is the runtime's value, 1 MiB by default.
 
     Raises:
-        ConfigError: an argument is none of these.
-        CorrectnessError: in backward, when a moved tensor was changed in place after it was saved.
-        RuntimeUnavailable: in forward, on a device whose tensors nothing here can move.
-        TransformError: inside a transform of `torch.func`, in a CUDA graph capture, in a forked process, for sparse
+        ConfigError: an argument has another value.
+        CorrectnessError: in backward, if a moved tensor was changed in place after it was saved.
+        RuntimeUnavailable: in forward, if no backend moves tensors of this device.
+        TransformError: inside a transform of `torch.func`, in a CUDA graph capture, in a forked process, or for sparse
             tensors.
 
-    Cost: saves the region's residuals on the device; pays their way out and back, as far as compute does not hide it.
+    Cost: saves the region's residuals on the device; pays the part of the copies that compute does not hide.
 
     Source: Rhu et al., "vDNN: Virtualized Deep Neural Networks" (2016), section III.
     """
@@ -109,7 +109,7 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
 
 
 def _eager(self: Offloaded, args: Any, kwargs: Any) -> Any:
-    # A checkpoint around the region runs it again as a whole: there is nothing to keep, under `torch.func` too.
+    # A surrounding checkpoint recomputes the region as a whole, under `torch.func` too, so there is nothing to keep.
     if not torch.is_grad_enabled() or functorch_state.inside_region():
         return self.fn(*args, **kwargs)
     hooks = hooks_here(self.runtime, self.how.tier, self.how.min_bytes, region=self.title)

@@ -1,4 +1,4 @@
-"""How a region of `offload` saves tensors for backward."""
+"""The saved-tensor hooks with which regions of `offload` run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _autograd = internals.autograd
 
 @contextmanager
 def saving_by(hooks: Hooks | None, how: object) -> Iterator[None]:
-    """Run a region, of the transform `how`, under `hooks`, or under those around it.
+    """Runs a region of the transform `how` under `hooks`, or if None under the surrounding hooks.
 
     Raises:
         TransformError: the region uses a transform of `torch.func`, which refuses hooks.
@@ -35,7 +35,7 @@ def saving_by(hooks: Hooks | None, how: object) -> Iterator[None]:
 
 
 class StreamedHooks(Hooks):
-    """Hooks that know parameters which live on another tier, and leave everything else where it is."""
+    """Hooks that save host parameters by reference, and leave all other tensors on the device."""
 
     def __init__(self, streams: Streams, *args: Any) -> None:
         super().__init__(*args)
@@ -53,12 +53,12 @@ class StreamedHooks(Hooks):
         return self.keep(tensor)
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The same for each, for none of them moves by itself."""
+        """Packs each tensor by `pack`: none of them moves by itself."""
         return [self.pack(tensor.detach()) for tensor in tensors]
 
 
 def _cast_of(tensor: torch.Tensor) -> Home | None:
-    """Where the parameter lives that `tensor` is a cast of, or a view of a cast, as autocast makes them."""
+    """Returns the home of the parameter of which `tensor` is a cast made by autocast, or a view of one; else None."""
     whole = tensor if tensor._base is None else tensor._base
     if type(whole.grad_fn).__name__ != "ToCopyBackward0" or whole.untyped_storage().nbytes() != whole.nbytes:
         return None
@@ -70,7 +70,7 @@ def _cast_of(tensor: torch.Tensor) -> Home | None:
 
 
 class _Cast:
-    """A cast of a parameter that lives on another tier: its bytes would stay, so it is made again."""
+    """A cast of a host parameter: saved as the parameter, and cast again in backward."""
 
     __slots__ = ("_dtype", "_offset", "_saved", "_size", "_stride")
 

@@ -1,8 +1,8 @@
-"""`offload(what="params")`: a region whose parameters live on another tier and come to the device to be used.
+"""`offload(what="params")`: a region whose parameters live on another tier and are loaded to the device for each use.
 
-While the region runs, each of its parameters is replaced, where the region finds it, by a tensor on the device. In the
-graph that is the result of two nodes. The first, on the device, sends the gradient home; the second, on the CPU, waits
-for it and hands it to the parameter. What autograd saves of it is a handle, which brings it back for backward.
+While the region runs, a tensor on the device takes the place of each parameter. In the autograd graph this tensor is
+the result of two nodes: the one on the device copies the gradient to the parameter's tier; the one on the CPU waits for
+the copy and passes the gradient to the parameter. Autograd saves a handle, which loads the tensor again for backward.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from memscale.transforms.offload.saving import StreamedHooks, saving_by
 
 _PATIENCE_SECONDS = 60.0
 _turns_lock = threading.Lock()
-_turns: Any = WeakTensorKeyDictionary()  # by parameter, a lock that its thread holds
+_turns: Any = WeakTensorKeyDictionary()  # for each parameter, a lock held by the thread that uses it
 
 
 class Streamed(Placing):
     """A function whose parameters live on another tier.
 
     Attributes:
-        watched: the train/eval flags of its modules with which it has run already.
-        spreads: whether it was seen on several streams.
+        watched: the train/eval flags of its modules with which it has run.
+        spreads: whether it was seen to use several streams.
     """
 
     def __init__(self, fn: Callable[..., Any], how: Any) -> None:
@@ -66,7 +66,7 @@ class Streamed(Placing):
         return uncompiled(_eager, why, self, args, kwargs)
 
     def place(self, parameters: Sequence[torch.Tensor], device: torch.device) -> list[Home]:
-        """Give `parameters` of `device` homes, as far as they may leave it; where each lives that has one."""
+        """Moves those of `parameters` to the tier that may leave `device`; returns the homes of all that have one."""
         runtime = runtime_for(self.runtime)
         like = torch.empty(0, dtype=torch.uint8, device=device)
         least = self._least_bytes(runtime)
@@ -98,10 +98,10 @@ class Streamed(Placing):
         return runtime.config.min_bytes if self.how.min_bytes is None else self.how.min_bytes
 
     def find(self, captures: Captures, device: torch.device) -> tuple[list[Home], list[torch.Tensor]]:
-        """The parameters with a home, and those that are on another device for another reason."""
+        """Returns the homes of the captured parameters, and other captured parameters that are on another device."""
         own = {id(tensor): tensor for _, _, tensor in captures.tensors if type(tensor) is nn.Parameter}
         if functorch_state.active() or functorch_state.inside_region():
-            own = {}  # a recompute there has made them arguments
+            own = {}  # an outer recompute has made them arguments
         homes = [home for home in self.place(list(own.values()), device) if home.device == device]
         found = {id(home.parameter()) for home in homes}
         if untitled := {id(home.parameter()): home for home in homes if not home.title}:
@@ -134,16 +134,16 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
                 runtime_for(self.runtime).tell(why)
         streams = Streams([device] if homes else [])
         stand_ins = stack.enter_context(_on_device(homes))
-        # A transform of `torch.func` refuses the hooks, and keeps what it saves itself.
+        # A transform of `torch.func` refuses hooks, and keeps its residuals itself.
         if homes and torch.is_grad_enabled() and not functorch_state.active() and not functorch_state.inside_region():
             hooks = hooks_here(self.runtime, self.how.tier, None, functools.partial(StreamedHooks, streams))
             stack.enter_context(saving_by(hooks, self.how))
         on_device = list(stand_ins.values())
-        stack.callback(on_device.clear)  # before the parameters leave: their memory is free from there on
-        stack.callback(streams.lend, on_device)  # the caller may let them meet after the region, or it failed
+        stack.callback(on_device.clear)  # before the parameters leave, so that their memory is freed then
+        stack.callback(streams.lend, on_device)  # other streams may have used them, even if the region failed
         stand_ins |= {id(stray): stray.to(device) for stray in strays}
         stack.enter_context(_standing_in(captures, stand_ins))
-        # Not told apart in a simulation: under a mode PyTorch adds attention's mask out of place, as on a card.
+        # The same in a simulation: under a dispatch mode PyTorch adds the attention mask out of place, as on a card.
         watch = bool(homes) and captures.flags() not in self.watched
         why = "is lost; make the change in place under torch.no_grad()"
         with (
@@ -158,16 +158,16 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
 
 
 def _take_turns(stack: ExitStack, captures: Captures, how: object) -> bool:
-    """Let no other thread run a streamed region with parameters of `captures` until `stack` ends.
+    """Makes other threads wait that run a streamed region with parameters of `captures`, until `stack` ends.
 
-    Every thread finds what stands for a parameter in the same place. One that came second would compute with a tensor
-    that another stream brings, and put it back as the parameter when it is through.
+    All threads find the device tensor of a parameter in the same place. A second thread would compute with a tensor
+    that belongs to another stream, and store it as the parameter afterwards.
 
     Returns:
-        whether `captures` is as it was: what stood for parameters in another thread is gone now.
+        Whether `captures` is still valid: False if it contains device tensors of another thread, which are gone by now.
 
     Raises:
-        CorrectnessError: the other thread does not come to its end.
+        CorrectnessError: the other thread's region did not end within a minute.
     """
     is_as_it_was, wanted = True, {}
     for _, _, tensor in captures.tensors:
@@ -178,7 +178,7 @@ def _take_turns(stack: ExitStack, captures: Captures, how: object) -> bool:
         if type(parameter) is nn.Parameter:
             turn = wanted[id(parameter)] = _turn_of(parameter)
             is_as_it_was = is_as_it_was and (parameter is tensor or turn._is_owned())  # type: ignore[attr-defined]
-    for _, turn in sorted(wanted.items()):  # one order for all threads
+    for _, turn in sorted(wanted.items()):  # the same order in all threads, to prevent deadlocks
         if not turn.acquire(timeout=_PATIENCE_SECONDS):
             raise CorrectnessError(
                 f"the region of {how!r} waited a minute for a parameter that another thread's region has on the "
@@ -197,7 +197,7 @@ def _turn_of(parameter: nn.Parameter) -> threading.RLock:
 
 
 class _OnDevice(Origin):
-    """A parameter that a region has on the device, with the version that it had."""
+    """The origin of a tensor on the device: its host parameter, with the version it had."""
 
     __slots__ = ("home", "version")
 
@@ -207,25 +207,25 @@ class _OnDevice(Origin):
 
     def note(self, stand_in: torch.Tensor) -> Note:
         parameter = self.home.parameter()
-        assert parameter is not None, "the region holds it"
+        assert parameter is not None, "the region holds the parameter"
         return _AtHome(self.home, parameter.detach(), self.version, stand_in.requires_grad)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AtHome(Note):
-    """A note of a parameter that a region had on the device."""
+    """What a checkpoint keeps of a device tensor of a host parameter."""
 
     home: Home
-    contents: torch.Tensor  # where it lives; the region's own parameter may be another one by then
+    contents: torch.Tensor  # keeps the memory alive; the module may have another parameter by then
     version: int
     requires_grad: bool
 
     @contextmanager
     def bring_back(self, notes: Sequence[_AtHome]) -> Iterator[dict[_AtHome, torch.Tensor]]:
-        """See `Note.bring_back`.
+        """Loads the parameters of `notes` to the device for the body; see `Note.bring_back`.
 
         Raises:
-            CorrectnessError: one of the parameters was changed in place since.
+            CorrectnessError: a parameter was changed in place since.
         """
         for note in notes:
             if (now := note.home.version()) not in (-1, note.version):
@@ -240,14 +240,14 @@ class _AtHome(Note):
 
 @contextmanager
 def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
-    """What stands for each parameter in a region, by the parameter's id, for as long as the region runs."""
+    """Yields the device tensor of each parameter, by the parameter's id, for as long as the region runs."""
     stand_ins: dict[int, torch.Tensor] = {}
     trained: list[tuple[Home, torch.Tensor, Any]] = []
     sequence = None
     with ExitStack() as stack:
         for home, tensor in _enter(stack, homes):
             parameter = home.parameter()
-            assert parameter is not None, "the region holds it"
+            assert parameter is not None, "the region holds the parameter"
             if torch.is_grad_enabled() and parameter.requires_grad:
                 received = _Receive.apply(parameter, home)  # type: ignore[no-untyped-call]
                 if sequence is None:
@@ -256,11 +256,11 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
                 tensor = _Stream.apply(received, home, [tensor])  # type: ignore[no-untyped-call]
                 trained.append((home, tensor, tensor.grad_fn))
             else:
-                parameter.detach()  # an operator, for a checkpoint around that refuses to run with a changed parameter
+                parameter.detach()  # records a use of the parameter, whose version a checkpoint around then checks
                 tensor.requires_grad_(parameter.requires_grad)
             stand_for(_OnDevice(home, version(parameter)), tensor)
             stand_ins[id(parameter)] = tensor
-            del tensor  # likewise
+            del tensor  # frees the device memory when the region ends
         try:
             yield stand_ins
         finally:
@@ -283,11 +283,11 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
 
 
 def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torch.Tensor]]:
-    """The homes with their tensors on the device, which leave it when `stack` ends."""
+    """Yields the homes with their tensors on the device, which are freed when `stack` ends."""
     for mover in {id(home.mover): home.mover for home in homes}.values():
         mine = [home for home in homes if home.mover is mover]
         visit = Visit()
-        stack.push(functools.partial(_exit, mover, visit))  # before it begins: that may fail halfway
+        stack.push(functools.partial(_exit, mover, visit))  # before `enter`, which may fail halfway
         with unrecorded():
             tensors = mover.enter(visit, mine)
         yield from zip(mine, tensors, strict=True)
@@ -303,7 +303,7 @@ _ASKS_THE_PARAMETER = {_T.grad.__get__, _T.grad.__set__, _T.requires_grad.__set_
 
 
 class _GradientsWatch(TorchFunctionMode):
-    """Raises `TransformError` when a region asks of a parameter on the device what only the one at home has."""
+    """Raises `TransformError` if a region reads or sets on a device tensor what only its parameter has."""
 
     def __init__(self, how: object) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class _GradientsWatch(TorchFunctionMode):
 
 
 class _Receive(torch.autograd.Function):
-    """The parameter in the graph: where its gradient has to be complete."""
+    """The node on the CPU, through which the gradient reaches the parameter after its copy."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, home: Home) -> torch.Tensor:
@@ -337,7 +337,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Stream(torch.autograd.Function):
-    """The parameter's bytes on the device; backward sends the gradient where the parameter lives."""
+    """The node on the device, whose backward copies the gradient to the parameter's tier."""
 
     @staticmethod
     def forward(ctx: Any, at_home: torch.Tensor, home: Home, arrived: list[torch.Tensor]) -> torch.Tensor:
@@ -356,7 +356,7 @@ class _Stream(torch.autograd.Function):
 
 @contextmanager
 def _standing_in(captures: Captures, stand_ins: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Run the body with `stand_ins` wherever `captures` has the tensors of these ids."""
+    """Within the body, `stand_ins` replace the tensors with these ids in all places of `captures`."""
     before: list[tuple[Any, Any]] = []
     try:
         for place, content in zip(captures.places, captures.contents, strict=True):
@@ -375,7 +375,7 @@ def _standing_in(captures: Captures, stand_ins: dict[int, torch.Tensor]) -> Iter
 
 
 def _put_back_new(place: Attributes, before: Any) -> None:
-    """What the region has stored of its stand-ins, as an LSTM does in a new list of its weights, are parameters."""
+    """Replaces device tensors that the region has stored, as an LSTM does in a list of weights, by their parameters."""
     for key, value in read(place).items():  # type: ignore[union-attr]
         if value is before.get(key):
             continue
@@ -394,7 +394,7 @@ def _parameter_of(stand_in: torch.Tensor) -> torch.Tensor:
 
 
 def _put(place: Any, entries: Sequence[tuple[Any, Any]]) -> None:
-    """Put values into `place` and leave its other entries as they are now."""
+    """Sets `entries` in `place`, and leaves its other entries unchanged."""
     if isinstance(place, dict):
         place.update(entries)
         return
@@ -405,7 +405,7 @@ def _put(place: Any, entries: Sequence[tuple[Any, Any]]) -> None:
 
 
 def _device(captures: Captures, arguments: Sequence[torch.Tensor]) -> torch.device | None:
-    """Where the region computes: with its arguments, or else with its own tensors; `None` without values."""
+    """Returns the device of the arguments, else of the captured tensors; None for tensors without values."""
     tensors = [*arguments, *[tensor for _, _, tensor in captures.tensors]]
     if any(isinstance(tensor, internals.FakeTensor) or tensor.is_meta for tensor in tensors):
         return None

@@ -1,1 +1,1 @@
-"""`tile`: a region in pieces of its input."""
+"""`tile`: runs a region on pieces of its input."""

@@ -1,7 +1,7 @@
-"""What pieces recompute from, shown to a recompute around them before the first of them runs.
+"""Packs the arguments of all pieces of a tiled region before the first piece runs, for a surrounding recompute.
 
-A checkpoint around a tiled region runs again up to the last tensor that its backward asks for, and what pieces keep are
-such tensors. If each piece's were shown when its turn comes, all pieces but the last would run for nothing.
+A checkpoint around a tiled region recomputes up to the last tensor that backward asks for, and the arguments of pieces
+are among these tensors. If they were packed piece by piece, all pieces but the last would be recomputed in vain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memscale.transforms.tile.cutting import Cut
 
 
 class Ahead(PacksSeveral):
-    """The arguments of all pieces, as the hooks around have them; for hooks that recompute."""
+    """The arguments of all pieces, packed by the surrounding hooks, which recompute."""
 
     def __init__(self, cut: Cut, hooks: Any) -> None:
         self._pack, self._unpack = hooks
@@ -37,7 +37,7 @@ class Ahead(PacksSeveral):
 
     @contextmanager
     def piece(self, number: int, leaves: Sequence[Any]) -> Iterator[None]:
-        """While a piece runs, with these leaves of its arguments."""
+        """Within the body, piece `number` runs with `leaves` as the leaves of its arguments."""
         self._current = {id(leaves[at]): packed for at, packed in self._pieces[number].items()}
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self._unpack):
@@ -46,11 +46,11 @@ class Ahead(PacksSeveral):
             self._current = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Called by autograd with what it would save."""
+        """Packs a tensor that autograd saves."""
         return self._pack(tensor)
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Called by a region with what it would keep."""
+        """Packs tensors that a region keeps; arguments of the piece are packed already."""
         return [
             self._current[id(tensor)] if id(tensor) in self._current else self._pack(tensor.detach())
             for tensor in tensors
@@ -58,6 +58,6 @@ class Ahead(PacksSeveral):
 
 
 def shown_ahead(cut: Cut) -> Ahead | None:
-    """The arguments of the pieces of `cut`, if a recompute is around them."""
+    """Returns the packed arguments of the pieces of `cut` if a recompute surrounds the region, else None."""
     hooks = hooks_around()
     return Ahead(cut, hooks) if hooks is not None and recomputes(hooks[1]) else None

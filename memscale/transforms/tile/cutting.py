@@ -1,4 +1,4 @@
-"""How the arguments of one call of a tiled region are cut, and the outputs of its pieces put together."""
+"""`Cut` and `Joined`: cut the arguments of one call of a tiled region, and join the outputs of its pieces."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from memscale.core import TransformError, modules_in, pytrees
 from memscale.transforms.tile.head.deferred import Deferred, materialize
 from memscale.transforms.tile.pieces import Sink
 
-# What pieces of an output have in common: dtype, sizes (None where they are joined), device.
+# The dtype, sizes (None for the joined dimension) and device that pieces of an output share.
 _Kind = tuple[torch.dtype, list[int | None], torch.device]
 
 
 class Cutting(Protocol):
-    """What of a `tile` says where to cut and to join; its ``repr`` is what errors call it."""
+    """The part of `tile` that says where to cut and to join; errors show its ``repr``."""
 
     @property
     def dim(self) -> int:
-        """The dimension that is cut."""
+        """The dimension to cut."""
 
     @property
     def in_dims(self) -> Any:
-        """Those of the arguments, by the caller; ``...`` is the rule by sizes."""
+        """The dimensions of the arguments to cut; ``...`` applies the rule by sizes."""
 
     @property
     def out_dims(self) -> Any:
-        """Those of the outputs."""
+        """The dimensions along which outputs are joined; ``...`` applies the rule by sizes."""
 
     @property
     def reduce(self) -> str | None:
-        """What becomes of outputs that are not joined."""
+        """What happens to outputs that are not joined: ``"sum"``, ``"mean"`` or None."""
 
     def ranges(self, total: int) -> list[tuple[int, int]]:
-        """The start and length of each piece."""
+        """Returns the start and length of each piece of `total` rows."""
 
 
 class Cut:
-    """How one call's arguments are cut: which leaves, along which dimension, at which ranges."""
+    """How the arguments of one call are cut: which leaves, along which dimension, at which ranges."""
 
     def __init__(self, how: Cutting, args: Any, kwargs: Any) -> None:
         _refuse_packed(how, (*args, *kwargs.values()))
@@ -52,7 +52,7 @@ class Cut:
             _refuse_layout(how, self.leaves[index])
         if not self.dims:
             raise TransformError(f"{how!r} found no tensor argument to cut; give one a dimension with in_dims")
-        # Not a set: for its hash a compiler would fix a size that it keeps open.
+        # A list, because hashing a size in a set would make a compiler fix a dynamic size.
         sizes = [self.leaves[index].shape[dim] for index, dim in self.dims.items()]
         self.total = sizes[0]
         if any(size != self.total for size in sizes):
@@ -67,7 +67,7 @@ class Cut:
         tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             return {}
-        first = pytrees.tensors([*args, *kwargs.values()])[0]  # as passed: leaves are in the order of names
+        first = pytrees.tensors([*args, *kwargs.values()])[0]  # in the order of the call; leaves are sorted by name
         for _, leaf in tensors:
             if leaf.is_nested:
                 _refuse_layout(how, leaf)
@@ -83,7 +83,7 @@ class Cut:
         }
 
     def _explicit(self, how: Cutting, args: Any, kwargs: Any) -> dict[int, int]:
-        """The cut dimensions from `in_dims`; keyword arguments follow the default rule unless it is a tuple."""
+        """Returns the dimension of each leaf by `in_dims`; an int holds for keyword arguments too."""
         wanted: list[Any] = []
         if isinstance(how.in_dims, tuple) and len(how.in_dims) != len(args):
             raise TransformError(
@@ -101,7 +101,7 @@ class Cut:
 
 
 def broadcast(dims: Any, tree: Any, into: list[Any]) -> None:
-    """Append the entry of `dims` that covers each leaf of `tree`; a tuple of dims follows a tuple or list."""
+    """Appends to `into` the entry of `dims` for each leaf of `tree`; a tuple of dims follows a tuple or list."""
     if isinstance(dims, tuple):
         if not isinstance(tree, (tuple, list)) or len(tree) != len(dims):
             raise TransformError(f"tile: the dimensions {dims!r} do not match the structure of {type(tree).__name__}")
@@ -112,7 +112,7 @@ def broadcast(dims: Any, tree: Any, into: list[Any]) -> None:
 
 
 class Joined:
-    """The outputs of the pieces, put together as they come."""
+    """Joins the outputs of the pieces as they arrive."""
 
     def __init__(self, how: Cutting, total: int, *, thrifty: bool) -> None:
         self._how = how
@@ -157,7 +157,7 @@ class Joined:
                 )
 
     def _refuse_another_kind(self, index: int, leaf: torch.Tensor, dim: int | None) -> None:
-        # A sum broadcasts, and a copy into its place casts too, where `cat` would not.
+        # Adding broadcasts, and copying casts: without this check they would accept what `cat` refuses.
         kind = _kind(leaf, dim)
         if self._kinds.setdefault(index, kind) != kind:
             one, another = _spelled(*self._kinds[index]), _spelled(*kind)
@@ -173,7 +173,7 @@ class Joined:
         return pytrees.unflatten(self._spec, self._leaves)
 
     def dims(self, output: Any, leaves: list[Any], length: int) -> dict[int, int]:
-        """Along which dimension each of the leaves of a piece's output is put beside those of the others, by number."""
+        """Returns, by the index of each joined leaf of a piece's output, the dimension along which it is joined."""
         if self._how.out_dims is not ...:
             wanted: list[Any] = []
             broadcast(self._how.out_dims, output, wanted)
@@ -221,7 +221,7 @@ def _refuse_layout(how: Cutting, tensor: torch.Tensor) -> None:
 
 
 def _kind(leaf: torch.Tensor, dim: int | None) -> _Kind:
-    # Not as text: sizes that the compiler keeps open compare, but do not print.
+    # Compared as numbers, not as text: dynamic sizes of a compiler compare and do not print.
     shape: list[int | None] = list(leaf.shape)
     if dim is not None:
         shape[dim] = None
@@ -234,21 +234,21 @@ def _spelled(dtype: torch.dtype, shape: list[int | None], device: torch.device) 
 
 
 def _real(leaf: Any) -> Any:
-    # What is cut or joined goes through functions of autograd, which see the object and not the logits behind it.
+    # Cutting and joining use autograd functions, which would get the lazy object and not its logits.
     return materialize(leaf) if isinstance(leaf, Deferred) else leaf
 
 
 def _equal(a: Any, b: Any) -> bool:
     try:
         return a is b or bool(a == b)
-    except (RuntimeError, TypeError, ValueError):  # of tensors and arrays of several elements, or of other shapes
+    except (RuntimeError, TypeError, ValueError):  # tensors and arrays of several elements, or of other shapes
         return False
 
 
 def refuse_time(how: Cutting, fn: Any, cut: Cut) -> None:
-    """Raise `TransformError` if `fn` is a recurrent layer and `how` cuts it anywhere else than over the batch.
+    """Raises `TransformError` if `fn` is a recurrent layer and `how` cuts anything but the batch.
 
-    Sizes do not tell: the state of one layer is as long in front as a piece of one step.
+    Sizes alone do not show it: the state of a one-layer RNN has the same first size as a piece of one step.
     """
     module = next(modules_in(fn), None)
     if not isinstance(module, nn.RNNBase):

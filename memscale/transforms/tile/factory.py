@@ -1,4 +1,4 @@
-"""`tile`: run a region on pieces of its input, so that its large intermediates never exist whole."""
+"""`tile`: runs a region on pieces of its input, so that its large intermediates never exist whole."""
 
 from __future__ import annotations
 
@@ -71,22 +71,22 @@ class Tile(Transform):
         return region
 
     def ranges(self, total: int) -> list[tuple[int, int]]:
-        """The (start, length) of each piece of `total` rows."""
+        """Returns the (start, length) of each piece of `total` rows."""
         if self.size is not None:
             return [(start, min(self.size, total - start)) for start in range(0, total, self.size)]
         assert self.chunks is not None
-        # Not `min`, which stays in the lengths of all layers to come where a compiler keeps `total` open.
+        # A conditional, because `min` of a dynamic size would stay in the sizes of all later layers under a compiler.
         pieces = self.chunks if total >= self.chunks else total
         bounds = [index * total // pieces for index in range(pieces + 1)] if pieces else []
         return [(start, stop - start) for start, stop in pairwise(bounds)]
 
     def rows(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` on pieces of its arguments' first dimension."""
+        """Returns `fn` run on pieces of its arguments' first dimension."""
         return Tiled(fn, Tile(self.chunks, self.size))
 
     @property
     def by_rule(self) -> bool:
-        """Whether inputs and outputs are cut and joined by the default rule alone."""
+        """Whether inputs and outputs are cut and joined by the default rule."""
         return self.in_dims is ... and self.out_dims is ... and self.reduce is None
 
 
@@ -104,7 +104,7 @@ def tile(
 ) -> Transform:
     """A transform that runs a function on pieces of its tensor arguments, one after the other.
 
-    ``tile(chunks=2)(f)(x)`` is ``cat([f(x[:n]), f(x[n:])])``, for a function that treats the rows of `x` alone:
+    ``tile(chunks=2)(f)(x)`` is ``cat([f(x[:n]), f(x[n:])])``, for a function that treats each row of `x` by itself:
 
     >>> import torch, memscale as ms
     >>> def f(x, w):
@@ -116,35 +116,36 @@ def tile(
     >>> kept(f), kept(ms.tile(chunks=4)(f))
     (32000, 0)
 
-    A piece recomputes: forward keeps the region's input only, and backward takes one piece at a time through forward
-    and backward, so that no two pieces' residuals are alive together. Random numbers (dropout) are drawn piece by
-    piece, in order; the recompute of a piece repeats its draws.
+    Each piece recomputes: forward keeps the region's input only, and backward runs the forward and the backward of one
+    piece after the other, so that the residuals of one piece exist at a time. Random numbers (dropout) are drawn piece
+    by piece, in order; the recompute of a piece repeats its draws.
 
-    On a linear output projection (the `lm_head` of a language model) the result is *deferred*: see `docs/loss-head.md`.
+    On a linear output projection (the `lm_head` of a language model) the result is a lazy tensor: see
+    `docs/loss-head.md`.
 
     Args:
-        chunks: into how many pieces, as even as possible; more pieces than rows means one row a piece.
-        size: or the rows of a piece, the last one shorter.
-        dim: the dimension that is cut. Negative counts from the end, of each tensor.
-        in_dims: by default every tensor argument, at any depth, whose size along `dim` is that of the first tensor
-            argument is cut and the others are passed whole. A dimension, `None` (whole), or a tuple of these by
-            positional argument overrides that, in the spirit of `torch.vmap`.
-        out_dims: by default every tensor output as long along `dim` as the piece is concatenated. A dimension,
-            `None` (reduced), or a tuple of these by output overrides that.
-        reduce: what becomes of outputs that are not concatenated: ``"sum"``, or ``"mean"`` weighted by the sizes of
-            the pieces. `None` refuses them.
-        recompute: `False` keeps every piece's residuals, and bounds the temporaries of forward only.
-        late_gradient: `True` makes the gradient of a tied loss head's weight when backward has that of the embedding,
-            also where numbers have more than 16 bits: it is not there in between, for one product more of the logits'
-            size. On anything else it changes nothing.
+        chunks: the number of pieces, of sizes as even as possible; with fewer rows than that, each row is a piece.
+        size: instead of `chunks`, the number of rows in a piece; the last piece may be shorter.
+        dim: the dimension to cut; a negative one counts from the end, for each tensor.
+        in_dims: by default every tensor argument, at any depth, that has the size of the first tensor argument along
+            `dim` is cut, and all others are passed whole. A dimension, None (whole), or a tuple of these by positional
+            argument replaces that rule, as in `torch.vmap`.
+        out_dims: by default every tensor output that has the size of the piece along `dim` is concatenated. A
+            dimension, None (reduced), or a tuple of these by output replaces that rule.
+        reduce: how to combine outputs that are not concatenated: ``"sum"``, or ``"mean"`` weighted by the sizes of the
+            pieces. None refuses such outputs.
+        recompute: False keeps the residuals of every piece, so that only the temporaries of forward become smaller.
+        late_gradient: True computes the gradient of a tied loss head's weight only when backward has the gradient of
+            the embedding, for dtypes wider than 16 bits as well (16-bit ones always do so). It saves a gradient of the
+            weight's size in between, and pays one more product of the logits' size. Other regions are unaffected.
 
     Raises:
-        ConfigError: arguments out of range, or not exactly one of `chunks` and `size`.
-        TransformError: at the call, when nothing can be cut, when an output is neither concatenated nor reduced, or
-            when the region does what pieces would change (BatchNorm statistics over the rows) or repeat (filling a
-            cache that it is given).
+        ConfigError: an argument is out of range, or not exactly one of `chunks` and `size` is given.
+        TransformError: in a call, if nothing can be cut, if an output is neither concatenated nor reduced, or if the
+            region does something that pieces would change (BatchNorm statistics over the rows) or repeat (filling a
+            cache that is an argument).
 
-    Cost: saves all but one piece of the region's residuals and temporaries; pays its forward again, in smaller
+    Cost: saves all but one piece of the region's residuals and temporaries; pays the region's forward again, in smaller
     kernels.
 
     Source: Liu and Abbeel, "Blockwise Parallel Transformer" (2023), section 3; Hsu et al., "Liger Kernel" (2024).
@@ -178,9 +179,9 @@ class Tiled(Transformed):
     """A tiled function.
 
     Attributes:
-        captured: the modules that `fn` reaches, where it is neither a module nor made of modules.
-        normalizes: whether code of the user's that `fn` runs names `batch_norm`.
-        watched: in which modes (whether any module trains) a piece of a whole call has been watched.
+        captured: the modules that `fn` reaches, if it is neither a module nor made of modules.
+        normalizes: whether user code that `fn` runs names `batch_norm`.
+        watched: the modes (whether any module trains) in which a piece has been watched.
     """
 
     how: Tile
@@ -189,34 +190,34 @@ class Tiled(Transformed):
     def __init__(self, fn: Callable[..., Any], how: Tile) -> None:
         super().__init__(fn, how)
         self.body = Checkpointed(fn, Checkpoint(nothing_saveable if how.recompute else everything_saveable))
-        self._projects: dict[tuple[bool, ...], bool] = {}  # by the train/eval flags, for dropout is no projection
-        self._watched: set[tuple[bool, ...]] = set()  # the train/eval flags in which a piece has been watched
+        self._projects: dict[tuple[bool, ...], bool] = {}  # by train/eval flags, because dropout makes it no projection
+        self._watched: set[tuple[bool, ...]] = set()  # the train/eval flags with which a piece has been watched
         self.captured: list[nn.Module] = []
         self.normalizes = False
         self.watched: tuple[bool, ...] = ()
 
     def look_around(self) -> None:
-        """Find out what a compiler's trace of `fn` will not show."""
+        """Finds out what a compiler's trace of `fn` does not show."""
         if not is_of_modules(self.fn):
             self.captured = Captures(self.fn).modules
         self.normalizes = names([self.fn, *self.captured], "batch_norm")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In a `try`, so that what Dynamo cannot trace is left to Python as a whole; see `Checkpointed`.
+        # The `try` makes Dynamo run the region in Python as a whole where it cannot trace; see `Checkpointed`.
         try:
             if torch.compiler.is_compiling():
                 refuse_compiled([self.fn, *self.captured], self.normalizes, self.watched, self.how)
                 return self.run(args, kwargs)
         finally:
             pass
-        # Its pieces would be compiled one by one, and no watch would see them.
+        # Compiled piece by piece, the region would escape the watches.
         return without_dynamo(Tiled.run)(self, args, kwargs)
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """What a call computes, once the question of a compiler is settled."""
+        """Runs the region, compiled or not."""
         compiling = torch.compiler.is_compiling()
         if not compiling and not functorch_state.active() and functorch_state.forward_ad():
-            return self.fn(*args, **kwargs)  # what puts pieces together knows nothing of tangents
+            return self.fn(*args, **kwargs)  # `_Put` has no forward-mode derivative
         if self._is_projection(args, kwargs):
             self._refuse_freed_weight()
             return defer(self.fn, args[0], self.how)
@@ -228,7 +229,7 @@ class Tiled(Transformed):
             joined = Joined(self.how, cut.total, thrifty=False)
             return independence.prove(self.body, parts, Captures(self.fn, follows=True), cut, joined, repr(self.how))
         refuse_time(self.how, self.fn, cut)
-        # The chains of `_pieces` write in place, which neither torch.func nor a compiler's trace can follow.
+        # The chained buffers write in place, which neither torch.func nor a compiler's trace can follow.
         thrifty = not (compiling or functorch_state.active())
         sources = {index: Source(cut.leaves[index], cut.dims[index], thrifty=thrifty) for index in cut.dims}
         joined = Joined(self.how, cut.total, thrifty=thrifty)
@@ -254,7 +255,7 @@ class Tiled(Transformed):
         return joined.result()
 
     def _guarded(self, whole: list[torch.Tensor], cut: Cut) -> Callable[..., Any]:
-        """The body of one call: every piece sees the Python state that the first one saw, so a counter counts once."""
+        """Returns the body for one call: each piece sees the Python state of the first, so that counters count once."""
         captures = Captures(self.fn, follows=True)
         flags = captures.flags()
         first = True
@@ -269,7 +270,7 @@ class Tiled(Transformed):
                     lambda index: captures.describe(*captures.tensors[index][:2]),
                     self.how,
                     "every piece would do again; use checkpoint() for this region, or make the change outside of it",
-                    watch=False,  # for changes in place there is a watch of our own
+                    watch=False,  # `RowwiseWatch` looks for changes in place
                 ):
                     return piece(*args, **kwargs)
             return piece(*args, **kwargs)
@@ -290,7 +291,7 @@ class Tiled(Transformed):
         return run
 
     def _refuse_freed_weight(self) -> None:
-        """Logits that are made when the loss asks for them need the weight then."""
+        """Raises `TransformError` if FSDP2 frees the weight after the forward: lazy logits need it in the loss."""
         below = [module for root in modules_in(self.fn) for module in root.modules()]
         if any(group.post_forward_mesh_info is not None for each in below for group in fsdp_groups_of(each)):
             raise TransformError(

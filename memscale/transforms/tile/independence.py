@@ -1,8 +1,8 @@
-"""Whether a region's rows are independent: the dimension of the rows is followed through each operator that it runs.
+"""Proves that a region's rows are independent, by following the dimension of the rows through each operator.
 
-`rowwise` refuses what is seen to couple rows; here the opposite is shown, operator by operator, for whoever cuts a
-region that nobody has asked to cut. What no rule speaks of is no proof. A region may also know how many rows it has,
-and compute with that: it runs twice, with one row less and with all of them, and must do the same.
+`rowwise` refuses operators that are seen to couple rows. This module proves the opposite, for a planner that tiles
+regions on its own: an operator without a rule is no proof. A region may also know its number of rows and compute with
+it, so the region runs twice, with all rows and with one row less, and must do the same.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from memscale.transforms.tile.numbers import arguments_of, told
 from memscale.transforms.tile.row_rules import Call, Rows, draws, is_known, rule_of
 from memscale.transforms.tile.rowwise import RowwiseWatch, names
 
-#: Of one row nothing tells where a view puts it among other dimensions of size one, and one of them is left out.
+#: With one row, a view does not show which of several dimensions of size one holds the rows; with two, one run has one.
 FEWEST_ROWS = 3
 
 
-# What fills a tensor with one number, which `told` tells.
+# Operators that fill a tensor with one number, which `told` spells out.
 _FILLED = frozenset(getattr(torch.ops.aten, name).default for name in ("zeros", "ones", "full"))
 
 
@@ -39,11 +39,11 @@ _local = _Local()
 
 @contextmanager
 def proven_rows() -> Iterator[None]:
-    """While the body runs, regions that would be cut run whole instead, and must have independent rows.
+    """Within the body, regions of `tile` run whole instead of in pieces, and must have provably independent rows.
 
     Raises:
-        TransformError: at the call; an operator couples its rows, or is not known not to, or what is computed depends
-            on how many rows there are.
+        TransformError: in a call, if an operator couples rows or has no rule, or if the computation depends on the
+            number of rows.
     """
     before, _local.wanted = _local.wanted, True
     try:
@@ -58,7 +58,7 @@ def may_be_proven(operators: Collection[str]) -> bool:
 
 
 def is_wanted() -> bool:
-    """Whether rows are to be proven independent rather than cut."""
+    """Whether `tile` is to prove rows independent instead of cutting them."""
     return _local.wanted
 
 
@@ -66,7 +66,7 @@ class IndependenceWatch(RowwiseWatch):
     """Raises `TransformError` at an operator that is not known to compute each row by itself.
 
     Attributes:
-        done: what ran, and with which numbers, as it would read with any other number of rows.
+        done: the operators that ran, with their numbers, spelled independently of the number of rows.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class IndependenceWatch(RowwiseWatch):
         self.done: list[str] = []
         self._count = next(tensor.shape[dim] for tensor, dim in rows.items())
         self._places: dict[object, Rows] = {}
-        self._alive: list[torch.UntypedStorage] = []  # another tensor would get the address of one that is gone
+        self._alive: list[torch.UntypedStorage] = []  # kept, because a new storage could get the same address
         for tensor, dim in rows.items():
             self._note(tensor, Rows(dim))
 
@@ -90,8 +90,8 @@ class IndependenceWatch(RowwiseWatch):
             if rule is None and draws(func):
                 raise self._unproven(func)
             result = super().on_call(func, args, kwargs)
-            # States begin with zeros, as many as there are rows. A length that is theirs by chance is another one of
-            # the two runs, which then differ.
+            # Recurrent states begin as zeros with one entry per row. A length that equals the number of rows by chance
+            # differs between the two runs, which then differ.
             if func in _FILLED and result.shape.count(self._count) == 1:
                 filled = Rows(result.shape.index(self._count))
                 self._note(result, filled)
@@ -109,7 +109,7 @@ class IndependenceWatch(RowwiseWatch):
             raise self._unproven(func)
         result = super().on_call(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags and before is not None:
-            self._note(given["self"], before)  # the same tensor, under another shape
+            self._note(given["self"], before)  # the same tensor, with another shape
         found = rule(Call(given, result, self._count, self._rows))
         if found is None:
             raise self._unproven(func)
@@ -128,10 +128,9 @@ class IndependenceWatch(RowwiseWatch):
         return result
 
     def check(self, outputs: Any, dims: Mapping[int, int], before: Collection[Any]) -> None:
-        """Raise `TransformError` if one of the region's outputs is not made of its rows, the first first, along the
-        dimension that `dims` have for its number.
+        """Raises `TransformError` if an output does not hold the rows, in order, along the dimension in `dims`.
 
-        Nor may a backward since the nodes of autograd `before` be one that is not PyTorch's own.
+        It also raises if the graph since the nodes `before` has a backward written in Python, which may couple rows.
         """
         for number, tensor in enumerate(pytrees.flatten(outputs)[0]):
             if not isinstance(tensor, torch.Tensor):
@@ -159,19 +158,22 @@ class IndependenceWatch(RowwiseWatch):
 
 
 def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cut, joined: Joined, what: str) -> Any:
-    """What a region computes of all its rows, which are shown to be independent.
+    """Runs a region on all of its rows, and proves that they are independent.
 
     Args:
         run: the region.
         parts: the functions and modules that it is made of.
         captures: what it reaches.
         cut: its arguments, and which of them have rows along which dimension.
-        joined: how its outputs would be put together.
-        what: the transform that would cut it.
+        joined: how its outputs would be joined.
+        what: the transform that would cut it, for messages.
+
+    Returns:
+        The region's result.
 
     Raises:
-        TransformError: an operator couples its rows, or is not known not to, or what is computed depends on how many
-            there are, or they are fewer than `FEWEST_ROWS`.
+        TransformError: an operator couples rows or has no rule, the computation depends on the number of rows, or there
+            are fewer than `FEWEST_ROWS`.
     """
     leaves, total = cut.leaves, cut.total
     if total < FEWEST_ROWS:
@@ -182,7 +184,7 @@ def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cu
     done: list[list[str]] = []
     for count in (total - 1, total):
         put_back(captures)
-        # Copies, since operators ask whether a tensor is in one piece.
+        # Contiguous copies, because some operators branch on contiguity.
         given = list(leaves)
         for at, dim in cut.dims.items():
             given[at] = leaves[at].narrow(dim, 0, count).clone(memory_format=torch.contiguous_format)
@@ -199,12 +201,12 @@ def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cu
 
 
 def _beside(tensor: torch.Tensor, place: Rows) -> str:
-    """A place, and what a tensor is long along its other dimensions."""
+    """Spells the place of the rows and the sizes of the other dimensions."""
     return f"{place} {[size for dim, size in enumerate(tensor.shape) if dim != place.dim]}"
 
 
 def _nodes(root: Any, before: Collection[Any]) -> Iterator[Any]:
-    """The nodes of a graph of autograd since those `before`."""
+    """Yields the nodes of an autograd graph that are newer than those in `before`."""
     seen, waiting = {None, *before}, [root]
     while waiting:
         if (node := waiting.pop()) not in seen:
@@ -214,5 +216,5 @@ def _nodes(root: Any, before: Collection[Any]) -> Iterator[Any]:
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    # Autograd makes another object of the same view.
+    # By memory and layout: autograd makes a new Python object for the same view.
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -1,4 +1,4 @@
-"""What a region computes with beside tensors: the same, however many rows it is given, if they are to be cut."""
+"""Spells operator calls for comparison between two runs of a region with different numbers of rows."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 from memscale.core import pytrees
 
-# What operators call sizes that the rows are of.
+# Names of arguments that hold sizes, which contain the number of rows.
 _SIZES = frozenset(("size", "N"))
-# Of a tensor made in Python, so many numbers are looked at.
+# The values of a tensor made in Python are compared up to this many numbers.
 _FEW = 64
 
 
 def arguments_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of an operator by name, defaults among them."""
+    """Returns the arguments of an operator call by name, including defaults."""
     arguments = func._schema.arguments
     given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     return given | {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
 
 
 def told(func: Any, given: Mapping[str, Any]) -> str:
-    """An operator and what it is given beside tensors and sizes; of a tensor made in Python, its numbers."""
+    """Spells an operator, its arguments except tensors and sizes, and the values of a small tensor made in Python."""
     said = {name: value for name, value in given.items() if name not in _SIZES and not pytrees.tensors(value)}
     if func is torch.ops.aten.lift_fresh.default and given["self"].numel() <= _FEW:
         said["self"] = given["self"].tolist()

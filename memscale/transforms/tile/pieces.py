@@ -1,11 +1,11 @@
-"""Cutting tensors into pieces and joining them again, so that no second copy of a whole tensor is ever alive.
+"""Cuts tensors into pieces and joins them again, without a second copy of a whole tensor.
 
-Autograd's own slicing and concatenation are right but not thrifty: the gradient of a slice is a whole tensor of zeros
-for every piece, and `cat` holds all the pieces beside the result. Here the pieces of a gradient are written into one
-buffer that travels along a chain of `Take` nodes, and the pieces of an output into one that travels along `_Put`.
+Autograd's own slicing and concatenation need more memory: the gradient of each slice is a whole tensor of zeros, and
+`cat` needs all pieces and the result at once. Here the gradients of pieces are written to one buffer that travels along
+a chain of `Take` nodes, and the pieces of an output to one buffer that travels along `_Put` nodes.
 
-The chains are built piece by piece (take, compute, put, take, ...), because autograd runs the latest node first: the
-backward of one piece is then over, and its memory free, before that of the piece before it begins.
+The chains are built piece by piece (take, compute, put, take, ...). Autograd runs the latest node first, so the
+backward of one piece has ended, and its memory is free, before the backward of the previous piece begins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Source:
         self._chained = thrifty and whole.requires_grad and torch.is_grad_enabled()
 
     def take(self, start: int, length: int) -> torch.Tensor:
-        """The next piece, a view; call it just before the piece is computed with."""
+        """Returns the next piece, a view; call it just before the piece is computed."""
         if not self._chained:
             return self._rest.narrow(self._dim, start, length)
         piece: torch.Tensor
@@ -33,7 +33,7 @@ class Source:
 
 
 class Sink:
-    """An output that is put together from consecutive pieces along `dim`."""
+    """An output that is joined from consecutive pieces along `dim`."""
 
     def __init__(self, dim: int, total: int, *, thrifty: bool) -> None:
         self._dim = dim
@@ -43,7 +43,7 @@ class Sink:
         self._pieces: list[torch.Tensor] = []
 
     def put(self, piece: torch.Tensor, start: int) -> None:
-        """Add the next piece; call it just after the piece is computed."""
+        """Adds the next piece; call it just after the piece was computed."""
         if not self._thrifty:
             self._pieces.append(piece)
             return
@@ -54,14 +54,14 @@ class Sink:
         self._whole = _Put.apply(self._whole, piece, self._dim, start)  # type: ignore[no-untyped-call]
 
     def result(self) -> torch.Tensor:
-        """The whole output, once every piece has been put."""
+        """Returns the whole output, after the last piece."""
         if self._whole is not None:
             return self._whole
         return torch.cat(self._pieces, self._dim)
 
 
 class Take(torch.autograd.Function):
-    """Splits off one piece of a tensor; backward writes its gradient into the one buffer for the whole."""
+    """Splits off one piece of a tensor; backward writes the piece's gradient to the one buffer for the whole."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, dim: int, start: int, length: int) -> Any:
@@ -86,10 +86,10 @@ class Take(torch.autograd.Function):
 
 
 def is_out_of_place(*gradients: torch.Tensor | None) -> bool:
-    """Whether a backward of `gradients` may write nothing in place.
+    """Whether a backward of `gradients` must not write in place.
 
-    It will be differentiated itself, or runs once for several gradients, as ``is_grads_batched=True`` of
-    `torch.autograd.grad` asks for: a buffer has room for one.
+    This is so if the backward itself is differentiated, or runs once for several gradients, as with
+    ``torch.autograd.grad(..., is_grads_batched=True)``: a buffer holds one gradient only.
     """
     functorch = torch._C._functorch
     return torch.is_grad_enabled() or any(
@@ -112,7 +112,7 @@ def _summed(
 
 
 class _Put(torch.autograd.Function):
-    """Writes one piece into the output; backward reads its gradient as a view of the output's."""
+    """Writes one piece to the output; backward returns a view of the output's gradient."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, piece: torch.Tensor, dim: int, start: int) -> torch.Tensor:

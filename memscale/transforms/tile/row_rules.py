@@ -1,4 +1,4 @@
-"""Where the rows of a region are in what an operator returns, for each operator that computes every row by itself."""
+"""For each operator that computes every row by itself: where its result has the rows."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from memscale.core import pytrees
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a tensor has the rows: `over` times, one after the other, each of them `each` long along `dim`."""
+    """The place of the rows in a tensor: along `dim`, repeated `over` times, each row `each` entries long."""
 
     dim: int
     each: int = 1
     over: int = 1
 
     def at(self, dim: int) -> Rows:
-        """The same in another dimension."""
+        """Returns the same place in another dimension."""
         return Rows(dim, self.each, self.over)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: its arguments by name, what it returned, and where its tensors have the rows."""
+    """One call of an operator: its arguments by name, its result, the number of rows, and the place of the rows."""
 
     given: dict[str, Any]
     result: Any
@@ -38,26 +38,26 @@ class Call:
         return pytrees.tensors(list(self.given.values()))
 
     def only(self, name: str) -> tuple[torch.Tensor, Rows] | None:
-        """The argument of that name and its rows, if no other argument has any."""
+        """Returns the named argument and the place of its rows, or None if another argument has rows too."""
         tensor = self.given.get(name)
         if not isinstance(tensor, torch.Tensor) or (rows := self.rows(tensor)) is None:
             return None
         return None if any(self.rows(each) for each in self.tensors() if each is not tensor) else (tensor, rows)
 
     def dims(self, tensor: torch.Tensor, name: str = "dim") -> list[int] | None:
-        """The dimensions that an argument names, counted from the front; None where it names all."""
+        """Returns the dimensions that an argument names, counted from the front, or None if it names all."""
         named = self.given.get(name)
         found = [named] if isinstance(named, int) else named
         return [dim % max(1, tensor.dim()) for dim in found] if found else None
 
 
-#: Where the results of a call have the rows, None where that is not known. Where they differ, one by one: of a result
-#: that has none nothing is said, since only backward sees it.
+#: Returns the place of the rows in the results of a call, or None if unknown. A tuple has one entry per result; None
+#: in it means a result without rows, which only backward uses.
 Rule = Callable[[Call], "Rows | tuple[Rows | None, ...] | None"]
 
 
 def _of_one(rule: Callable[[Call, torch.Tensor, Rows], Rows | None]) -> Rule:
-    """A rule for operators of which only the first argument may have rows."""
+    """Makes a rule for operators of which only the first argument may have rows."""
 
     def of_one(call: Call) -> Rows | None:
         found = call.only("self")
@@ -74,7 +74,7 @@ def _elementwise(call: Call) -> Rows | None:
         return None
     behind = found.dim
     for tensor in call.tensors():
-        # What is as long as the rows without being of them would have to be cut as well.
+        # A tensor of that length without rows would have to be cut as well.
         if call.rows(tensor) is None and tensor.dim() >= -behind and tensor.shape[behind] != 1:
             return None
     return found.at(ndim + behind)
@@ -89,7 +89,7 @@ def _as_before(call: Call) -> Rows | None:
 def _viewed(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
     before, outer = math.prod(tensor.shape[: rows.dim]) * rows.over, 1
     for dim, size in enumerate(call.result.shape):
-        if outer * size > before:  # the rows begin here
+        if outer * size > before:  # this dimension holds the rows
             over = before // outer
             if before % outer or size % (over * call.count):
                 return None
@@ -121,7 +121,7 @@ def _expanded(call: Call) -> Rows | None:
 
 @_of_one
 def _without(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
-    """One dimension goes: `select` and `unbind`."""
+    """The rule of operators that remove one dimension: `select` and `unbind`."""
     dim = call.given.get("dim", 0) % tensor.dim()
     return None if dim == rows.dim else rows.at(rows.dim - (dim < rows.dim))
 
@@ -134,7 +134,7 @@ def _squeezed(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
 
 
 def _along(name: str = "dim") -> Rule:
-    """Each place along other dimensions than those that the argument names is computed alone."""
+    """Makes a rule for operators that work along the dimensions in the argument `name` only."""
 
     @_of_one
     def rule(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
@@ -171,7 +171,7 @@ def _stacked(call: Call) -> Rows | None:
 
 
 def _first(*names: str) -> Rule:
-    """Rows come first in the argument that is there, and no other has any."""
+    """Makes a rule for operators with the rows in the first dimension of the first argument present in `names`."""
 
     def rule(call: Call) -> Rows | None:
         found = call.only(next(name for name in names if name in call.given))
@@ -181,7 +181,7 @@ def _first(*names: str) -> Rule:
 
 
 def _batched(call: Call) -> Rows | None:
-    """Products with a batch dimension: both sides, and what is added, have the rows there, or one side behind it."""
+    """The rule of batched products: the rows are the batch of all operands, or the second dimension of one operand."""
     if (found := call.only("self")) and "batch1" not in call.given:
         return found[1] if found[1].dim == 1 else None
     places = {call.rows(each) for each in call.tensors() if each.dim() == 3 and each.shape[0] != 1}
@@ -225,7 +225,7 @@ def _lower(call: Call) -> Rows | None:
 
 @_of_one
 def _padded(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
-    padded = call.given["pad"] if "pad" in call.given else call.given["padding"]  # from the last dimension on
+    padded = call.given["pad"] if "pad" in call.given else call.given["padding"]  # starts with the last dimension
     at = 2 * (tensor.dim() - 1 - rows.dim)
     return None if any(padded[at : at + 2]) else rows
 
@@ -246,7 +246,7 @@ def _gathered(call: Call) -> Rows | None:
 
 
 def _recurrent_on_cpu(call: Call) -> tuple[Rows | None, ...] | None:
-    """`mkldnn_rnn_layer`: one layer, always time first."""
+    """The rule of `mkldnn_rnn_layer`: one layer, always time first."""
     states = [call.rows(call.given[name]) for name in ("hx_", "cx_")]
     if call.rows(call.given["input"]) != Rows(1) or states != [Rows(0)] * 2 or call.given["batch_sizes"]:
         return None
@@ -254,7 +254,7 @@ def _recurrent_on_cpu(call: Call) -> tuple[Rows | None, ...] | None:
 
 
 def _recurrent_on_card(call: Call) -> tuple[Rows | None, ...] | None:
-    """`_cudnn_rnn`: all layers, with what backward needs behind the states."""
+    """The rule of `_cudnn_rnn`: all layers; the results after the states are for backward."""
     given, place = call.given, Rows(0 if call.given["batch_first"] else 1)
     states = [call.rows(given[name]) for name in ("hx", "cx") if given.get(name) is not None]
     if call.rows(given["input"]) != place or any(each != Rows(1) for each in states) or given["batch_sizes"]:
@@ -313,25 +313,25 @@ _RULES: dict[str, Rule] = {
 
 
 def rule_of(op: Any) -> Rule | None:
-    """The rule of an operator; None where nobody has shown that it computes each row by itself."""
+    """Returns the rule of an operator, or None if it is not known to compute each row by itself."""
     if rule := _RULES.get(op._schema.name):
         return rule
     return _elementwise if torch.Tag.pointwise in op.tags and not draws(op) else None
 
 
 def draws(op: Any) -> bool:
-    """Whether the numbers are random: pieces would draw others."""
+    """Whether the operator draws random numbers, which would differ in pieces."""
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def is_known(name: str) -> bool:
-    """Whether nothing that the operator of that name, as in ``aten::add.Tensor``, is known to do couples rows."""
+    """Whether the operator of that name, as in ``aten::add.Tensor``, has a rule or needs none."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     packet = getattr(torch.ops.aten, base, None)
     op = getattr(packet, overload or "default", None)
-    # Without rows in its arguments an operator needs no rule.
+    # An operator without rows in its arguments needs no rule.
     return op is not None and (rule_of(op) is not None or base in _CONSTANTS)
 
 
-# What tables and masks are made with.
+# Operators that make tables and masks.
 _CONSTANTS = frozenset(("arange", "empty", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "index"))

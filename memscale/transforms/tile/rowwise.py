@@ -1,8 +1,8 @@
-"""What a region must not do if its rows are to be computed in pieces.
+"""Detects what a region must not do if its rows are to be computed in pieces.
 
-Looked for where it happens: the first piece of a region's first call runs under a watch that sees every operator
-before it executes, so that a refusal comes before anything has changed. What shows in the values only (a softmax or a
-mean over the rows) cannot be seen here; `memscale.verify` compares numbers.
+The first piece of a region's first call runs under a dispatch mode that sees every operator before it executes, so that
+a refusal comes before any change. Coupling that shows in values only (a softmax or a mean over the rows) is not
+detected here; `memscale.verify` compares numbers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _BATCH_NORM = (
 
 
 class RowwiseWatch(OperatorWatch):
-    """Raises `TransformError` at an operator that makes one row's result depend on another, or on how often it runs."""
+    """Raises `TransformError` at an operator that couples rows, or whose effect depends on how often it runs."""
 
     def __init__(
         self, captures: Captures, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str
     ) -> None:
-        """Watch a run on `rows`, pieces with the dimension that is cut, and on `whole`, which every run is given."""
+        """Watches a run on `rows`, pieces with their cut dimension, and `whole`, tensors that each piece gets."""
         super().__init__()
         self._what = what
         self._pieces = rows
@@ -51,7 +51,7 @@ class RowwiseWatch(OperatorWatch):
         self._shared = {
             memory_of(tensor): name
             for name, tensor in shared
-            # An operand of torch.func, which itself refuses to change it.
+            # An operand of torch.func is left out: torch.func itself refuses in-place changes of it.
             if not internals.functorch.is_functorch_wrapped_tensor(tensor)
         }
 
@@ -92,25 +92,25 @@ class RowwiseWatch(OperatorWatch):
 
 
 def _modules(parts: list[Any]) -> list[nn.Module]:
-    """The modules that `parts` are, or are made of, and those below them."""
+    """Returns the modules that `parts` are or consist of, and those below them."""
     return [module for part in parts for root in modules_in(part) for module in root.modules()]
 
 
 def names(parts: list[Any], name: str) -> bool:
-    """Whether code of the user's that `parts` run has that name in it."""
+    """Whether user code that `parts` run contains the name `name`."""
     forwards = {type(module).forward for module in _modules(parts) if not type(module).__module__.startswith("torch.")}
     named = [code_names(fn.__code__) for fn in (*forwards, *parts) if isinstance(fn, types.FunctionType)]
     return any(name in each for each in named)
 
 
 def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...], what: object) -> None:
-    """Raise `TransformError` if a region under `torch.compile`, which no watch sees, may do what pieces must not.
+    """Raises `TransformError` if a region under `torch.compile`, where no mode watches, may do what pieces must not.
 
     Args:
-        parts: what it is made of.
+        parts: the functions and modules of the region.
         normalizes: whether its code names `batch_norm`.
         watched: the modes (whether any module trains) in which it was watched outside of `torch.compile`.
-        what: the transform, spelled only here: the compiler may keep its numbers open.
+        what: the transform. It is printed only in errors, because the compiler may keep its numbers dynamic.
     """
     modules = _modules(parts)
     for module in modules:
@@ -126,7 +126,7 @@ def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...
 
 
 def refuse_stored_tensors(captures: Captures, what: str) -> None:
-    """Raise `TransformError` if the region, which has run since `captures` was read, left a tensor behind."""
+    """Raises `TransformError` if the region has stored a tensor or module since `captures` was read."""
     for place, content in zip(captures.places, captures.contents, strict=True):
         now = read(place)
         for key, value in now.items() if isinstance(now, dict) else enumerate(now):
@@ -143,15 +143,15 @@ def refuse_stored_tensors(captures: Captures, what: str) -> None:
                 )
 
 
-# What autograd says of a piece, and of a view of one. It says so too of what `split` and its like return, tiled or not.
+# Autograd's error about an in-place change of a piece or of a view of one. It says the same of the outputs of `split`.
 _CHANGED_PIECE = re.compile(rf"Output \d+ of ({Take.__name__}|(?!\w*Split|Unbind)\w+ .* returns multiple views)")
 
 
 @contextmanager
 def refuse_changed_arguments(args: Any, kwargs: Any, what: str) -> Iterator[None]:
-    """Raise `TransformError` if the body changes a list, dictionary or object that `args` and `kwargs` lead to.
+    """Raises `TransformError` if the body changes a list, dictionary or object reachable from `args` and `kwargs`.
 
-    So it does if the body changes in place a tensor of theirs, or a view of one, that needs a gradient.
+    It also raises if the body changes in place one of their tensors, or a view of one, that requires a gradient.
     """
     refuse_iterators(pytrees.flatten((args, kwargs))[0])
     given = ArgumentSpec((args, kwargs), None, hold=True)

@@ -1,1 +1,1 @@
-"""The loss head in pieces: a projection that is deferred until somebody needs its result."""
+"""The loss head in pieces: an output projection whose logits are computed lazily, inside the loss."""

@@ -1,9 +1,9 @@
-"""Cross entropy of a deferred 16-bit `F.linear` on an accelerator: forward and backward go through blocks of classes.
+"""Cross entropy of lazy 16-bit `F.linear` logits on an accelerator: forward and backward go through blocks of classes.
 
-What `class_blocks` does by rows is slow on a GPU: a few rows of hidden states read the whole weight for little work,
-and every operator of a piece is a launch. Here forward makes the logsumexp of all rows block by block of classes, and
-backward, from the same block of logits, both gradients: products that keep the device busy, and two passes over a
-block for its gradient, since the factor of a row is added to the exponent: ``f * exp(z - lse) = exp(z - lse + log f)``.
+The row-wise algorithm in `class_blocks` is slow on a GPU: each piece reads the whole weight for a few rows of hidden
+states, and launches every operator. Here forward computes the logsumexp of all rows block by block of classes. Backward
+computes both gradients from the same block of logits: large products that keep the device busy, and two passes over a
+block for its gradient, because each row's factor is added to the exponent: ``f * exp(z - lse) = exp(z - lse + log f)``.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), for a logsumexp by blocks.
 """
@@ -22,17 +22,17 @@ from memscale.transforms.tile.head.loss import Loss
 
 
 def takes(loss: Loss, hidden: torch.Tensor) -> bool:
-    """Whether this way is open: on an accelerator, for the logits as they are, with one class as each target."""
+    """Whether `ByClasses` applies: on an accelerator, for unmodified 16-bit logits, with class indices as targets."""
     if device_type(hidden) in ("cpu", "meta") or hidden.element_size() != 2:
         return False
     if not loss.only_widens or loss.label_smoothing:
         return False
-    # Before sm_80 PyTorch refuses a product of bfloat16 whose result has 32 bits.
+    # Before sm_80 PyTorch has no product of bfloat16 matrices with a 32-bit result.
     return hidden.dtype != torch.bfloat16 or (compute_capability(hidden) or (8, 0)) >= (8, 0)
 
 
 class ByClasses(ByBlocks):
-    """Forward and backward by blocks of classes."""
+    """Computes forward and backward by blocks of classes."""
 
     def values(self, rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
         return _loss(rows, hidden)
@@ -42,31 +42,31 @@ class ByClasses(ByBlocks):
 
 
 def _loss(rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
-    """The loss of every row, and its logsumexp in place."""
+    """Returns the loss of every row, and fills in its logsumexp."""
     blocks = list(rows.blocks())
     largest, total = rows.logsumexp.new_empty((2, len(blocks), len(hidden)))
     own = torch.full_like(rows.logsumexp, -torch.inf)
-    rows.weight[:, 0].gather(0, rows.target)  # a target that is no class is refused as in the untiled head
+    rows.weight[:, 0].gather(0, rows.target)  # raises for a target out of range, as the untiled head does
     for index, classes in enumerate(blocks):
         logits = rows.projection.product(hidden, classes)
         position, inside = rows.position(classes)
         own = torch.where(inside, logits.gather(1, position).squeeze(1), own)
-        # Finite also where all classes of the block are masked, or the difference would be no number.
+        # Clamped to a finite number: if all classes of the block are masked, -inf - -inf would be NaN.
         largest[index] = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
         exps = logits - largest[index, :, None]
         del logits
         torch.sum(exps.exp_(), 1, out=total[index])
-        del exps  # or it would live beside the next block's logits
+        del exps  # otherwise it would live at the same time as the next block's logits
     most = largest.amax(0)
     log = (total * (largest - most).exp_()).sum(0).log()
     torch.add(log, most, out=rows.logsumexp)
-    # Not of `logsumexp - own`: in a difference of numbers near 50 a loss of 1e-6 is lost.
+    # `logsumexp - own` would lose a loss of 1e-6 in the difference of two numbers near 50.
     loss: torch.Tensor = rows.own * (log - (own - most))
     return loss
 
 
 def _gradients(rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-    """The gradient of the hidden states, and those of weight and bias by the identity of the tensor."""
+    """Returns the gradient of the hidden states, and the gradients of weight and bias by the id of the tensor."""
     weight, bias, sign = rows.weight, rows.bias, _sign(rows, hidden)
     hidden_grad: torch.Tensor | None = None
     weight_grad = None if rows.late else torch.empty_like(weight)
@@ -90,7 +90,7 @@ def _gradients(rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, d
 
 
 def _fill(rows: Rows, hidden: torch.Tensor, weight_grad: torch.Tensor, *, add: bool) -> None:
-    """Write, or add, the gradient of the weight."""
+    """Writes the gradient of the weight to `weight_grad`, or adds it."""
     signed = hidden * _sign(rows, hidden)[:, None]
     for classes, logits in _gradients_of_logits(rows, hidden):
         put_product(logits.t(), signed, weight_grad[classes], add=add)
@@ -98,7 +98,7 @@ def _fill(rows: Rows, hidden: torch.Tensor, weight_grad: torch.Tensor, *, add: b
 
 
 def _gradients_of_logits(rows: Rows, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Blocks of classes, and the gradient of their logits without the sign of each row's factor."""
+    """Yields blocks of classes with the gradient of their logits, without the sign of each row's factor."""
     share = (rows.own * rows.scale).abs()
     shift = (rows.logsumexp - share.log())[:, None]
     for classes in rows.blocks():
@@ -110,7 +110,7 @@ def _gradients_of_logits(rows: Rows, hidden: torch.Tensor) -> Iterator[tuple[sli
         del exponents
         logits.scatter_(1, position, own.to(logits.dtype))
         yield classes, logits
-        del logits  # or it would live beside the next block's
+        del logits  # otherwise it would live at the same time as the next block
 
 
 def _sign(rows: Rows, hidden: torch.Tensor) -> torch.Tensor:

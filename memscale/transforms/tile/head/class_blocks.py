@@ -1,12 +1,11 @@
-"""Cross entropy of a deferred `F.linear`, of 16 bits as a rule, whose weight's gradient is made by blocks of classes.
+"""Cross entropy of lazy `F.linear` logits, in which the weight's gradient is computed by blocks of classes.
 
-Summed over pieces of rows, the gradient of a 16-bit weight needs a sum in 32 bits beside it: three times its size. Here
-each block of its rows (classes) is one product over all rows of hidden states, added up in 32 bits inside the kernel
-and rounded once into its place, as in the untiled head. The price is a second product of the logits.
+Summed over pieces of rows, the gradient of a 16-bit weight needs a 32-bit sum as well: three times its size. Here each
+block of the weight's rows (classes) is one product over all rows of hidden states, accumulated in 32 bits inside the
+kernel and rounded once, as in the untiled head. The price is a second product of the logits' size.
 
-Rows are gone through by pieces as elsewhere: logsumexp, loss and, unless it has to wait for backward, the gradient of
-the hidden states. Backward goes through the classes, in as many blocks as there are pieces, so that the logits of a
-block are as many as those of a piece.
+Forward goes by pieces of rows: logsumexp, loss and, if possible, the gradient of the hidden states. Backward goes by
+blocks of classes, as many as there are pieces, so that the logits of a block are as large as those of a piece.
 
 Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), for the loss from logsumexp and
 the target's logit with logits recomputed in blocks.
@@ -27,15 +26,15 @@ from memscale.transforms.tile.head.loss import ALL, Loss, LossAlgorithm, accumul
 
 
 def pay(loss: Loss, hidden: torch.Tensor) -> bool:
-    """Whether a sum of weight gradients in 32 bits would be larger than a piece's logits.
+    """Whether a 32-bit sum of weight gradients would be larger than a piece's logits.
 
-    Wider numbers need no other sum, but one that waits for nothing may be wanted.
+    Wider dtypes need no second sum; for them the answer is whether `late_gradient` is set and saves memory.
     """
     if loss.projection.linear is None or len(loss.ranges) < 2:
         return False
     weight, bias = loss.projection.linear
     if weight.element_size() != 2:
-        has_bias = bias is not None and bias.requires_grad  # whose gradient, from the same blocks, does not wait
+        has_bias = bias is not None and bias.requires_grad  # the bias's gradient comes from the same blocks at once
         return loss.projection.tiling.late_gradient and not has_bias and pays_late(loss, hidden)
     if not weight.requires_grad:
         return False
@@ -44,17 +43,18 @@ def pay(loss: Loss, hidden: torch.Tensor) -> bool:
 
 
 def pays_late(loss: Loss, hidden: torch.Tensor) -> bool:
-    """Whether that gradient would wait for the rest of the graph's; see `late`."""
+    """Whether the weight's gradient would wait for the other gradients of the weight; see `late`."""
     assert loss.projection.linear is not None
     return late.pays(loss.projection.linear[0], hidden)
 
 
 class ByBlocks(LossAlgorithm):
-    """Forward by pieces of rows, backward by blocks of classes.
+    """Computes forward by pieces of rows, and backward by blocks of classes.
 
     Args:
-        loss, reduction: as in `LossAlgorithm`.
-        early: whether the gradient of the hidden states is computed in forward, from the logits of the loss.
+        loss: as in `LossAlgorithm`.
+        reduction: as in `LossAlgorithm`.
+        early: compute the gradient of the hidden states in forward, from the logits of the loss.
     """
 
     def __init__(self, loss: Loss, reduction: str, *, early: bool = False) -> None:
@@ -64,7 +64,7 @@ class ByBlocks(LossAlgorithm):
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         loss = self.loss
-        # Of no rows: the type of the result, and the errors for settings that do not fit.
+        # With zero rows: gives the dtype of the result, and the errors for settings that do not fit.
         nothing = hidden.new_empty((0, loss.projection.width), dtype=loss.projection.dtype)
         dtype = loss.of_logits(nothing, target[:0], "none").dtype
         logsumexp = torch.empty(len(hidden), dtype=accumulator(dtype), device=hidden.device)
@@ -89,7 +89,7 @@ class ByBlocks(LossAlgorithm):
         return scaled(self.hidden_grad, grad, last=last), _gradients_of_linear(rows, hidden)
 
     def values(self, rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
-        """The loss of every row; their logsumexp is filled in."""
+        """Returns the loss of every row, and fills in its logsumexp."""
         values = torch.empty_like(rows.logsumexp)
         if self.early and hidden.requires_grad:
             self.hidden_grad = torch.empty_like(hidden)
@@ -98,7 +98,7 @@ class ByBlocks(LossAlgorithm):
         return values
 
     def gradients(self, rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """The gradient of the hidden states, and those of weight and bias by the identity of the tensor."""
+        """Returns the gradient of the hidden states, and the gradients of weight and bias by the id of the tensor."""
         hidden_grad = torch.empty_like(hidden) if hidden.requires_grad else None
         if hidden_grad is not None:
             for start, length in self.loss.ranges:
@@ -109,7 +109,7 @@ class ByBlocks(LossAlgorithm):
 def _forward_piece(
     rows: Rows, hidden: torch.Tensor, piece: slice, values: torch.Tensor, hidden_grad: torch.Tensor | None
 ) -> None:
-    """Fill in logsumexp, loss and, if wanted, the gradient of the hidden states of a piece of the rows."""
+    """Fills in logsumexp, loss and, if wanted, the gradient of the hidden states for a piece of the rows."""
     logits = rows.projection.product(hidden[piece])
     for part in _parts(logits):
         at = slice(piece.start + part.start, piece.start + part.stop)
@@ -119,14 +119,14 @@ def _forward_piece(
 
 
 def _backward_piece(rows: Rows, hidden: torch.Tensor, piece: slice, hidden_grad: torch.Tensor) -> None:
-    """Fill in the gradient of the hidden states of a piece of the rows."""
+    """Fills in the gradient of the hidden states for a piece of the rows."""
     logits = rows.projection.product(hidden[piece])
     _turn_into_gradient(rows, logits, piece.start, ALL)
     torch.mm(logits, rows.weight, out=hidden_grad[piece])
 
 
 def _gradients_of_linear(rows: Rows, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
-    """The gradients of weight and bias, by the identity of the tensor."""
+    """Returns the gradients of weight and bias by the id of the tensor."""
     weight, bias = rows.weight, rows.bias
     if rows.late and rows.bias_gradient() is None:
         return {id(weight): late.late_gradient(weight, hidden, partial(_fill, rows, hidden, None))}
@@ -138,32 +138,32 @@ def _gradients_of_linear(rows: Rows, hidden: torch.Tensor) -> dict[int, torch.Te
 def _fill(
     rows: Rows, hidden: torch.Tensor, bias_grad: torch.Tensor | None, weight_grad: torch.Tensor, *, add: bool
 ) -> None:
-    """Write, or add, the gradient of the weight, and write that of the bias."""
+    """Writes the gradient of the weight, or adds it, and writes the gradient of the bias."""
     for classes in rows.blocks():
         logits = rows.projection.product(hidden, classes)
         _turn_into_gradient(rows, logits, 0, classes)
         put_product(logits.t(), hidden, weight_grad[classes], add=add)
         if bias_grad is not None:
             torch.sum(logits, 0, out=bias_grad[classes])
-        del logits  # or it would live beside the next block's
+        del logits  # otherwise it would live at the same time as the next block's
 
 
 def put_product(left: torch.Tensor, right: torch.Tensor, target: torch.Tensor, *, add: bool) -> None:
-    """Write ``left @ right`` into `target`, or add it, rounded first: as autograd adds up two gradients."""
+    """Writes ``left @ right`` to `target`, or adds it after rounding, as autograd adds two gradients."""
     if add:
         target += torch.mm(left, right)
     else:
         torch.mm(left, right, out=target)
 
 
-# 32-bit numbers in hand at a time, so that those of 16 bits are most of a piece. On a CPU also so few that they stay in
-# the cache from one pointwise operator to the next; elsewhere so many that a launch is worth it.
+# How many 32-bit numbers exist at a time; the rest of a piece is 16-bit. On a CPU few enough to stay in the cache
+# between pointwise operators, elsewhere enough to be worth a kernel launch.
 _CPU_PART_NUMEL = 2**19
 _PART_NUMEL = 2**24
 
 
 def _parts(logits: torch.Tensor) -> list[slice]:
-    """The rows of `logits`, a few at a time; at least one for each thread, since kernels over classes split by rows."""
+    """Cuts the rows of `logits` into parts, of at least one row per thread, as kernels over classes split by rows."""
     on_cpu = device_type(logits) == "cpu"
     few = (_CPU_PART_NUMEL if on_cpu else _PART_NUMEL) // max(logits.shape[1], 1)
     length = max(few, torch.get_num_threads() if on_cpu else 1)
@@ -171,11 +171,11 @@ def _parts(logits: torch.Tensor) -> list[slice]:
 
 
 class Rows:
-    """Each row's loss as ``total * logsumexp(z) - sum over classes of q * z``, where `total` is the sum of its `q`.
+    """The terms of each row's loss ``total * logsumexp(z) - sum(q * z)``, where `total` is the sum of the row's `q`.
 
-    `q` is the class weight times the target distribution: ``1 - label_smoothing`` at the target (`own`, by row), and
-    ``label_smoothing / classes`` at every class (`smooth`). Rows to be ignored have none. The gradient of the row is
-    `scale` times ``total * softmax(z) - q``.
+    `q` is the class weight times the target distribution: ``1 - label_smoothing`` at the target (`own`, shape [rows]),
+    and ``label_smoothing / classes`` at every class (`smooth`, shape [classes]). It is zero for ignored rows. The
+    gradient of a row's logits is `scale` times ``total * softmax(z) - q``.
     """
 
     def __init__(self, loss: Loss, target: torch.Tensor, logsumexp: torch.Tensor, scale: torch.Tensor) -> None:
@@ -188,7 +188,7 @@ class Rows:
         self.kept = target != loss.ignore_index
         kept = self.kept.to(logsumexp.dtype)
         self.target = torch.where(self.kept, target, 0).long()
-        # Not multiplied by zero: with all rows ignored the scale of a mean is infinite.
+        # `where`, not a product with zero: if all rows are ignored, the scale of a mean is infinite.
         self.scale = torch.where(self.kept, scale.to(logsumexp.dtype), 0)
         class_weight = None if loss.class_weight is None else loss.class_weight.to(logsumexp.dtype)
         self.own = kept * (1 - loss.label_smoothing)
@@ -201,21 +201,21 @@ class Rows:
             self.total = self.own + kept * self.smooth.sum()
 
     def blocks(self) -> Iterator[slice]:
-        """The classes, in as many blocks as there are pieces."""
+        """Yields the classes in as many blocks as there are pieces."""
         count = min(self.pieces, len(self.weight))
         for start, stop in pairwise(index * len(self.weight) // count for index in range(count + 1)):
             yield slice(start, stop)
 
     def bias_gradient(self) -> torch.Tensor | None:
-        """Room for the gradient of the bias; None where there is none."""
+        """Returns memory for the gradient of the bias, or None if the bias needs none."""
         return None if self.bias is None or not self.bias.requires_grad else torch.empty_like(self.bias)
 
     def loss(self, logits: torch.Tensor, at: slice, *, replace: bool) -> torch.Tensor:
-        """The loss of the rows `at`, whose logsumexp is filled in; `replace`: their logits by the gradient."""
+        """Returns the loss of the rows `at` and fills in their logsumexp; `replace` puts gradients over the logits."""
         z, leaf = self._stepped(logits)
         largest = z.detach().amax(-1, keepdim=True)
         exps = z.detach() - largest
-        # Of what is below the largest, not of the logits: in a difference of numbers near 50 a loss of 1e-6 is lost.
+        # From the differences to the largest logit: a loss of 1e-6 would be lost in a difference of numbers near 50.
         expected = self.own[at] * exps.gather(-1, self.target[at, None]).squeeze(-1)
         if self.smooth is not None:
             expected += (exps * self.smooth).sum(-1)
@@ -226,20 +226,20 @@ class Rows:
         return self.total[at] * total.log() - expected
 
     def turn_into_gradient(self, logits: torch.Tensor, at: slice, classes: slice) -> None:
-        """Replace the logits of the rows `at` by their gradient."""
+        """Overwrites the logits of the rows `at` by their gradient."""
         z, leaf = self._stepped(logits, classes)
         exps = (z.detach() - self.logsumexp[at, None]).exp_()
         self._put_gradient(logits, z, leaf, exps, 1, at, classes)
 
     def position(self, classes: slice, at: slice = ALL) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the target is among these classes, as a column, and whether it is there; else any place will do."""
+        """Returns the index of each target within the block as a column, and whether it is inside; else any index."""
         start, stop, _ = classes.indices(self.projection.width)
         exact = self.target[at] - start
         position = exact.clamp(0, stop - start - 1)
         return position[:, None], position == exact
 
     def _stepped(self, logits: torch.Tensor, classes: slice = ALL) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits after the steps, in no less than 32 bits, and the leaf of their graph."""
+        """Returns the logits after the casts and scalings, in at least 32 bits, and the leaf of their graph."""
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             z = self._after_steps(leaf, classes)
@@ -255,7 +255,7 @@ class Rows:
         at: slice,
         classes: slice,
     ) -> None:
-        """Write the gradient of the rows `at` over `logits`; `exps`, which times `factor` are softmax, are used up."""
+        """Overwrites `logits` by the gradient of the rows `at`; ``exps * factor`` is their softmax, and is consumed."""
         scale = self.scale[at]
         exps *= (self.total[at] * scale * factor)[:, None]
         if self.smooth is not None:
@@ -266,6 +266,6 @@ class Rows:
 
 
 def _turn_into_gradient(rows: Rows, logits: torch.Tensor, first_row: int, classes: slice) -> None:
-    """Replace the logits of some classes, of the rows from `first_row` on, by their gradient."""
+    """Overwrites the logits of some classes, for the rows from `first_row` on, by their gradient."""
     for part in _parts(logits):
         rows.turn_into_gradient(logits[part], slice(first_row + part.start, first_row + part.stop), classes)

@@ -1,8 +1,9 @@
-"""Deferred logits: ``hidden @ weight.T`` that is not computed until somebody needs it.
+"""`Deferred`: lazy logits, ``hidden @ weight.T`` that is computed only when it is used.
 
-A `Deferred` is a tensor in name and shape only. What commutes with a projection of the last dimension (casts, scaling,
-reshaping and slicing the leading dimensions) is applied to the hidden states instead, and `F.cross_entropy` takes the
-hidden states and goes through them piece by piece (`tiled_loss`). Anything else makes the real tensor first.
+A `Deferred` has a shape and a dtype and no memory. Operators that commute with a projection of the last dimension
+(casts, scaling, reshaping and slicing of the leading dimensions) are applied to the hidden states instead.
+`F.cross_entropy` takes the hidden states and computes the loss piece by piece (`tiled_loss`). Every other use computes
+the logits first.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from memscale.transforms.tile.head.tiled_loss import cross_entropy
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a `Deferred` follows from its projection.
+    """How lazy logits follow from their projection.
 
     Attributes:
-        projection: where it comes from.
-        hidden: the hidden states of its rows, of shape ``[*leading, in_features]``.
-        steps: pointwise functions of the logits (casts, scaling), in order.
-        parent: what it was made from, to be made real first: so that views share memory and copies do not.
-        step: how it was made from `parent`.
-        tracked: no step was taken under `torch.no_grad`.
-        classes_second: the class dimension was moved to position 1, as `F.cross_entropy` wants it for 3-D input.
+        projection: the projection.
+        hidden: the hidden states of the rows, shape ``[*leading, in_features]``.
+        steps: the pointwise functions that were applied to the logits (casts, scaling), in order.
+        parent: the lazy logits from which these were derived. To compute these, the parent is computed first, so that
+            views share memory and copies do not.
+        step: the function that derived them from `parent`.
+        tracked: whether every step was taken with gradients enabled.
+        classes_second: whether the class dimension was moved to position 1, as `F.cross_entropy` needs for 3-D input.
     """
 
     projection: Projection
@@ -45,7 +47,7 @@ class Recipe:
 
 
 class Deferred(torch.Tensor):
-    """Logits that are not there yet. Any use but the ones above computes them, once, and goes on with the result."""
+    """Lazy logits. Every use other than those listed above computes them, once, and continues with the result."""
 
     recipe: Recipe
     _made: torch.Tensor | None
@@ -60,7 +62,7 @@ class Deferred(torch.Tensor):
 
     @property
     def requires_a_gradient(self) -> bool:
-        """What `requires_grad` says."""
+        """The value of `requires_grad`."""
         recipe: Recipe = self.__dict__["recipe"]
         return recipe.tracked and recipe.projection.requires_grad
 
@@ -70,7 +72,7 @@ class Deferred(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func == T.requires_grad.__get__:  # not `is`: every access makes a new object
+        if func == T.requires_grad.__get__:  # `==`, because every access makes a new object
             return Deferred.requires_a_gradient.__get__(args[0])
         if not args and "input" in kwargs:
             args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
@@ -84,7 +86,7 @@ class Deferred(torch.Tensor):
             if result is not NotImplemented:
                 return result
         if _changes_in_place(func, kwargs):
-            # What was taken from the logits before must have their old values, or see the change if it is a view.
+            # Lazy logits derived earlier must keep the old values, or see the change if they are views.
             for deferred in leaves:
                 for relative in [reference() for reference in deferred.__dict__["recipe"].projection.deferred]:
                     if relative is not None:
@@ -96,7 +98,7 @@ class Deferred(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Only code that goes around __torch_function__ gets here, such as C++.
+        # Only code that bypasses `__torch_function__` gets here, such as C++.
         raise TransformError(
             f"{func} was given the deferred logits of a tiled output projection in a way that hides their use from "
             "PyTorch; pass logits.clone() to make them real first, or do not tile the projection"
@@ -104,7 +106,7 @@ class Deferred(torch.Tensor):
 
 
 def defer(fn: Callable[..., Any], hidden: torch.Tensor, tiling: Tiling) -> Deferred:
-    """``fn(hidden)``, later. `fn` must be a projection of the last dimension (`linear.is_projection`)."""
+    """Returns ``fn(hidden)`` as lazy logits; `fn` must be a projection of the last dimension (`is_projection`)."""
     projection = Projection(fn, hidden, tiling)
     return _make(Recipe(projection, hidden), (*hidden.shape[:-1], projection.width), projection.dtype)
 
@@ -119,7 +121,7 @@ def _make(recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> Deferre
 
 
 class _Tripwire(torch.autograd.Function):
-    """Makes a `Deferred`; a gradient that comes back to the object itself belongs to the real logits, and is lost."""
+    """Makes lazy logits. Backward raises, because a gradient here was computed for the lazy object itself."""
 
     @staticmethod
     def forward(
@@ -139,7 +141,7 @@ _HIDDEN = (
 
 
 def _refuse_adopted(deferred: Deferred) -> None:
-    """Raise `TransformError` if a function of autograd has returned `deferred` as its own result."""
+    """Raises `TransformError` if an autograd function has returned `deferred` as its own result."""
     with torch._C.DisableTorchFunctionSubclass():
         node = deferred.grad_fn
     if node is not None and type(node) is not _Tripwire._backward_cls:
@@ -147,10 +149,10 @@ def _refuse_adopted(deferred: Deferred) -> None:
 
 
 def materialize(deferred: Deferred) -> torch.Tensor:
-    """The real tensor behind `deferred`, the same object every time.
+    """Returns the real tensor of lazy logits, the same object every time.
 
     Raises:
-        CorrectnessError: what it was made from has changed in place since, unseen by `Deferred`.
+        CorrectnessError: the logits from which these were derived were changed in place since.
     """
     attributes = deferred.__dict__
     if attributes["_made"] is None:
@@ -185,7 +187,7 @@ def _all(args: Any, kwargs: Any) -> list[Deferred]:
 
 def _derive(source: Deferred, step: Step, *, hidden: torch.Tensor | None = None, **changes: Any) -> Deferred:
     func, *arguments = step
-    # Cloned, because they are used later than the caller thinks.
+    # Cloned, because the step is run later than the caller expects.
     arguments = internals.pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), arguments)
     recipe = dataclasses.replace(
         source.recipe,
@@ -202,7 +204,7 @@ def _derive(source: Deferred, step: Step, *, hidden: torch.Tensor | None = None,
 
 
 def _pointwise(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
-    """A cast, or arithmetic with numbers or with a constant that is the same for every row, as a bias is."""
+    """Follows a cast, or arithmetic with numbers or with a constant that is the same for every row, such as a bias."""
     if source.recipe.classes_second or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
         return NotImplemented
     rest = []
@@ -211,7 +213,7 @@ def _pointwise(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
             same_for_all = value.numel() == 1 or value.numel() == value.shape[-1] == source.shape[-1]
             if isinstance(value, Deferred) or value.requires_grad or not same_for_all or value.dim() > source.dim():
                 return NotImplemented
-            # A tensor of no dimensions has no say in the type of the result, and one of one element has.
+            # Zero-dimensional tensors do not take part in type promotion, one-element tensors do.
             value = value.detach().reshape((1, -1) if value.dim() else ()).clone()
         rest.append(value)
     sample = func(torch.empty(0, source.shape[-1], dtype=source.dtype, device=source.device), *rest, **kwargs)
@@ -222,7 +224,7 @@ def _pointwise(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reshape(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
-    """A view or reshape that leaves the class dimension last."""
+    """Follows a view or reshape that leaves the class dimension last."""
     rest = args[1:] or tuple(kwargs.values())
     shape = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size)) else rest
     if source.recipe.classes_second or not shape or not all(isinstance(size, int) for size in shape):
@@ -240,7 +242,7 @@ def _flatten(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _index(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
-    """Indexing of the leading dimensions: the same index means the same rows of the hidden states."""
+    """Follows indexing of the leading dimensions: the same index selects the same rows of the hidden states."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if not index or not all(isinstance(entry, _ENTRIES) for entry in index):
         return NotImplemented
@@ -253,7 +255,7 @@ def _index(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
     return _derive(source, (torch.Tensor.__getitem__, (args[1],), {}), hidden=source.recipe.hidden[args[1]])
 
 
-_ENTRIES = (int, slice, torch.Tensor, type(None), type(...))  # not lists and NumPy masks, whose dimensions are unclear
+_ENTRIES = (int, slice, torch.Tensor, type(None), type(...))  # lists and NumPy masks consume an unclear number of dims
 
 
 def _dims_of(entry: Any) -> int:
@@ -265,7 +267,7 @@ def _dims_of(entry: Any) -> int:
 
 
 def _move_classes(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
-    """``[batch, length, classes]`` to ``[batch, classes, length]``, as `F.cross_entropy` takes sequences."""
+    """Follows ``[batch, length, classes]`` to ``[batch, classes, length]``, as `F.cross_entropy` takes sequences."""
     if source.dim() != 3 or source.recipe.classes_second:
         return NotImplemented
     order = func(torch.empty(1, 2, 3, device="meta"), *args[1:], **kwargs).shape
@@ -283,7 +285,7 @@ def _cross_entropy(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
-T: Any = torch.Tensor  # attribute getters have `__get__`, which its stubs do not say
+T: Any = torch.Tensor  # the type stubs do not know `__get__` of attributes
 _FOLLOW: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((T.float, T.half, T.bfloat16, T.double, T.to, T.type, T.contiguous), _pointwise),
     **dict.fromkeys((T.mul, T.__mul__, T.__rmul__, T.div, T.__truediv__, torch.mul, torch.div), _pointwise),

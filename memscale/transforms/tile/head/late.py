@@ -1,8 +1,8 @@
-"""The gradient of a head's weight that the rest of the graph uses too, made when backward has the rest of it.
+"""`LateGradient`: the gradient of a tied head's weight, computed when backward has the embedding's gradient.
 
-A tied embedding's gradient is complete last of all. What the head adds to it would wait for that through all of
-backward, in full: often the largest tensor of a step. It is made of little, the hidden states and a number for each
-row, so these wait instead, and the blocks of classes are added to what the embedding gives when that is there.
+The gradient of a tied embedding is complete last of all. The head's part of it, often the largest tensor of a step,
+would have to wait in memory during the whole backward. It is computed from the hidden states and one number per row, so
+these wait instead, and the blocks of classes are added to the embedding's gradient when that is there.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from memscale.core import changed_error, described, in_process_group, internals,
 from memscale.runtime import home_of, is_alone
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
-_SMALLER = 2  # so much smaller than the gradient has to be what waits
+_SMALLER = 2  # the hidden states must be this many times smaller than the gradient
 
 
 class Fill(Protocol):
-    """What makes a gradient."""
+    """Computes a gradient."""
 
     def __call__(self, target: torch.Tensor, *, add: bool) -> None:
-        """Write it into `target`, or add it."""
+        """Writes the gradient to `target`, or adds it."""
 
 
 def pays(weight: torch.Tensor, hidden: torch.Tensor) -> bool:
-    """Whether the gradient of `weight` would wait, for `hidden` has come from `weight` too, and would be larger."""
+    """Whether `hidden` was computed from `weight`, so that the weight's gradient would wait, and is much smaller."""
     if not weight.is_leaf or not weight.requires_grad or weight.nbytes < _SMALLER * hidden.nbytes:
         return False
-    # Parameters that stream, or that FSDP gathers, may be gone by then.
+    # Host parameters, and parameters that FSDP gathers, may have been freed by then.
     if home_of(weight) is not None or in_process_group():
         return False
     return _leads_to(hidden, weight)
 
 
 def late_gradient(weight: torch.Tensor, hidden: torch.Tensor, fill: Fill) -> torch.Tensor:
-    """For a head's backward to return: what `fill` makes of these two, once the other gradients are there."""
+    """Returns a gradient of `weight` for the head's backward, which `fill` computes after the other gradients."""
     made = LateGradient(weight, (_Unchanged(fill, weight, hidden),), None)
-    # Hooks of the caller's would be called before ours, a weight that was frozen since has none, and what looks for NaN
-    # looks at the gradient as it is here.
+    # Computed at once if user hooks on the weight would run before ours, if the weight was frozen since and has no
+    # hooks, or if anomaly mode reads the gradient here.
     if weight._backward_hooks or not weight.requires_grad or torch.is_anomaly_enabled():
         return made.settled()
     _Settled(weight)
@@ -47,7 +47,7 @@ def late_gradient(weight: torch.Tensor, hidden: torch.Tensor, fill: Fill) -> tor
 
 
 class LateGradient(torch.Tensor):
-    """A sum of gradients, some of which are yet to be made. Whatever else than autograd's sum asks gets the numbers."""
+    """A sum of gradients of which some are still to be computed. Any use except autograd's sums computes them."""
 
     fills: tuple[Fill, ...]
     made: torch.Tensor | None
@@ -76,14 +76,14 @@ class LateGradient(torch.Tensor):
         return func(*args, **kwargs)
 
     def plus(self, other: torch.Tensor) -> LateGradient:
-        """The sum with another gradient."""
+        """Returns the sum with another gradient, still uncomputed."""
         if isinstance(other, LateGradient):
             mine = self if other.made is None else self.plus(other.made)
             return LateGradient(self, mine.fills + other.fills, mine.made)
         return LateGradient(self, self.fills, other if self.made is None else self.made + other)
 
     def added_to(self, target: torch.Tensor) -> torch.Tensor:
-        """`target`, with all of it added."""
+        """Adds the whole sum to `target` and returns it."""
         if self.made is not None:
             target.add_(self.made)
         for fill in self.fills:
@@ -91,13 +91,13 @@ class LateGradient(torch.Tensor):
         return target
 
     def settled(self) -> torch.Tensor:
-        """The sum itself."""
+        """Computes and returns the sum."""
         made, self.made = self.made, None
         if made is None:
             made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             self.fills[0](made, add=False)
             self.fills = self.fills[1:]
-        elif self.fills and not is_alone(made):  # as where one gradient goes to several tensors
+        elif self.fills and not is_alone(made):  # the same gradient may have gone to several tensors
             made = made.clone()
         for fill in self.fills:
             fill(made, add=True)
@@ -109,7 +109,7 @@ class LateGradient(torch.Tensor):
 
 
 class _Unchanged:
-    """A `Fill` that is refused once what it is made of is not what it was."""
+    """A `Fill` that raises `CorrectnessError` if its inputs were changed in place since."""
 
     def __init__(self, fill: Fill, *of: torch.Tensor) -> None:
         self._fill, self._of, self._versions = fill, of, [version(tensor) for tensor in of]
@@ -127,7 +127,7 @@ class _Unchanged:
 
 
 class _Settled:
-    """A hook for the next gradient of a leaf, which makes numbers of it before anybody else has it."""
+    """A hook on a leaf that computes the next gradient before any other code receives it."""
 
     def __init__(self, leaf: torch.Tensor) -> None:
         self._handle = leaf.register_hook(self)
@@ -138,7 +138,7 @@ class _Settled:
 
 
 def _leads_to(hidden: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Whether the graph behind `hidden` leads to `leaf`."""
+    """Whether the autograd graph of `hidden` contains `leaf`."""
     wanted = torch.autograd.graph.get_gradient_edge(leaf).node
     left = [hidden.grad_fn]
     seen = set(left)

@@ -1,7 +1,7 @@
-"""Which functions are projections: linear in the last dimension of their one input, row by row.
+"""Decides which functions are projections: linear in the last dimension of their one input, row by row.
 
-Asked of what the function *does*, by running it once on fake tensors and looking at its operators, so that a head with
-adapters or a scaled head is one as well as `nn.Linear`, and no architecture is named.
+The function is run once on fake tensors and its operators are checked, so that a head with adapters or a scaled head
+qualifies as well as `nn.Linear`, and no architecture is named.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from memscale.transforms.checkpoint import Checkpointed
 from memscale.transforms.tile.numbers import arguments_of, told
 from memscale.transforms.tile.rowwise import names
 
-# Linear in the rows, and of those of two factors only the given one may hold rows. Not dropout (of an adapter), which
-# would draw another mask each time the logits are used.
+# Operators that are linear in the rows; of two factors only the listed one may hold rows. Dropout (of an adapter) is
+# not among them, because it would draw another mask in each use of the logits.
 _LINEAR = {"aten::add", "aten::add_", "aten::sub", "aten::_to_copy", "aten::clone"}
 _PRODUCTS = {
     "aten::mm": (1,),
@@ -32,17 +32,17 @@ _PRODUCTS = {
     "aten::mul_": (1,),
     "aten::div": (1,),
     "aten::div_": (1,),
-}  # the positions of which at least one must not depend on the rows
+}  # the positions of arguments, of which at least one must not depend on the rows
 
 _HOOKS = [key for key in nn.Module().__dict__ if key.endswith("_hooks") and "state_dict" not in key]
 
 
 def plain_linear(fn: Callable[..., Any], captures: Captures) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight and bias, if `fn` is the forward of one `nn.Linear` and nothing else; `captures` is its captures."""
+    """Returns weight and bias if `fn`, whose captures are given, is the forward of one `nn.Linear` alone."""
     while isinstance(fn, Checkpointed):
         fn = fn.fn
-    # Not by `__wrapped__`, which a cast and a user's `functools.wraps` have too, and they compute something else. Nor
-    # by the modules of the captures, which are those of ``lambda x: relu(linear(x))`` as well.
+    # By identity of the module. `__wrapped__` is also set by casts and by `functools.wraps`, which compute something
+    # else, and ``lambda x: relu(linear(x))`` captures the same modules.
     module = fn.module if isinstance(fn, OwnForward) else fn
     if len(captures.modules) != 1 or module is not captures.modules[0] or type(module).forward is not nn.Linear.forward:
         return None
@@ -56,26 +56,26 @@ def plain_linear(fn: Callable[..., Any], captures: Captures) -> tuple[torch.Tens
 
 
 def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
-    """Whether ``fn(hidden)`` is a projection of the last dimension; `fn` is not run on real tensors."""
+    """Whether ``fn(hidden)`` is a projection of the last dimension. `fn` runs on fake tensors only."""
     captures = Captures(fn, follows=True)
     if plain_linear(fn, captures) is not None:
         return True
     if not captures.modules or any(module.__dict__[hooks] for module in captures.modules[1:] for hooks in _HOOKS):
-        return False  # a hook may keep what it is given
+        return False  # a hook may keep its arguments
     if names([fn, *captures.modules], "register_hook"):
-        return False  # it would see the gradients of pieces
+        return False  # a gradient hook would see the gradients of pieces
     try:
         objects = ArgumentSpec(captures.contents, None, hold=True)
-    except TransformError:  # too many to be brought back
+    except TransformError:  # too many objects to restore
         return False
     tables = [module.__dict__[hooks] for module in captures.modules for hooks in _HOOKS]
     registered = [dict(table) for table in tables]
     environment = Environment({hidden.device}, host_random=True, generators=captures.generators)
     seen = set()
     known = [tensor for _, _, tensor in captures.tensors]
-    for rows in (6, 7):  # two, so that a size or a number which only happens to be that of the rows is told from theirs
+    for rows in (6, 7):  # twice, so that a size which happens to equal the number of rows shows as a difference
         try:
-            # Without the caller's modes: nobody is to see this run, nor count its operators.
+            # Without the caller's modes, which must neither see this run nor count its operators.
             with (
                 _quiet(),
                 _no_casts_kept(),
@@ -87,10 +87,10 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
                 sample = torch.empty(rows, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
                 with (watch := _OnlyLinear(sample)), _NothingTouched():
                     out = environment.context.copy().run(fn, sample)
-                # Each use of the logits would draw other numbers, and what it stores may be made without gradients.
+                # A projection that draws random numbers or stores a value would do so at another time, or more often.
                 if environment.has_drawn() or not all(map(holds, captures.places, captures.contents)):
                     return False
-        except (Exception, _NotLinear):  # whatever it does, it is not a plain projection
+        except (Exception, _NotLinear):  # a function that fails on two dimensions is no projection
             return False
         finally:
             put_back(captures)
@@ -107,7 +107,7 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the logs of fake tensors: a region that cannot take two dimensions is an answer, not a fault."""
+    """Silences the logs of fake tensors: a region that fails on two dimensions is an expected answer."""
     log = logging.getLogger(internals.FakeTensor.__module__)
     log.addFilter(_nothing)
     try:
@@ -118,7 +118,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _no_casts_kept() -> Iterator[None]:
-    """Without autocast's cache, in which the cast of a weight made here, a fake one, would wait for the real run."""
+    """Disables autocast's cache, which would keep the fake cast of a weight for the real run."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -139,11 +139,11 @@ def _fake_mode(tensors: list[torch.Tensor]) -> internals.FakeTensorMode:
 
 
 class _NotLinear(BaseException):
-    """Ends the run at the first operator that settles the question, past a region's own ``except Exception``."""
+    """Ends the run at the first operator that is not linear; a BaseException, so that user code does not catch it."""
 
 
 class _NothingTouched(TorchFunctionMode):
-    """Raises `_NotLinear` before the memory of a tensor is given away or replaced, which no operator shows."""
+    """Raises `_NotLinear` before a tensor's memory is exported or replaced, which no operator shows."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ in _TOUCHING:
@@ -151,7 +151,7 @@ class _NothingTouched(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# `__set__` is what assigns to an attribute: ``weight.data = ...`` would put a fake tensor into the caller's model.
+# `__set__` is an assignment to an attribute: ``weight.data = ...`` would put a fake tensor into the user's model.
 _TOUCHING = {
     "__set__",
     "__array__",
@@ -179,11 +179,11 @@ class _OnlyLinear(internals.TorchDispatchMode):
         fixed = [position for position in _PRODUCTS.get(name, ()) if id(args[position]) not in self._dependent]
         if dependent and not (func.is_view or name in _LINEAR or fixed or name == "prim::device"):
             raise _NotLinear
-        if torch.Tag.nondeterministic_seeded in func.tags:  # and fake tensors move no generator
+        if torch.Tag.nondeterministic_seeded in func.tags:  # on fake tensors the generator does not show it
             raise _NotLinear
         given = arguments_of(func, args, kwargs or {})
         self.told.append(told(func, given))
-        # Raised before it runs: fake tensors keep small real ones up to date, so a counter would count.
+        # Raised before the operator runs: fake tensors update small real constants, so a counter would count.
         if func._schema.is_mutable:
             written = [given.get(argument.name) for argument in func._schema.arguments if argument.is_write]
             if any(id(value) not in self._dependent for value in internals.pytree.tree_leaves(written)):

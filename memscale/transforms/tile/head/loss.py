@@ -1,7 +1,7 @@
-"""One cross entropy of deferred logits: its settings, and the two doors to its value.
+"""`Loss`: the settings of one cross entropy of lazy logits, and two ways to compute it.
 
-`Loss.by_rows` is ordinary tiled code, which autograd follows to any order. `in_one_node` is one node of the graph with
-a backward of its own, which some `LossAlgorithm` computes.
+`Loss.by_rows` is ordinary tiled code, differentiable any number of times. `in_one_node` is one autograd node whose
+forward and backward some `LossAlgorithm` computes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ class Loss:
     """The settings of one cross entropy, and how a piece of it is computed.
 
     Args:
-        projection: what the logits come from.
-        steps: what they went through since (casts, scaling), in order.
+        projection: the projection that gives the logits.
+        steps: the functions that were applied to the logits since (casts, scaling), in order.
         ranges: the (start, length) of each piece of the rows.
-        class_weight: these and the rest are arguments of `F.cross_entropy`.
+        class_weight: argument `weight` of `F.cross_entropy`.
+        ignore_index: argument of `F.cross_entropy`.
+        label_smoothing: argument of `F.cross_entropy`.
 
     Attributes:
-        late: whether the gradient of the weight is made when backward has what the rest of the graph adds to it.
+        late: whether the gradient of the weight is computed when backward has the weight's other gradients.
     """
 
     def __init__(
@@ -53,21 +55,21 @@ class Loss:
         self.late = False
 
     def after_steps(self, logits: torch.Tensor, classes: slice = ALL) -> torch.Tensor:
-        """The logits of some classes after the casts and scalings that followed the projection."""
+        """Returns the logits of some classes after the steps."""
         for func, args, kwargs in self.steps:
             logits = func(logits, *_of_classes(args, classes), **kwargs)
         return logits
 
     @property
     def only_widens(self) -> bool:
-        """Whether the steps are nothing but casts to 32 bits."""
+        """Whether the steps are only casts to float32."""
         return all(
             func is torch.Tensor.float or (func in _CASTS and (*args, *kwargs.values()) == (torch.float32,))
             for func, args, kwargs in self.steps
         )
 
     def of_logits(self, logits: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
-        """The loss of the rows of `logits`, as the projection gives them."""
+        """Returns the loss of the rows of `logits`, which are logits before the steps."""
         return F.cross_entropy(
             self.after_steps(logits),
             target,
@@ -78,11 +80,11 @@ class Loss:
         )
 
     def of_rows(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The unreduced loss of some rows."""
+        """Returns the unreduced loss of some rows."""
         return self.of_logits(self.projection(hidden), target, "none")
 
     def denominator(self, target: torch.Tensor) -> torch.Tensor:
-        """What ``reduction="mean"`` divides by."""
+        """Returns the number by which ``reduction="mean"`` divides."""
         if target.is_floating_point():
             return torch.tensor(target.shape[0], device=target.device)
         kept = target != self.ignore_index
@@ -91,14 +93,14 @@ class Loss:
         return torch.where(kept, self.class_weight[torch.where(kept, target, 0)], 0).sum()
 
     def by_rows(self, hidden: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
-        """The loss by rows tiled with recomputation: for any reduction, and differentiable any number of times."""
+        """Returns the loss, computed on recomputing pieces of the rows: any reduction, any order of derivatives."""
         rows: torch.Tensor = self.projection.tiling.rows(self.of_rows)(hidden, target)
         if reduction == "none":
             return rows
         return rows.sum() / self.denominator(target) if reduction == "mean" else rows.sum()
 
     def of_views(self) -> Loss:
-        """The same loss, with a view in place of each captured tensor, whose graph then is apart from all others."""
+        """Returns the same loss over views of the captured tensors, whose graph is separate from all others."""
         found = copy.copy(self)
         with torch.enable_grad():
             found.projection = self.projection.of_views()
@@ -107,11 +109,11 @@ class Loss:
     def gradients_with_a_graph(
         self, hidden: torch.Tensor, target: torch.Tensor, reduction: str, grad: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """The gradients of the hidden states and of each captured tensor, from the start, by rows.
+        """Returns the gradients of the hidden states and of each captured tensor, recomputed by rows.
 
-        Differentiable, if this backward is.
+        They are differentiable if this backward is.
         """
-        # Of a weight that the hidden states come from as well, what goes through these is not asked for here.
+        # Over views: a weight from which the hidden states were computed gets here only its gradient through the head.
         differentiable, loss = torch.is_grad_enabled(), self.of_views()
         with torch.enable_grad():
             value = loss.by_rows(hidden, target, reduction)
@@ -122,20 +124,20 @@ class Loss:
 
 
 def _of_classes(args: tuple[Any, ...], classes: slice) -> tuple[Any, ...]:
-    """The arguments of a step for some classes: a constant has one element, or one row of them (`deferred`)."""
+    """Returns a step's arguments for some classes: a tensor has one element, or one row of classes (`deferred`)."""
     return tuple(arg[:, classes] if isinstance(arg, torch.Tensor) and arg.numel() > 1 else arg for arg in args)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type to add up numbers of `dtype` in."""
+    """Returns the dtype in which to sum numbers of `dtype`: at least 32 bits."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class LossAlgorithm:
-    """How one loss and its gradients are computed, in one node of the graph. It holds what forward leaves to backward.
+    """Computes one loss and its gradients, in one autograd node, and keeps what forward leaves for backward.
 
     Args:
-        loss: its settings.
+        loss: the settings.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
     """
 
@@ -143,21 +145,21 @@ class LossAlgorithm:
         self.loss, self.reduction = loss, reduction
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The loss, and tensors that the graph is to save."""
+        """Returns the loss, and tensors for autograd to save."""
         raise NotImplementedError
 
     def backward(
         self, grad: torch.Tensor, hidden: torch.Tensor, target: torch.Tensor, saved: list[torch.Tensor], *, last: bool
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """The gradients of the hidden states, and of captured tensors by their ids.
+        """Returns the gradient of the hidden states, and the gradients of captured tensors by their ids.
 
-        `last`: backward does not come again, so that what this holds may be given away.
+        `last` means that this backward does not run again, so that kept gradients may be returned without a copy.
         """
         raise NotImplementedError
 
 
 def in_one_node(algorithm: LossAlgorithm, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss that `algorithm` computes."""
+    """Returns the loss that `algorithm` computes."""
     captured = algorithm.loss.projection.captured
     value: torch.Tensor = _Node.apply(algorithm, hidden, target, *captured)  # type: ignore[no-untyped-call]
     return value
@@ -176,27 +178,26 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        hidden, target, *saved = ctx.saved_tensors  # checks that none was changed in place since
+        hidden, target, *saved = ctx.saved_tensors  # raises if one was changed in place since
         algorithm: LossAlgorithm = ctx.algorithm
-        if is_out_of_place(grad):  # from the start, with a graph
+        if is_out_of_place(grad):  # recompute, with a graph
             hidden_grad, *rest = algorithm.loss.gradients_with_a_graph(hidden, target, algorithm.reduction, grad)
             return None, hidden_grad, None, *rest
         if last := not torch._C._autograd._get_current_graph_task_keep_graph():
-            # A gradient that nobody else holds is stored, or added to, without a copy; and this node outlives the rest
-            # of backward, with all that it still holds.
+            # Autograd stores a gradient without a copy if nobody else holds it, and this node outlives the backward.
             ctx.algorithm = None
         hidden_grad, found = algorithm.backward(grad, hidden, target, saved, last=last)
         return None, hidden_grad, None, *(found.get(id(tensor)) for tensor in algorithm.loss.projection.captured)
 
 
 def scaled(gradient: torch.Tensor, grad: torch.Tensor, *, last: bool) -> torch.Tensor:
-    """A gradient of the loss times `grad`; `last` allows to change it."""
+    """Returns `gradient * grad`; `last` allows changing `gradient` in place."""
     if last and device_type(grad) == "cpu" and grad.item() == 1:
         return gradient
     return gradient.mul_(grad) if last else gradient * grad
 
 
 def without_hooks() -> Any:
-    """A context without the hooks around the loss (a checkpoint, an offload): a piece's residuals do not outlive it."""
-    # Cut off: a result that its own operator saves would hold that operator, and nothing would ever let go of both.
+    """Returns a context without the surrounding saved-tensor hooks, so that a piece's residuals are freed with it."""
+    # Detached: an operator that saves its own result would keep itself alive in a reference cycle.
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)

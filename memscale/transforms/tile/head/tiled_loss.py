@@ -1,10 +1,10 @@
-"""Cross entropy of deferred logits, piece by piece: the whole logits never exist, in forward or in backward.
+"""Cross entropy of lazy logits, piece by piece: the whole logits never exist, in forward or in backward.
 
-For a scalar loss the gradient of each piece is computed right after its loss, while its logits are there: backward has
-then nothing to recompute, and the work is that of the plain head. The price is that the gradients of the hidden states
-and of the weight live from forward to backward. Where this cannot be (an unreduced loss, class probabilities, a
-backward that is itself differentiated), the rows are tiled with recomputation instead; and where the sum of weight
-gradients would be most of the memory, the classes are tiled as well (`class_blocks`).
+For a scalar loss the gradient of each piece is computed right after its loss, from the same logits, so backward
+recomputes nothing and the work is that of the plain head. The price is that the gradients of the hidden states and of
+the weight live from forward to backward. Where this is impossible (an unreduced loss, class probabilities, a backward
+that is itself differentiated), the rows are tiled with recomputation. Where the sum of weight gradients would be most
+of the memory, the classes are tiled as well (`class_blocks`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`F.cross_entropy`, with the same arguments and meaning, of the logits of `hidden` after `steps`.
+    """Computes `F.cross_entropy`, with the same arguments and meaning, of the logits of `hidden` after `steps`.
 
     Args:
-        shape: that of the logits, ``[rows, classes]`` or ``[batch, classes, length]``.
+        shape: the shape of the logits, ``[rows, classes]`` or ``[batch, classes, length]``.
 
     Returns:
-        `NotImplemented` for arguments that it does not take; nothing has happened then.
+        The loss, or `NotImplemented`, before any effect, for arguments that are not supported.
     """
     rows = hidden.shape[:-1]
     plain = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
@@ -51,7 +51,7 @@ def cross_entropy(
         target = target.transpose(1, 2)
     flat_target = target.reshape(hidden.shape[0], -1) if target.is_floating_point() else target.reshape(-1)
     loss = Loss(projection, steps, projection.tiling.ranges(hidden.shape[0]), weight, ignore_index, label_smoothing)
-    # Gradients computed in forward are not loss-scaled yet, and those of 16-bit floats with 5-bit exponents underflow.
+    # Gradients computed in forward are not multiplied by a loss scale yet, and those of float16 would underflow.
     in_forward = reduction != "none" and projection.dtype != torch.float16
     differentiated = bool(loss.ranges) and projection.requires_grad and torch.is_grad_enabled()
     if not differentiated or target.is_floating_point():
@@ -74,12 +74,13 @@ class InForward(LossAlgorithm):
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         loss, captured = self.loss, self.loss.projection.captured
-        # A count divided into 1 has the default type, which may be of 16 bits.
+        # `1 / count` would have the default dtype, which may have 16 bits.
         wide = accumulator(loss.projection.dtype)
         scale = 1 / loss.denominator(target).to(wide) if self.reduction == "mean" else None
         run, shown = _linear_piece, loss
         if loss.projection.linear is None:
-            # Of two captured tensors one may come from the other, as those that a network makes for `functional_call`.
+            # Without views, a captured tensor computed from another (as a hypernetwork's for `functional_call`) would
+            # be differentiated through it.
             run, shown = _piece, loss if all(tensor.is_leaf for tensor in captured) else loss.of_views()
         self._wanted = [id(tensor) for tensor in captured if tensor.requires_grad]
         gradients = _Gradients(hidden, [tensor for tensor in shown.projection.captured if tensor.requires_grad])
@@ -106,7 +107,7 @@ class InForward(LossAlgorithm):
 class _Gradients:
     """The gradients of the hidden states and of the captured tensors, filled in piece by piece.
 
-    Those of captured tensors are sums over all pieces: in 16-bit types they are added up in 32 bits.
+    The gradients of captured tensors are sums over all pieces, accumulated in at least 32 bits.
     """
 
     def __init__(self, hidden: torch.Tensor, captured: list[torch.Tensor]) -> None:
@@ -115,14 +116,14 @@ class _Gradients:
         self._sums: dict[int, torch.Tensor] = {}
 
     def add(self, index: int, grad: torch.Tensor) -> None:
-        """Add one piece's gradient of captured tensor `index`."""
+        """Adds one piece's gradient of captured tensor `index`."""
         if index in self._sums:
             self._sums[index].add_(grad)
         else:
             self._sums[index] = grad.to(accumulator(grad.dtype))
 
     def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add ``left @ right`` to the gradient of captured tensor `index`."""
+        """Adds ``left @ right`` to the gradient of captured tensor `index`."""
         if index not in self._sums:
             self._sums[index] = torch.zeros(
                 self.captured[index].shape, dtype=accumulator(left.dtype), device=left.device
@@ -131,8 +132,8 @@ class _Gradients:
         if total.dtype == left.dtype:
             total.addmm_(left, right)
             return
-        # Multiplied in 32 bits too, or every piece's product would be rounded before it is added; and in blocks, so
-        # that no 32-bit copy of the whole exists beside the sum.
+        # A product in 16 bits would be rounded before it is added, so it is made in 32 bits, in blocks of rows, so that
+        # no 32-bit copy of the whole exists in addition to the sum.
         on_cuda = device_type(left) == "cuda"
         right = right if on_cuda else right.to(total.dtype)
         for start in range(0, left.shape[0], _SUM_ROWS):
@@ -143,12 +144,12 @@ class _Gradients:
                 total[rows].addmm_(left[rows].to(total.dtype), right)
 
     def round_sums(self) -> None:
-        """Every piece is in: give each gradient the type of its tensor."""
-        for index, tensor in enumerate(self.captured):  # one by one: each sum goes before the next is converted
+        """Called after the last piece: casts each gradient to the dtype of its tensor."""
+        for index, tensor in enumerate(self.captured):  # one by one, so that each sum is freed before the next cast
             self._sums[index] = self._sums[index].to(tensor.dtype)
 
     def of_captured(self) -> list[torch.Tensor]:
-        """The gradients of the captured tensors."""
+        """Returns the gradients of the captured tensors."""
         return [self._sums[index] for index in range(len(self.captured))]
 
 
@@ -158,7 +159,7 @@ _SUM_ROWS = 4096
 def _piece(
     loss: Loss, hidden: torch.Tensor, target: torch.Tensor, scale: Any, gradients: _Gradients, rows: slice
 ) -> torch.Tensor:
-    """One piece of any projection: its loss, and its gradients by autograd."""
+    """Returns the loss of one piece of any projection, and adds its gradients, computed by autograd."""
     with torch.enable_grad():
         leaf = hidden.detach().requires_grad_(gradients.hidden is not None)
         value = loss.of_logits(loss.projection(leaf), target, "sum")
@@ -174,7 +175,7 @@ def _piece(
 def _linear_piece(
     loss: Loss, hidden: torch.Tensor, target: torch.Tensor, scale: Any, gradients: _Gradients, rows: slice
 ) -> torch.Tensor:
-    """The same for `F.linear`, whose products go straight into the sums."""
+    """Returns the loss of one piece of `F.linear`, and adds its products directly to the sums."""
     assert loss.projection.linear is not None
     weight, _ = loss.projection.linear
     logits = loss.projection.product(hidden)
