@@ -1,4 +1,4 @@
-"""Predictions that were kept: what a step took, commit by commit, and whether it takes more now."""
+"""Recorded runs: predicted and measured figures of training steps, by commit, and comparisons with a baseline."""
 
 from memscale.history.baseline import Baseline
 from memscale.history.comparison import Comparison

@@ -1,4 +1,4 @@
-"""The runs that later ones are held against: a file in the repository, one run for each step and device."""
+"""`Baseline`: a file in the repository with one run per step and device, against which later runs are compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memscale.history.run import Run
 
 
 class Baseline:
-    """A file of runs, a line of JSON each, to be kept under version control.
+    """A file of runs, one line of JSON each, to be kept under version control.
 
     >>> import tempfile, torch, memscale as ms
     >>> from memscale.history import Baseline, Comparison, Run
@@ -29,10 +29,10 @@ class Baseline:
         self.path = Path(path)
 
     def runs(self) -> list[Run]:
-        """All of them; none where there is no file.
+        """Returns all runs in the file; empty if there is no file.
 
         Raises:
-            ConfigError: the file cannot be read, or a line is no run.
+            ConfigError: the file cannot be read, or a line is not a run.
         """
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
@@ -49,20 +49,20 @@ class Baseline:
         return runs
 
     def run(self, name: str, hardware: str) -> Run | None:
-        """The run of this step on this device, None without one."""
+        """Returns the run of this step on this device, or None."""
         return next((run for run in self.runs() if (run.name, run.hardware) == (name, hardware)), None)
 
     def write(self, run: Run) -> None:
-        """Put `run` in the place of the one of its step and device.
+        """Writes `run` to the file, in place of the run of the same step and device.
 
         Raises:
-            ConfigError: as `runs`, or the file cannot be written.
+            ConfigError: the file cannot be read or written.
         """
-        run = dataclasses.replace(run, timeline=None)  # which no comparison asks for, and which would fill a diff
+        run = dataclasses.replace(run, timeline=None)  # comparisons do not use it, and it would fill a diff
         others = [each for each in self.runs() if (each.name, each.hardware) != (run.name, run.hardware)]
         ordered = sorted(
             [*others, run], key=lambda each: (each.name, each.hardware)
-        )  # so that few lines of a diff move
+        )  # sorted, so that a change touches few lines of a diff
         part = self.path.with_name(f"{self.path.name}.part-{os.getpid()}")
         try:
             part.write_text(to_json_lines(ordered), encoding="utf-8")

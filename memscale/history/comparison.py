@@ -1,4 +1,4 @@
-"""Two runs of one step side by side: what changed, and whether the code under test is to blame."""
+"""`Comparison`: two runs of one step, what changed, and whether it is a regression."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ _PEAKS = ("peak_bytes", "first_step_peak_bytes", "reserved_peak_bytes")
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How `after` differs from `before`. Prints as a verdict and the table of what changed.
+    """The difference of `after` from `before`; prints as a verdict and a table of the changes.
 
-    Predictions are deterministic, so any change is a change, provided that one simulator made both.
+    Predictions are deterministic, so every difference is real if the same simulator made both runs.
 
     Attributes:
-        tolerance_bytes: how much more is no regression.
+        before: the earlier run.
+        after: the later run.
+        tolerance_bytes: the largest increase, in bytes, that is no regression.
     """
 
     before: Run
@@ -26,23 +28,23 @@ class Comparison:
 
     @property
     def changes(self) -> dict[str, int]:
-        """The change of each peak, by its name in `Profile`: reserved bytes come in pages, and hide small ones."""
+        """The change of each peak in bytes, by name. Reserved bytes come in whole pages and hide small changes."""
         pairs = {name: [getattr(run.profile, name) for run in (self.before, self.after)] for name in _PEAKS}
         return {name: after - before for name, (before, after) in pairs.items() if None not in (before, after)}
 
     @property
     def changed_bytes(self) -> int:
-        """The largest of them that is more; where none is, the largest that is less, or 0."""
+        """The largest increase in bytes; if nothing increased, the largest decrease (negative), or 0."""
         return max(self.changes.values(), key=lambda nbytes: (max(nbytes, 0), -nbytes))
 
     @property
     def simulator_changed(self) -> bool:
-        """Whether another memscale, or another PyTorch, made the one than the other: no word on the code under test."""
+        """Whether the two runs were made by different versions of memscale or PyTorch."""
         return self.before.simulator != self.after.simulator
 
     @property
     def is_regression(self) -> bool:
-        """Whether the step takes more, by the same simulator."""
+        """Whether the step takes more bytes, by the same simulator."""
         return self.changed_bytes > self.tolerance_bytes and not self.simulator_changed
 
     @property

@@ -1,4 +1,4 @@
-"""Runs in one SQLite file, which several processes of one machine may add to."""
+"""`History`: runs in one SQLite file, to which several processes of one machine may add."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ _TABLES = (
 CREATE TABLE run (id TEXT PRIMARY KEY, name TEXT NOT NULL, hardware TEXT NOT NULL, commit_ TEXT NOT NULL,
                   document TEXT NOT NULL) WITHOUT ROWID;
 """,
-    # What is to be sent where. `stamp` is new with each change of the run: an answer is to the stamp that was sent.
+    # Where each run is to be sent. `stamp` is renewed with each change of a run; an acknowledgement names the sent
+    # stamp.
     """
 CREATE TABLE delivery (run TEXT NOT NULL, url TEXT NOT NULL, stamp INTEGER NOT NULL, done INTEGER NOT NULL,
                        PRIMARY KEY (run, url)) WITHOUT ROWID;
 """,
 )
 _BUSY_SECONDS = 5.0
-# Where the memory that WAL shares between processes is not shared.
+# Filesystems on which SQLite's WAL cannot share memory between machines.
 _ELSEWHERE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "fuse.sshfs")
 
 _log = logging.getLogger(__name__)
 
 
 class History:
-    """The runs of a file. A process that dies leaves every run that was added.
+    """A file of runs. Every run that was added is on disk, even if the process dies.
 
     >>> import tempfile, torch, memscale as ms
     >>> from memscale.history import History, Run
@@ -45,11 +46,11 @@ class History:
     [39176]
 
     Args:
-        path: the file, made with the first run that is added; None is ``$MEMSCALE_HISTORY``.
+        path: the file, created with the first run; None is ``$MEMSCALE_HISTORY``.
 
     Raises:
-        ConfigError: no path is known; the file is on a network filesystem, cannot be written, or is of a newer version
-            of memscale. A file that is no database, or a damaged one, is set aside under another name, which is logged.
+        ConfigError: no path is given or set; or the file is on a network filesystem, cannot be written, or was made by
+            a newer memscale. A file that is damaged or no database is renamed, with a warning in the log.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -67,7 +68,7 @@ class History:
             try:
                 self._open()
             except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError):  # locked, read-only, no room: the file itself is sound
+                if isinstance(error, sqlite3.OperationalError):  # locked, read-only or no room: the file is intact
                     raise
                 self._set_aside()
                 self._open()
@@ -79,18 +80,18 @@ class History:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Closes the file."""
         self._connection.close()
 
     def add(self, run: Run, *, send_to: str | None = None) -> None:
-        """Keep a run, in the place of the one with its id; it is on disk when this returns.
+        """Adds a run, replacing one with the same id; it is on disk when this returns.
 
         Args:
-            run: to keep.
-            send_to: the address of a server's project, for which the run then waits in the file.
+            run: the run.
+            send_to: the address of a project on a server; the run then waits in the file to be sent there.
 
         Raises:
-            ConfigError: the file cannot be written, or another process is writing for seconds.
+            ConfigError: the file cannot be written, or another process has locked it for several seconds.
         """
         row = (run.id, run.name, run.hardware, run.commit.removesuffix("+"), run.to_json())
         with self._told(), self._writing():
@@ -101,14 +102,14 @@ class History:
                 self._connection.execute("INSERT OR IGNORE INTO delivery VALUES (?, ?, ?, 0)", (run.id, send_to, stamp))
 
     def queue(self, url: str) -> None:
-        """Let every run that was not queued for `url` wait for it."""
+        """Queues every run for `url` that was not queued for it before."""
         with self._told(), self._writing():
             self._connection.execute(
                 "INSERT OR IGNORE INTO delivery SELECT id, ?, ?, 0 FROM run", (url, time.time_ns())
             )
 
     def waiting(self) -> list[tuple[Run, str, int]]:
-        """The runs that wait, the oldest first, each with its address and the stamp that `delivered` asks for."""
+        """Returns the queued runs, oldest first, each with its address and the stamp for `delivered`."""
         with self._told():
             rows = self._connection.execute(
                 "SELECT document, url, stamp FROM delivery JOIN run ON run = id WHERE NOT done ORDER BY id"
@@ -116,11 +117,11 @@ class History:
         return [(Run.from_json(document), url, stamp) for document, url, stamp in rows]
 
     def unsent(self, url: str) -> list[Run]:
-        """The runs that `queue` would let go to `url`, and those that wait for it."""
+        """Returns the runs that `url` has not acknowledged, queued or not."""
         return self._found("LEFT JOIN delivery ON run = id AND url = ? WHERE done IS NOT 1 ORDER BY id", url)
 
     def delivered(self, run: Run, url: str, stamp: int) -> None:
-        """Send the run there no more, unless it changed since `stamp`."""
+        """Marks the run as delivered to `url`, unless it has changed since `stamp`."""
         with self._told(), self._writing():
             self._connection.execute(
                 "UPDATE delivery SET done = 1 WHERE run = ? AND url = ? AND stamp = ?", (run.id, url, stamp)
@@ -134,12 +135,13 @@ class History:
         commit: str | None = None,
         last: int | None = None,
     ) -> list[Run]:
-        """The runs with these, the oldest first.
+        """Returns the runs that match all given arguments, oldest first.
 
         Args:
-            name, hardware: as of `Run`.
-            commit: of the repository, without ``"+"``: runs of changed files count as the commit's.
-            last: so many of the newest; None is all.
+            name: as in `Run`.
+            hardware: as in `Run`.
+            commit: a commit without ``"+"``; runs with changed files count as the commit's.
+            last: the number of newest runs to return; None is all.
         """
         wanted = {"name": name, "hardware": hardware, "commit_": commit}
         given = {column: value for column, value in wanted.items() if value is not None}
@@ -148,10 +150,10 @@ class History:
         return self._found(f"WHERE {where} ORDER BY id DESC LIMIT ?", *given.values(), limit)[::-1]
 
     def run(self, start: str) -> Run:
-        """The run whose id begins with `start`; ``"last"`` is the newest.
+        """Returns the run whose id begins with `start`; ``"last"`` is the newest run.
 
         Raises:
-            ConfigError: there is none, or more than one.
+            ConfigError: no run, or more than one run, begins with `start`.
         """
         if start == "last":
             found = self.runs(last=1)
@@ -188,7 +190,8 @@ class History:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        # At once, for a transaction that becomes a writer later fails where another writes, however long it would wait.
+        # IMMEDIATE: a transaction that turns into a writer later fails at once if another process writes, without
+        # waiting.
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield

@@ -1,6 +1,6 @@
-"""A run as it is sent to a server: one JSON document of a closed schema, and nothing else leaves the machine.
+"""The document of a run that is sent to a server: JSON with a fixed list of fields. No other data leaves the machine.
 
-docs/server-data.md lists the fields; `memscale.server.documents` is the schema that a server checks them by.
+docs/server-data.md lists the fields; a server checks documents by the schema in `memscale.server.documents`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from memscale.history.run import Run
 _MOST_BYTES = 256 << 10
 _MOST_MODULES = 1000
 _MOST_NOTES = 50
-# What a run and its document have alike.
+# Fields that a run and its document share.
 _ALIKE = ("id", "name", "made", "commit", "versions", "simulator", "decision_source", "measured", "model")
 _LONGEST = {"name": 200, "note": 2000, "path": 300, "config": 2000}
 
 
 def document_of(run: Run) -> dict[str, Any]:
-    """The document of a run; of a very large model the modules that hold least are summed up as ``"(others)"``."""
+    """Returns the document of a run; of a very large model, the smallest modules are summed up as ``"(others)"``."""
     profile, hardware = run.profile, run.profile.hardware
     document: dict[str, Any] = {
         "memscale_run_document": 1,
@@ -54,7 +54,7 @@ def document_of(run: Run) -> dict[str, Any]:
 
 
 def run_of(document: Mapping[str, Any], like: Run) -> Run:
-    """The run of a document that a server sent, to be compared with `like`, a run of the same step on the same device.
+    """Returns the run in a document from a server, for a comparison with `like`, a run of the same step and device.
 
     Raises:
         ConfigError: the document lacks a field.
@@ -86,7 +86,7 @@ def run_of(document: Mapping[str, Any], like: Run) -> Run:
 
 
 def _largest(modules: Mapping[str, Mapping[str, int]], most: int) -> dict[str, dict[str, int]]:
-    """The `most` modules that hold most, the others as one."""
+    """Returns the `most` modules with the most bytes, the rest summed up as one."""
     ordered = sorted(modules, key=lambda path: -sum(modules[path].values()))
     found: dict[str, dict[str, int]] = {}
     for place, path in enumerate(ordered):

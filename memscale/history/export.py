@@ -1,4 +1,4 @@
-"""Runs for other tools: as JSON lines and CSV, and for trackers where they are installed."""
+"""Exports runs as JSON lines and CSV, and to experiment trackers that are installed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PROJECT = "memscale"
 
 
 def to_json_lines(runs: Sequence[Run]) -> str:
-    """The runs as JSON, a line each, which `Run.from_json` reads."""
+    """Returns the runs as JSON, one line each, as `Run.from_json` reads them."""
     return "".join(f"{run.to_json()}\n" for run in runs)
 
 
 def to_csv(runs: Sequence[Run]) -> str:
-    """The runs' figures as CSV, a row each; a cell that a spreadsheet would take for a formula begins with ``'``."""
+    """Returns the runs' figures as CSV; a cell that a spreadsheet would read as a formula is prefixed with ``'``."""
     rows = [run.summary() for run in runs]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
@@ -32,10 +32,10 @@ def to_csv(runs: Sequence[Run]) -> str:
 
 
 def to_mlflow(runs: Sequence[Run]) -> None:
-    """Log each run to MLflow's present tracking server.
+    """Logs each run to the current tracking server of MLflow.
 
     Raises:
-        RuntimeUnavailable: mlflow is not installed; likewise below.
+        RuntimeUnavailable: mlflow is not installed.
     """
     mlflow = _imported("mlflow")
     for run in runs:
@@ -45,17 +45,17 @@ def to_mlflow(runs: Sequence[Run]) -> None:
 
 
 def to_wandb(runs: Sequence[Run]) -> None:
-    """Log each run to Weights & Biases."""
+    """Logs each run to Weights & Biases; raises `RuntimeUnavailable` without wandb."""
     _logged(_imported("wandb"), runs)
 
 
 def to_trackio(runs: Sequence[Run]) -> None:
-    """Log each run to trackio."""
+    """Logs each run to trackio; raises `RuntimeUnavailable` without it."""
     _logged(_imported("trackio"), runs)
 
 
 def to_tensorboard(runs: Sequence[Run]) -> None:
-    """Write each run's figures as scalars, the n-th run of a name at step n, into ``runs/``."""
+    """Writes each run's figures to ``runs/`` as scalars, the n-th run of a name at step n; needs tensorboard."""
     tensorboard = _imported("torch.utils.tensorboard", "tensorboard")
     steps: dict[str, int] = {}
     for run in runs:
@@ -66,7 +66,7 @@ def to_tensorboard(runs: Sequence[Run]) -> None:
         writer.close()
 
 
-#: What `memscale history export --to` knows: those that give text, and those that send it on.
+#: The formats and trackers of `memscale history export --to`.
 TEXTS: Mapping[str, Callable[[Sequence[Run]], str]] = {"json": to_json_lines, "csv": to_csv}
 TRACKERS: Mapping[str, Callable[[Sequence[Run]], None]] = {
     "mlflow": to_mlflow,
@@ -77,7 +77,7 @@ TRACKERS: Mapping[str, Callable[[Sequence[Run]], None]] = {
 
 
 def _logged(tracker: ModuleType, runs: Sequence[Run]) -> None:
-    """By the functions that W&B has, and those who follow it."""
+    """Logs runs by the functions that W&B and compatible trackers have."""
     for run in runs:
         tracker.init(project=_PROJECT, name=run.name, config=_texts(run))
         tracker.log(_metrics(run))

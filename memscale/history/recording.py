@@ -1,4 +1,4 @@
-"""Adding a run from a training script, which it must never stop."""
+"""Adds runs to the history from a training script, without ever stopping the script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memscale.history.sending import is_address, send_later
 from memscale.observability import rank
 from memscale.simulation import Profile
 
-_MOST_SHAPES = 4  # in a name
+_MOST_SHAPES = 4  # shapes in a run's name
 
 _log = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ def record(
     batch: Any = None,
     config: Config | None = None,
 ) -> Run | None:
-    """Add a run to the history and return it; None where there is no history, or where it could not be written.
+    """Adds a run to the history and returns it, or None if there is no history or it cannot be written.
 
-    Whatever is wrong with the history, a script goes on: it is logged.
+    A history that cannot be written is logged, and the script goes on.
 
     >>> import torch, memscale as ms
     >>> profile = ms.profile(torch.nn.Linear(64, 64), torch.ones(8, 64), loss=lambda y, _: y.sum())
@@ -45,12 +45,19 @@ def record(
     True
 
     Args:
-        profile, name, plan, measured, model, batch, config: as in `Run.of`.
-        path: of the history's file; None is ``$MEMSCALE_HISTORY``, and without that nothing is recorded. The address
-            of a project on a server, ``"https://..."``, sends the run there, from a file in which it waits.
+        profile: as in `Run.of`.
+        name: as in `Run.of`.
+        plan: as in `Run.of`.
+        measured: as in `Run.of`.
+        path: the file of the history; None is ``$MEMSCALE_HISTORY``, and if that is not set nothing is recorded. The
+            address of a project on a server, ``"https://..."``, sends the run there, through a local queue.
+        model: as in `Run.of`.
+        batch: as in `Run.of`.
+        config: as in `Run.of`.
 
     Raises:
-        ConfigError, PlanError: as `Run.of`, which is about the call.
+        ConfigError: as in `Run.of`.
+        PlanError: as in `Run.of`.
     """
     if path is None and not os.environ.get(HISTORY):
         return None
@@ -69,11 +76,11 @@ def keep(
     config: Config | None = None,
     **options: object,
 ) -> Run | None:
-    """`record` for a verb with ``record=...``: the run has a name of what the verb was given, and nothing is raised.
+    """Records a run for a verb with ``record=...``, under a name made of the verb's arguments; raises nothing.
 
-    `options` are what else decides the step; those that are None, or 1, are the usual and go without saying.
+    `options` are further arguments that decide the step; values None and 1 are defaults and stay out of the name.
     """
-    if rank():  # the first process speaks for all
+    if rank():  # only the first process records
         return None
     shapes = ["x".join(map(str, tensor.shape)) for tensor in tensors(batch)[:_MOST_SHAPES]]
     kind = getattr(model, "__qualname__", type(model).__qualname__)
@@ -81,14 +88,14 @@ def keep(
     words = [kind, *shapes, *([] if optimizer is None else [type(optimizer).__name__]), *told]
     try:
         run = Run.of(profile, " ".join(words), plan=plan, model=model, batch=batch, config=config)
-    except Exception as error:  # a plan with a policy of the caller's own has no JSON form, or fails to make one
+    except Exception as error:  # for example a plan with a user's own policy, which has no JSON form
         _log.warning("this run is not recorded: %s", error)
         return None
     return _added(run, path)
 
 
 def keep_measured(run: Run, path: str, measured: Mapping[str, float]) -> Run | None:
-    """Add what was measured to a run that was recorded."""
+    """Adds measured figures to a recorded run, and records it again."""
     return _added(dataclasses.replace(run, measured={**run.measured, **measured}), path)
 
 

@@ -1,4 +1,4 @@
-"""A team's server as its API: runs are sent there, baselines and plans come from there. Nobody else is spoken to."""
+"""`Remote`: the client of a team's server: sends runs, and fetches baselines and plans. It contacts no other host."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SECRET = "MEMSCALE_TOKEN"
 
 
 class Refused(MemscaleError):
-    """A server answered, and not with what was asked for.
+    """A server answered with an error.
 
     Attributes:
-        status: of the answer.
+        status: the HTTP status of the answer.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -36,13 +36,13 @@ class Refused(MemscaleError):
 
 
 class Remote:
-    """A project of a team on a server, or the team: the address of its page, as a browser shows it.
+    """A team or a project on a server, by the address of its page in a browser.
 
     Args:
-        url: such as ``"https://memory.example.org/t/vision/llama/"``.
+        url: for example ``"https://memory.example.org/t/vision/llama/"``.
 
     Raises:
-        ConfigError: the address is none of a team's or project's page, or is not encrypted and of another machine.
+        ConfigError: the address is not the page of a team or project, or is unencrypted and not on this machine.
     """
 
     def __init__(self, url: str) -> None:
@@ -64,20 +64,22 @@ class Remote:
         self._project = f"{self._team}/projects/{place[2]}" if len(place) == 3 else None
 
     def send(self, run: Run) -> bool:
-        """Send a run, and return whether it was new there; a run that is sent again is there once.
+        """Sends a run and returns whether the server did not have it yet; sending a run twice stores it once.
 
         Raises:
-            Refused: the server answered otherwise.
+            Refused: the server answered with an error.
             ConfigError: there is no token, or the address is a team's.
             RuntimeUnavailable: the server cannot be reached.
         """
         return bool(self._asked("POST", f"{self._in_project}/runs", document_of(run))["new"])
 
     def baseline(self, label: str, like: Run) -> Run | None:
-        """The run that is the baseline of `like`'s name and device under a label; None without one.
+        """Returns the baseline run for the name and device of `like` under a label, or None.
 
         Raises:
-            Refused, ConfigError, RuntimeUnavailable: as `send`.
+            Refused: the server answered with an error.
+            ConfigError: there is no token, or the address is a team's.
+            RuntimeUnavailable: the server cannot be reached.
         """
         query = urlencode({"name": like.name, "card": like.hardware})
         found = self._asked("GET", f"{self._in_project}/baselines/{quote(label, safe='')}?{query}")
@@ -86,20 +88,24 @@ class Remote:
         return run_of(self._asked("GET", f"{self._in_project}/runs/{found[0]['run']}"), like)
 
     def set_baseline(self, label: str, run: Run) -> None:
-        """Send a run and make it the baseline of its name and device.
+        """Sends a run and makes it the baseline of its name and device under a label.
 
         Raises:
-            Refused, ConfigError, RuntimeUnavailable: as `send`.
+            Refused: the server answered with an error.
+            ConfigError: there is no token, or the address is a team's.
+            RuntimeUnavailable: the server cannot be reached.
         """
         self.send(run)
         self._asked("PUT", f"{self._in_project}/baselines/{quote(label, safe='')}", {"run": run.id})
 
     def plan(self, name: str) -> Plan:
-        """The plan of a hash, ``"plan:9f3c..."``, eight digits or more.
+        """Returns the plan with a hash such as ``"plan:9f3c..."``, given by at least eight digits.
 
         Raises:
-            PlanError: it has another hash than was asked for, or is none.
-            Refused, ConfigError, RuntimeUnavailable: as `send`.
+            PlanError: the server sent a plan with another hash, or no plan.
+            Refused: the server answered with an error.
+            ConfigError: `name` is not such a hash, or there is no token.
+            RuntimeUnavailable: the server cannot be reached.
         """
         digits = name.removeprefix("plan:")
         if not 8 <= len(digits) <= 64 or set(digits) - set("0123456789abcdef"):
@@ -145,10 +151,10 @@ class Remote:
 
 
 def token() -> str:
-    """The token of ``$MEMSCALE_TOKEN``, or of a file that nobody else may read.
+    """Returns the token from ``$MEMSCALE_TOKEN``, or from a file that only this user can read.
 
     Raises:
-        ConfigError: there is none, or others may read the file.
+        ConfigError: there is no token, or others can read the file.
     """
     if given := os.environ.get(_SECRET):
         return _checked(given.strip())

@@ -1,4 +1,4 @@
-"""A recorded run: what was predicted of a training step, with what, and what it then took."""
+"""`Run`: one recorded prediction of a training step, with its versions, its plan and what was measured."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from memscale.simulation import Profile
 _DOCUMENT = Document("run", version=1, writer="Run.to_json()", error=ConfigError)
 _MOST_HOLDINGS = 20
 _MOST_SHAPES = 16
-_MOST_COLUMNS = 160  # of a timeline
+_MOST_COLUMNS = 160  # columns of a stored timeline
 _GIT_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is known of one step of one model on one device. A value: it prints, compares and goes through JSON.
+    """A prediction of one step of one model on one device, as an immutable value with a JSON form.
 
     Attributes:
-        id: 16 hexadecimal digits; runs sort by them in the order in which they were made.
-        name: what was predicted: runs of one name on one device can be compared.
-        made: when, in UTC, as in ``"2026-11-22T10:00:00Z"``.
-        profile: what was predicted, without its timeline and its schedule.
-        plan: the JSON of the plan that was applied, ``""`` without one.
-        commit: of the repository around the working directory, with ``"+"`` where files were changed since; ``""``
-            outside of one.
+        id: 16 hexadecimal digits; they sort by the time at which the runs were made.
+        name: the step; runs of one name on one device can be compared.
+        made: the time in UTC, such as ``"2026-11-22T10:00:00Z"``.
+        profile: the prediction, without its timeline and schedule.
+        plan: the JSON of the applied plan, or ``""``.
+        commit: the commit of the repository around the working directory, with ``"+"`` if files were changed since;
+            ``""`` outside of a repository.
         versions: of memscale, torch and python.
-        simulator: a hash of memscale's own code and of the packages that a prediction depends on.
-        decision_source: ``"planner"`` for a plan with evidence, that of its `StrategyDecision` where a policy made one,
-            else ``"user"``.
-        measured: what was measured of the same step, by name, such as ``{"peak_bytes": 8_589_934_592}``.
-        model: a hash of the modules' classes and of the shapes and dtypes of parameters and buffers, ``""`` unless the
-            run was told of the model; nothing of their values.
-        shapes: of the batch's tensors, with their dtypes.
-        config: as Python, ``""`` for the usual one.
-        budget_bytes: what the plan was made for, None where that is not known.
-        timeline: live bytes by category over the step, as few columns as a small picture has; no part of what runs are
-            compared by, and None in a baseline's file.
+        simulator: a hash of memscale's code and of the packages that predictions depend on.
+        decision_source: ``"planner"`` for a plan with evidence, the source of its `StrategyDecision` if a policy made
+            one, else ``"user"``.
+        measured: measured figures of the same step, by name, such as ``{"peak_bytes": 8_589_934_592}``.
+        model: a hash of the classes of modules and of the shapes and dtypes of parameters and buffers, without their
+            values; ``""`` if the run was made without the model.
+        shapes: the shapes and dtypes of the batch's tensors.
+        config: the config as Python, or ``""`` for the default.
+        budget_bytes: the budget of the plan, or None if unknown.
+        timeline: live bytes by category over the step, with the few columns of a small picture. It takes no part in
+            comparisons, and is None in a baseline's file.
     """
 
     id: str
@@ -84,7 +84,7 @@ class Run:
         batch: Any = None,
         config: Config | None = None,
     ) -> Run:
-        """A run made now.
+        """Returns a run with the present time, commit and versions.
 
         >>> import torch, memscale as ms
         >>> from memscale.history import Run
@@ -94,11 +94,13 @@ class Run:
         (True, 39176)
 
         Args:
-            profile: of the step, with the plan applied.
-            name: what it is a profile of; say in it what else decides the step, such as the batch's size.
-            plan: what was applied.
+            profile: the profile of the step, with the plan applied.
+            name: the step's name; it should say what decides the step, such as the batch size.
+            plan: the applied plan.
             measured: see `Run`.
-            model, batch, config: what the step is of, which the run then tells more of.
+            model: the model, for `Run.model`.
+            batch: the batch, for `Run.shapes`.
+            config: the config, for `Run.config`.
 
         Raises:
             ConfigError: the name is empty, or has more than one line.
@@ -138,35 +140,35 @@ class Run:
 
     @property
     def plan_hash(self) -> str:
-        """`Plan.hash` of the plan, ``""`` without one."""
+        """`Plan.hash` of the plan, or ``""``."""
         return Plan.from_json(self.plan).hash if self.plan else ""
 
     @property
     def verdict(self) -> str:
-        """``"fits"`` if the device has what the step takes, as predicted and as measured, else ``"does not fit"``."""
+        """``"fits"`` if the device has the predicted and the measured bytes of the step, else ``"does not fit"``."""
         taken = max(self.profile.taken_bytes, self.measured.get("peak_bytes", 0))
         return "fits" if taken <= self.profile.hardware.usable_bytes else "does not fit"
 
     def to_json(self) -> str:
-        """The run as JSON text, with a schema version."""
+        """Returns the run as JSON text, with a schema version."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return _DOCUMENT.write(fields | {"profile": json.loads(self.profile.to_json())})
 
     @classmethod
     def from_json(cls, text: str) -> Run:
-        """The run that `to_json` wrote.
+        """Returns the run that `to_json` wrote.
 
         Raises:
-            ConfigError: the text is not JSON, is of another schema version, or lacks a field.
+            ConfigError: the text is not JSON, has another schema version, or lacks a field.
         """
         data = _DOCUMENT.read(text)
         with _DOCUMENT.parts():
-            # What runs were not told of at first has its default.
+            # Fields that older documents lack get their defaults.
             shapes = tuple(data.get("shapes", ()))
             return cls(**data | {"profile": Profile.from_json(json.dumps(data["profile"])), "shapes": shapes})
 
     def summary(self) -> dict[str, Any]:
-        """The run's figures by name, as one row of a table."""
+        """Returns the run's figures by name, as one row of a table."""
         profile = self.profile
         return {
             "id": self.id,
@@ -190,7 +192,7 @@ class Run:
 def _timeline_of(profile: Profile) -> dict[str, Any] | None:
     if not profile.changes:
         return None
-    from memscale.reports import columns  # loaded with the first run that is made
+    from memscale.reports import columns  # imported late: most programs record no run
 
     timeline = profile.timeline
     live = columns(timeline.position, timeline.live_bytes, count=_MOST_COLUMNS).live_bytes
@@ -222,11 +224,11 @@ def _shape_of(tensor: torch.Tensor) -> str:
 
 
 def commit_of(reference: str) -> str:
-    """The commit that a git reference means in the working directory, ``""`` if none."""
+    """Returns the commit that a git reference names in the working directory, or ``""``."""
     return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{reference}^{{commit}}")
 
 
-@functools.cache  # of a process, which asking git would slow down at each run
+@functools.cache  # once per process, because git would slow every run down
 def _commit_here() -> str:
     found = commit_of("HEAD")
     return f"{found}+" if found and _git("status", "--porcelain", "--untracked-files=no") else found
@@ -235,6 +237,6 @@ def _commit_here() -> str:
 def _git(*arguments: str) -> str:
     try:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # no git here, or a repository on a disk that does not answer
+    except (OSError, subprocess.TimeoutExpired):  # git is missing, or the disk does not answer
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

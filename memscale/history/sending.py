@@ -1,4 +1,4 @@
-"""Runs on their way to a server: each waits in a local file until the server says that it has it."""
+"""Sends runs to a server: each run waits in a local file until the server acknowledges it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from memscale.history.run import Run
 
 _log = logging.getLogger(__name__)
 _sending = threading.Lock()
-# Answers that another attempt may change: no valid token yet, no project yet, too many requests, a server in trouble.
+# Statuses after which another attempt may succeed: no valid token or project yet, too many requests, server trouble.
 _FOR_NOW = (401, 403, 404, 408, 429)
 
 
 def is_address(place: object) -> bool:
-    """Whether a place to record in is a server's address, and not a file."""
+    """Whether `place` is the address of a server rather than a file."""
     return isinstance(place, str) and place.startswith(("https://", "http://"))
 
 
 def queue_path() -> Path:
-    """The file in which runs wait: ``$MEMSCALE_HISTORY``, or one in the user's folder for state."""
+    """Returns the file in which runs wait: ``$MEMSCALE_HISTORY``, or a file in the user's state folder."""
     if chosen := os.environ.get(HISTORY):
         return Path(chosen)
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "memscale"
@@ -34,10 +34,10 @@ def queue_path() -> Path:
 
 
 def send_later(run: Run, url: str) -> None:
-    """Keep a run in the local file, and send what waits there from a thread that nothing waits for.
+    """Adds a run to the local file, and sends all waiting runs in a daemon thread.
 
     Raises:
-        ConfigError: the address is none of a project, or the file cannot be written.
+        ConfigError: the address is not a project's, or the file cannot be written.
     """
     remote = Remote(url)
     with History(queue_path()) as history:
@@ -46,7 +46,7 @@ def send_later(run: Run, url: str) -> None:
 
 
 def _send_quietly() -> None:
-    if not _sending.acquire(blocking=False):  # the thread that holds it looks again before it ends
+    if not _sending.acquire(blocking=False):  # the thread that holds it checks the queue again before it ends
         return
     try:
         with History(queue_path()) as history:
@@ -59,16 +59,16 @@ def _send_quietly() -> None:
 
 
 def send(history: History, told: Callable[[Run, str, str], None]) -> int:
-    """Send every run that waits, and return how many a server has now that it had not acknowledged before.
+    """Sends every waiting run, and returns how many were newly acknowledged.
 
     Args:
-        history: the file in which they wait.
-        told: called with each run, its address and what became of it.
+        history: the file in which the runs wait.
+        told: called with each run, its address and the outcome.
 
     Raises:
         ConfigError: there is no token.
-        RuntimeUnavailable: a server cannot be reached. What was not acknowledged waits on.
-        Refused: a server has trouble, or does not know the token or the project; likewise.
+        RuntimeUnavailable: a server cannot be reached; runs that were not acknowledged stay in the queue.
+        Refused: a server is in trouble, or does not know the token or the project; the queue stays likewise.
     """
     sent = 0
     for run, url, stamp in history.waiting():
@@ -77,7 +77,7 @@ def send(history: History, told: Callable[[Run, str, str], None]) -> int:
         except Refused as refused:
             if refused.status in _FOR_NOW or refused.status >= 500:
                 raise
-            told(run, url, str(refused))  # of this run, which no later attempt would change
+            told(run, url, str(refused))  # the server rejects this run, so another attempt is useless
             history.delivered(run, url, stamp)
             continue
         history.delivered(run, url, stamp)

@@ -1,4 +1,4 @@
-"""The older one-line style: `wrap`, `optimize`, `detach`."""
+"""The one-line interface: `wrap`, `optimize`, `detach` and `report` change a model in place."""
 
 from memscale.legacy.executor import Executor
 from memscale.legacy.verbs import attached, detach, optimize, report, wrap, wrapped

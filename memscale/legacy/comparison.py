@@ -1,4 +1,4 @@
-"""What a planned step takes in truth, next to what was predicted; and what the history keeps of both."""
+"""`Comparison`: measures a planned step, compares it with the prediction, and passes the figures to the history."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from memscale.legacy.log import say
 from memscale.optimizers import TransformedOptimizer
 from memscale.planning import ProvenPlan
 
-_OFF = 0.05  # the share by which a prediction may be off without a warning
-_LEAST_BYTES = 1 << 20  # and the bytes: less is the allocator's granularity
+_OFF = 0.05  # the largest relative error of a prediction without a warning
+_LEAST_BYTES = 1 << 20  # and the largest absolute one; smaller errors are the allocator's granularity
 
 
 class Comparison:
-    """Compares once, after the first step that begins with optimizer states.
+    """Compares once, after the first step that begins with optimizer states, which is the second.
 
     Args:
-        model: before its first step under the plan.
-        verdict: what is in force.
+        model: the model, before its first step under the plan.
+        verdict: the verdict in force.
         config: says whether and where to log.
-        keep_found: gets what was found, by the names of a run's measurements; None where nothing is recorded.
+        keep_found: called with the measured figures by name; None records nothing.
 
     Attributes:
-        peak_error: the share of the real peak by which the predicted one is off, once that is known.
-        text: what was found, once that is known.
+        peak_error: the error of the predicted peak as a share of the real one; None until measured.
+        text: the comparison as text; empty until measured.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Comparison:
         self._began = 0.0
 
     def after_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Note the time of the first step of `optimizer`, and compare after the second."""
+        """Called after each step of `optimizer`: notes the time of the first step, and compares after the second."""
         self._steps += 1
         if self._steps > 2:
             return
@@ -64,7 +64,7 @@ class Comparison:
             return
         found = _resident(model, optimizer)
         peak = _peak_bytes(model)
-        if peak > self._former_peak_bytes:  # else it was reached by something earlier, and says nothing of this step
+        if peak > self._former_peak_bytes:  # otherwise an earlier moment of the process had the highest peak
             found["peak"] = peak
             self.peak_error = self._predicted["peak"] / peak - 1 if self._predicted else None
         if self._predicted:
@@ -74,7 +74,7 @@ class Comparison:
             self._keep({**measured, "step_seconds": self._began - began})
 
     def _now(self, model: nn.Module) -> float:
-        """The clock once the device is done with the step: waited for where that is recorded only."""
+        """Returns the time in seconds, after the device has finished the step if the time is recorded."""
         if self._keep is not None and (device := _cuda_of(model)) is not None:
             torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -105,7 +105,7 @@ def _resident(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
     return {
         "parameter": _nbytes(parameters),
         "buffer": _nbytes(model.buffers()),
-        **({"gradient": _nbytes(gradients)} if gradients else {}),  # an optimizer may have dropped them by now
+        **({"gradient": _nbytes(gradients)} if gradients else {}),  # the optimizer may have freed them
         "optimizer state": _nbytes(tensor for tensor in tensors(states) if id(tensor) not in below),
     }
 

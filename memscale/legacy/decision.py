@@ -1,4 +1,4 @@
-"""What `wrap` decides for one batch, in one place: nothing, a plan that fits, or the rule where no plan can be made."""
+"""`decide`: what `wrap` does for one batch: nothing, a plan that fits, or the rule where no plan can be made."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NO_BLOCKS = "no repeated blocks: nothing in the model is worth recomputing or m
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What `wrap` keeps to, whichever batch comes.
+    """The settings of one `wrap`, the same for every batch.
 
     Attributes:
-        config: what is allowed.
+        config: the allowed techniques.
         hardware: the model's device.
-        runtime: with which the caller asks to offload by name; None leaves offloading to plans.
-        budget: the bytes that a step may take; None is what the config says of the device.
-        history: the file in which planned steps are kept; None for none.
+        runtime: the runtime if the caller asks for offloading by name; None leaves offloading to plans.
+        budget: the bytes that a step may take; None is the config's share of the device.
+        history: the file in which planned steps are recorded, or None.
         keeps_output: whether the caller's loop keeps the output, as in `plan`.
     """
 
@@ -48,7 +48,7 @@ class Terms:
 
     @property
     def limit(self) -> tuple[int, str]:
-        """The bytes that a step may take, and what says so."""
+        """The bytes that a step may take, and the name of the setting that says so."""
         if self.budget is not None:
             return self.budget, "the budget"
         share = self.config.target_gpu_utilization
@@ -58,17 +58,17 @@ class Terms:
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What is to be done to a model.
+    """What `wrap` does to a model.
 
     Attributes:
-        plan: to install.
-        profile: of the model's own step; None where it is not known.
-        step_bytes: what that step takes or, without a profile, what stays on the device from step to step.
-        skipped: why the plan is empty; None if it is not.
-        for_all: whether it holds for every batch.
-        limit_bytes: what the step may take; None where that decided nothing.
-        planned_bytes: what the step takes under the plan; None where no simulation has told.
-        run: of the history, where this is recorded.
+        plan: the plan to install.
+        profile: the profile of the untransformed step, or None if unknown.
+        step_bytes: the bytes of that step; without a profile, the bytes that stay on the device between steps.
+        skipped: why the plan is empty, or None if it is not.
+        for_all: whether the verdict holds for every batch.
+        limit_bytes: the bytes that the step may take, or None if they decided nothing.
+        planned_bytes: the bytes of the step under the plan, or None without a simulation.
+        run: the recorded run, or None.
     """
 
     plan: Plan
@@ -82,16 +82,16 @@ class Verdict:
 
 
 def decide(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms) -> Verdict:
-    """The plan for a step of `model` with `batch`, which the history keeps where the terms say so.
+    """Decides on the plan for a step of `model` with `batch`, and records it if `terms` ask for that.
 
     Args:
-        model: not transformed.
-        batch: None where it is not known.
-        optimizer: None where it is not known; AdamW stands for it.
-        terms: what the caller asks for.
+        model: the untransformed model.
+        batch: a batch, or None if unknown.
+        optimizer: the optimizer, or None if unknown; a simulation then uses AdamW.
+        terms: the settings of `wrap`.
 
     Warns:
-        RuntimeWarning: the step is too large, and no plan could be made for it: it gets the rule.
+        RuntimeWarning: the step is too large and could not be planned, so the rule applies.
     """
     verdict = _decided(model, batch, optimizer, terms)
     if terms.history is None or verdict.profile is None:
@@ -99,10 +99,10 @@ def decide(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None
     profile, plan = verdict.profile, verdict.plan
     try:
         trained = _trainer(model, optimizer)
-        if plan:  # the planner's evidence has its figures, and not what holds the memory
+        if plan:  # the planner's evidence has figures only; the record also needs what holds the memory
             profile = _profiled(model, batch, trained, terms, plan)
         run = keep(profile, terms.history, model, batch, plan=plan, optimizer=trained, config=terms.config)
-    except Exception as error:  # recording stops no run
+    except Exception as error:  # a failure to record never stops training
         LOG.warning("this step is not recorded: %s: %s", type(error).__name__, error)
         return verdict
     return dataclasses.replace(verdict, run=run)
@@ -130,17 +130,17 @@ def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | No
         )
         return Verdict(Plan(), profile, step_bytes, reason, limit_bytes=limit)
     if config.enable_checkpointing and checkpointing_off(model):
-        try:  # what follows takes the place of the model's own checkpointing
+        try:  # the plan replaces the model's own checkpointing, so decide without it
             return _decided(model, batch, optimizer, terms)
         finally:
             checkpointing_on(model)
     if step_bytes <= limit:
         return Verdict(rule, profile, step_bytes)
-    # The link's speed decides how much may move. Where it is not known, who asks for offloading gets it by the rule.
+    # Without known copy speeds a plan cannot decide how much to move; a caller who asks for offloading gets the rule.
     if engine is not None and not (moving and not knows_copies(hardware)):
         try:
             return _planned(engine, profile, step_bytes, limit, said)
-        except Exception as error:  # of the solver, or of a step that only the simulation provokes
+        except Exception as error:  # of the solver, or of a step that fails in a simulation only
             trouble = _first_line(error)
     if trouble:
         does = f"trains under wrap()'s rule {rule!r}, whose peak is not known" if rule else "stays as it is"
@@ -159,7 +159,7 @@ def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, l
         plan: Plan = (proven := engine.plan(limit))
         planned_bytes: int | None = proven.evidence.planned.taken_bytes
     except BudgetError as error:
-        # Training may still go through: other tensors may be smaller than thought, or the target is below the device.
+        # Training may still succeed: real tensors may be smaller, and the limit is below the device's memory.
         plan, planned_bytes = error.plan or Plan(), error.peak_bytes
         LOG.warning("%s; the model runs under the smallest plan, above %s", error, said)
     if not plan:
@@ -170,18 +170,18 @@ def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, l
 def _simulated(
     model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms
 ) -> tuple[DecisionEngine | None, Profile | None, str]:
-    """The engine that plans the step, and the step's profile; or what kept either of them from being made."""
+    """Returns the planning engine and the step's profile; each is None on failure, for the reason in the third item."""
     trouble = "use_static_profiling=False"
     if terms.config.use_static_profiling:
         try:
             engine = _engine(model, batch, optimizer, terms)
             return engine, engine.plain, ""
-        except Exception as error:  # wrap goes on with what it knows: the step that really trains may be another one
+        except Exception as error:  # go on with what is known: the real step may differ from the simulated one
             trouble = _first_line(error)
             say(terms.config, f"the step cannot be planned: {trouble}")
     try:
         return None, _profiled(model, batch, _trainer(model, optimizer), terms), trouble
-    except Exception as error:  # the model's own: what follows is said below
+    except Exception as error:  # the model's own error; the caller warns about the consequences
         trouble = _first_line(error)
         LOG.warning(
             "the step cannot be profiled: %s; what stays from step to step decides, and activations may not fit. "
@@ -197,7 +197,7 @@ def _engine(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | Non
         config = dataclasses.replace(config, enable_offloading=True)
     elif "offload" in config.eligible() and knows_copies(terms.hardware) and not can_move(model, config):
         config = dataclasses.replace(config, enable_offloading=False, async_offload=False)
-    # Another device steps to other bits than an accelerator, so that states move where the caller has said so.
+    # A CPU step rounds differently from an accelerator's, so states move only if the caller asks for offloading.
     stepping = ("step_in_groups", "offload_states") if moving else ("step_in_groups",)
     return DecisionEngine(
         model,
@@ -208,7 +208,7 @@ def _engine(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | Non
         hardware=terms.hardware,
         keeps_output=terms.keeps_output,
         stepping=() if optimizer is None else stepping,
-        streams=False,  # taken off, the parameters would have to come back, and with them optimizer states
+        streams=False,  # `detach` would have to move streamed parameters and their optimizer states back
     )
 
 
@@ -224,7 +224,7 @@ def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch
 
 
 def _rule(model: nn.Module, terms: Terms) -> Plan:
-    """What is done without a simulation: to the repeated blocks, and what else the caller asks for by name."""
+    """Returns the plan made without a simulation: for the repeated blocks, and what the caller asks for by name."""
     config = terms.config
     named = {
         "checkpoint": config.enable_checkpointing,
@@ -242,7 +242,7 @@ def _rule(model: nn.Module, terms: Terms) -> Plan:
 def _nothing_to_do(terms: Terms, trains: bool, rule: Plan) -> str | None:
     usable = terms.config.eligible()
     if terms.runtime is None and (terms.hardware.device_type == "cpu" or not knows_copies(terms.hardware)):
-        usable -= {"offload"}  # the tier below a host is its disk, which is for those who ask for it
+        usable -= {"offload"}  # the tier below RAM is the disk, which is used only on request
     if not usable:
         return (
             "enable_checkpointing is False and nothing is offloaded: no transform is left; async_offload=True adds one"
@@ -253,13 +253,13 @@ def _nothing_to_do(terms: Terms, trains: bool, rule: Plan) -> str | None:
 
 
 def hardware_of(model: nn.Module) -> Hardware:
-    """The device that `model` is on; the one at hand for a model on ``meta``."""
+    """Returns the device of `model`; for a model on ``meta``, the device at hand."""
     parameter = next(model.parameters(), None)
     return Hardware.detect(None if parameter is None or parameter.is_meta else parameter.device)
 
 
 def any_loss(output: Any, _: Any) -> torch.Tensor:
-    """A loss for a model whose loss is not known: the output's own, else a sum that needs all of the output."""
+    """A loss for a model whose loss is unknown: the output's own loss, else a sum over all output tensors."""
     own = batches.own_loss(output)
     if isinstance(own, torch.Tensor) and own.numel() == 1:
         return own
@@ -267,9 +267,9 @@ def any_loss(output: Any, _: Any) -> torch.Tensor:
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """What stays on the device from step to step: parameters, buffers, gradients, the optimizer's states.
+    """Returns the bytes that stay on the device between steps: parameters, buffers, gradients and optimizer states.
 
-    Those of an optimizer that has not stepped yet count as two Adam moments.
+    The states of an optimizer that has not stepped yet count as two Adam moments.
     """
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     states = tensors([dict(state) for state in optimizer.state.values()]) if optimizer is not None else []

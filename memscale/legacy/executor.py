@@ -1,4 +1,4 @@
-"""`Executor`: what `wrap` did to one model, how to undo it, and how it plans for what comes."""
+"""`Executor`: the plans of one wrapped model: installs them, makes new ones for larger batches, and undoes all."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
 
 ATTRIBUTE = "_memscale_executor"
-#: What `report` says of models that were wrapped and are not any more.
+#: The reports of models that were wrapped and detached, for `report`.
 DETACHED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
-# What `_begin` makes anew in a copy.
+# Attributes that `_begin` sets anew in a copy of the executor.
 _OF_PROCESS = {
     *("_lock", "_planning", "_own", "_optimizing"),
     *("_verdict", "_headline", "_comparison", "_server"),
@@ -42,18 +42,12 @@ _OF_PROCESS = {
 
 
 class Executor:
-    """What `wrap` did: its ``model``, ``plan``, ``config``, ``hardware``, ``profile``, ``skipped`` and ``runtime``.
+    """What `wrap` did to a model; ``str`` of it is a readable report, including what was moved so far.
 
-    ``profile`` is that of the model's own step, and None until a batch told what the step is, or where it failed.
-    ``step_bytes`` is what that step takes or, without a profile, what stays on the device from step to step.
-    ``skipped`` says why the plan is empty, and is None when it is not. ``runtime`` is what the plan's ``offload()``
-    moves tensors with, and is None where nothing is offloaded, and after `detach`. ``str`` is a readable report, with
-    what was moved so far. A deep copy or a pickle of a wrapped model carries an executor of its own, without the
-    profile, which detaches the copy; a deep copy shares the runtime, a pickle makes one with the same settings.
-    An executor does not keep its model alive, and once that is gone has only its report.
-
-    It plans at the first call of a training loop if it was given no batch, and again, between two steps, when a batch
-    comes that no plan so far was made for; see `docs/wrap.md`.
+    It plans at the first call of a training loop if it was given no batch, and again, between two steps, when a larger
+    batch comes; see `docs/wrap.md`. It holds the model weakly: after the model is gone only the report works. A deep
+    copy or a pickle of a wrapped model carries an executor of its own, without the profile, which detaches the copy; a
+    deep copy shares the runtime, a pickle makes one with the same settings.
 
     >>> import torch, memscale as ms
     >>> blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)]
@@ -64,11 +58,20 @@ class Executor:
     >>> ms.detach(model)
 
     Args:
-        model: to act on.
-        terms: what every plan keeps to.
-        verdict: what to do first.
-        optimizer: that trains the model; None where it is not known.
-        batch: what `verdict` was made for; None for none.
+        model: the model to change.
+        terms: the settings of `wrap`.
+        verdict: the first verdict.
+        optimizer: the optimizer that trains the model, or None if unknown.
+        batch: the batch for which `verdict` was made, or None.
+
+    Attributes:
+        plan: the plan in force.
+        config: the config.
+        hardware: the device for which the plan was made.
+        profile: the profile of the untransformed step; None until a batch is known, and after a failed simulation.
+        step_bytes: the bytes of that step; without a profile, the bytes that stay on the device between steps.
+        skipped: why the plan is empty, or None if it is not.
+        runtime: the runtime of the plan's ``offload()``; None if nothing is offloaded, and after `detach`.
     """
 
     def __init__(
@@ -79,33 +82,33 @@ class Executor:
         optimizer: torch.optim.Optimizer | None,
         batch: Any,
     ) -> None:
-        # Weakly: the executor is an attribute of the model, and a cycle would hold its weights.
+        # Weak: the executor is an attribute of the model, and a cycle would keep the model's weights alive.
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
         self.config, self._terms = terms.config, terms
         self._caching: list[Any] = []
         self._patches: list[ForwardPatch] = []
-        self._wrapped: list[ForwardPatch] = []  # of the plan before, which run inside somebody else's forward
-        self._seen: dict[str, Seen] = {}  # the regions, by their paths
+        self._wrapped: list[ForwardPatch] = []  # of the previous plan, still called by someone else's forward
+        self._seen: dict[str, Seen] = {}  # the regions, by path
         self._root = None if verdict.for_all else SeenRoot(self.before_direct_call)
-        self._hook: Any = None  # which is called before what others have put over the model's forward
-        self._announced = False  # whether it has been, for the call that comes to the forward next
+        self._hook: Any = None  # a forward pre-hook, which runs before patches that others made to the forward
+        self._announced = False  # whether `_hook` ran for the call that reaches the forward next
         self._looked = False  # whether a step has shown which regions run
         self._plans = PlansByShapes()
         self.runtime: Runtime | None = None
-        self._moving = terms.runtime  # what all plans that move tensors do so with, once there is one
+        self._moving = terms.runtime  # the one runtime of all plans that move tensors
         self._begin(optimizer)
         self._take(verdict, None if batch is None else shapes_of(batch))
 
     def _begin(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """What belongs to this model in this process, and not to its copies."""
+        """Sets the attributes that belong to this model in this process, and not to its copies."""
         self._lock = threading.RLock()
-        self._planning: int | None = None  # the thread that plans
-        # That have parameters of the model: to look takes 1 ms a step in a model of 1,000.
+        self._planning: int | None = None  # the id of the thread that is planning
+        # Optimizers known to have parameters of the model: finding out takes 1 ms per step for 1,000 parameters.
         self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._optimizing = Optimizing(self.config, optimizer)
         self._verdict: Verdict | None = None
-        self._headline: str | None = None  # the last that was said
+        self._headline: str | None = None  # the last line that was printed
         self._comparison: Comparison | None = None
         self._server: Server | None = None
 
@@ -118,14 +121,14 @@ class Executor:
         self._model = weakref.ref(state["_model"])
         self._begin(None)
 
-    # -- what there is to know -----------------------------------------------------------------------------------------
+    # -- properties and reports ----------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
         """The model.
 
         Raises:
-            TransformError: it is gone: an executor does not keep it alive.
+            TransformError: the model is gone; an executor does not keep it alive.
         """
         model = self._model()
         if model is None:
@@ -134,18 +137,18 @@ class Executor:
 
     @property
     def hardware(self) -> Hardware:
-        """The model's device, when the plan was made."""
+        """The model's device when the plan was made."""
         return self._terms.hardware
 
     @property
     def is_attached(self) -> bool:
-        """Whether the model is there, and wrapped by this."""
+        """Whether the model exists and is wrapped by this executor."""
         model = self._model()
         return model is not None and model.__dict__.get(ATTRIBUTE) is self
 
     @property
     def predicted(self) -> dict[str, int]:
-        """The predicted peak of a step by kind: what is ``allocated``, and on CUDA what its allocator has reserved."""
+        """The predicted peak of a step in bytes: ``"allocated"``, and on CUDA also ``"reserved"`` by the allocator."""
         if isinstance(self.plan, ProvenPlan):
             planned = self.plan.evidence.planned
             on_cuda = self.hardware.device_type == "cuda"
@@ -154,17 +157,17 @@ class Executor:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """The peak of a step as it is now, None if that was not predicted."""
+        """The predicted peak of a step in bytes, or None."""
         return self.predicted.get("allocated")
 
     @property
     def peak_error(self) -> float | None:
-        """By how much of the real peak the predicted one is off; None until that is known."""
+        """The error of the predicted peak as a share of the real one; None until measured."""
         return None if self._comparison is None else self._comparison.peak_error
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first parameter is; a CPU if it has none."""
+        """The device of the model's first parameter; the CPU if it has none."""
         return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     @property
@@ -174,16 +177,16 @@ class Executor:
 
     @property
     def regions_that_ran(self) -> tuple[str, ...]:
-        """The paths of the plan's regions that have run since it was made."""
+        """The paths of the plan's regions that have run since the plan was made."""
         return tuple(path for path, seen in self._seen.items() if seen.ran)
 
     @property
     def metrics_url(self) -> str | None:
-        """Where live figures are served; None where ``config.observability_port`` asks for none or is taken."""
+        """The address of the live figures, or None if ``config.observability_port`` is not set or the port is taken."""
         return None if self._server is None else self._server.url
 
     def as_log(self) -> dict[str, float]:
-        """What a training log may say of memory now, in GiB: for ``wandb.log`` and the like, at logging steps.
+        """Returns figures about memory now, in GiB, for a training log such as ``wandb.log``.
 
         >>> import torch, memscale as ms
         >>> model = ms.wrap(torch.nn.Linear(2, 2), ms.Config(enable_logging=False), torch.ones(1, 2))
@@ -193,13 +196,13 @@ class Executor:
         return memory_keys(self)
 
     def step_text(self) -> str:
-        """What the untransformed step takes, in a line."""
+        """Returns one line about the memory of the untransformed step."""
         if self.profile is None:
             return f"step without memscale: {format_bytes(self.step_bytes)} and activations, which are not known"
         return f"step without memscale: {format_bytes(self.step_bytes)} at its peak, {self.profile.moment}"
 
     def idle_text(self) -> str | None:
-        """What of the plan has not run since it was made, though the model trains; None if all has."""
+        """Returns which parts of the plan have not run although the model trains, or None if all have."""
         if self._root is None or self._plans.present is not None:
             return idle(self._kind, self.plan, self._seen)
         return (
@@ -223,11 +226,11 @@ class Executor:
         return "\n".join(lines)
 
     def say(self, message: str) -> None:
-        """Log `message` where the config wants it."""
+        """Logs `message` if the config allows it."""
         say(self.config, message)
 
     def report(self) -> None:
-        """Log what is in force, and say it in a line where the last one was another."""
+        """Logs what is in force, and prints a line if it differs from the last printed one."""
         line = None if self._verdict is None else headline(self.model, self._verdict, self._seen)
         if line not in (None, self._headline):
             announce(self.config, str(line))
@@ -244,17 +247,18 @@ class Executor:
             self.say(f"offload() runs with {self.runtime.config}, max_cpu_offload_gb={cap}")
 
     def serve(self) -> None:
-        """Serve live figures, where the config asks for that."""
+        """Serves live figures if the config asks for it."""
         if self.config.observability_port is not None and self._server is None:
             self._server = serve(Metrics(self), self.config.observability_port)
             if self._server is not None:
                 weakref.finalize(self, self._server.close)
                 self.say(f"live figures at {self._server.url}")
 
-    # -- on and off ----------------------------------------------------------------------------------------------------
+    # -- attach, install, detach
+    # ----------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Enter the executor into the model and turn Hugging Face caches off."""
+        """Registers the executor on the model and turns Hugging Face caches off."""
         model = self.model
         model.__dict__[ATTRIBUTE] = self
         self._caching = caches_off(model, self.config)
@@ -262,7 +266,7 @@ class Executor:
             self._hook = model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
 
     def install(self) -> None:
-        """Put the plan's regions on the model."""
+        """Installs the plan's regions on the model."""
         model = self.model
         if self.plan and self.config.enable_checkpointing:
             keep_checkpointing_off(model, self.config)
@@ -278,16 +282,16 @@ class Executor:
         listen(self)
 
     def install_optimizer(self) -> None:
-        """Put the plan's rules for an optimizer on the one that trains the model, if it is known."""
+        """Puts the plan's optimizer rules on the optimizer that trains the model, if it is known."""
         self._optimizing.follow(self.model, self.plan, self.runtime)
 
     def uninstall(self) -> list[tuple[str, Callable[..., Any]]]:
-        """Take the plan's regions off, and leave what `attach` did; returns the forwards of others that stay."""
+        """Removes the plan's regions, but not what `attach` did; returns others' forwards that stay, by path."""
         model = self.model
         paths = {module: path for path, module in model.named_modules()}
         left = [(patch, paths.get(patch.module, ""), on_top) for patch, on_top in uninstall(self._patches)]
-        # A forward that calls what it was put over stays around the regions of the next plan, too. The root's is looked
-        # up before the hooks of a call, one of which is to plan.
+        # Someone else's forward that calls a patched one stays around the regions of the next plan too. The root's
+        # patch always does: PyTorch reads the root's forward before it runs the hook that plans.
         self._wrapped = [patch for patch, path, _ in left if self._has_run(path)]
         self._wrapped += [patch for patch in self._patches if patch.module is model]
         self._patches = []
@@ -295,7 +299,7 @@ class Executor:
         return [(path, on_top) for _, path, on_top in left]
 
     def detach(self) -> None:
-        """Undo everything; does nothing the second time.
+        """Undoes everything; a second call does nothing.
 
         >>> import torch
         >>> from memscale.legacy.verbs import wrap
@@ -313,7 +317,7 @@ class Executor:
 
     def _detach(self, model: nn.Module) -> None:
         for path, on_top in self.uninstall():
-            # What a step has shown to call the region is a wrapper, and takes nothing away.
+            # A forward that was seen to call the region is a wrapper around it, so its replacement changes nothing.
             LOG.log(
                 logging.INFO if self._has_run(path) else logging.WARNING,
                 "the forward of %s was replaced by %s.%s after wrap(): that stays, over the forward of before",
@@ -340,27 +344,27 @@ class Executor:
         seen = self._root if not path and self._root is not None else self._seen.get(path)
         return seen is not None and seen.ran
 
-    # -- plans for the batches that come -------------------------------------------------------------------------------
+    # -- plans for later batches ---------------------------------------------------------------------------------------
 
     def before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """A hook of the model: what others put over its forward, autocast say, is not to be entered twice."""
+        """A forward pre-hook, so that planning precedes wrappers around the forward, such as autocast's."""
         if torch.compiler.is_compiling() or model is not self._model():
             return
         if self._planning not in (None, threading.get_ident()):
-            with self._lock:  # until the model has its regions again
+            with self._lock:  # waits until the other thread has installed the regions again
                 pass
         if torch.is_grad_enabled() and self._planning is None:
             self.before_call(args, kwargs)
             self._announced = True
 
     def before_direct_call(self, args: Any, kwargs: Any) -> None:
-        """Called in the forward: who calls that itself, as `model.forward(x)`, passes by the hooks of the model."""
-        if not self._announced and isinstance(self.model.__dict__["forward"], Method):  # with nobody's around it
+        """Called inside the forward, for callers of `model.forward(x)`, which bypasses the model's hooks."""
+        if not self._announced and isinstance(self.model.__dict__["forward"], Method):  # without a wrapper around it
             self.before_call(args, kwargs)
         self._announced = False
 
     def before_call(self, args: Any, kwargs: Any) -> None:
-        """Called with the arguments of each call of the model with gradients: plan, where no plan is for these."""
+        """Called with the arguments of each call of the model with gradients; plans if no plan serves their shapes."""
         shapes = shapes_of((args, kwargs))
         if not self._plans.serves(shapes):
             model = self._model()
@@ -374,7 +378,7 @@ class Executor:
         self._plans.between_steps = False
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has made a step: if it is this model's, another plan may follow now."""
+        """Called after each step of any optimizer; for this model's, the next call may use another plan."""
         model = self._model()
         if model is None:
             return
@@ -395,7 +399,7 @@ class Executor:
             self._comparison.after_step(model, optimizer)
 
     def _follow(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
-        """Another plan for `shapes`: one that there is, or a new one."""
+        """Switches to a plan for `shapes`: an existing one, or a new one."""
         found = self._plans.find(shapes)
         if found is not None and found[0] is self._verdict:
             self.say(f"{MOST_PLANS} plans for batches of different shapes are enough: the last one stays")
@@ -410,7 +414,7 @@ class Executor:
         self.report()
 
     def _planned(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> tuple[Verdict, Shapes]:
-        """The verdict on a call, and the shapes that it is for."""
+        """Returns the verdict for a call, and the shapes for which it was made."""
         batch = as_batch(model.forward, args, kwargs)
         self._terms = dataclasses.replace(self._terms, hardware=hardware_of(model))
         self._planning = threading.get_ident()
@@ -427,7 +431,7 @@ class Executor:
             self._planning = None
 
     def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
-        """Make `verdict`, for a batch of `shapes`, what is in force."""
+        """Puts `verdict`, made for a batch of `shapes`, in force."""
         moves = any(rule.transform.moves for rule in verdict.plan)
         if moves and self._moving is None:
             self._moving = runtime_of_plan(self.model, self.config)

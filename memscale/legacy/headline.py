@@ -1,4 +1,4 @@
-"""What was decided about a model, in the one line that `wrap` prints."""
+"""`headline`: the one line that `wrap` prints about what it decided."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memscale.planning import ProvenPlan, repeated_blocks
 
 
 def headline(model: nn.Module, verdict: Verdict, regions: Iterable[str]) -> str | None:
-    """The line; None where the batch that decides has not come yet.
+    """Returns the line, or None if the batch that decides has not come yet.
 
     Args:
-        model: that is wrapped.
-        verdict: on its step.
+        model: the wrapped model.
+        verdict: the verdict about its step.
         regions: the paths of the regions of the verdict's plan.
     """
     plan = verdict.plan
@@ -37,7 +37,7 @@ def headline(model: nn.Module, verdict: Verdict, regions: Iterable[str]) -> str 
 
 
 def _techniques(model: nn.Module, plan: Plan, regions: Iterable[str]) -> Iterable[str]:
-    """Each technique of the plan, and where it is: on how many of the model's blocks, and on what else."""
+    """Yields each technique of the plan with its place: the number of the model's blocks, and other modules."""
     patterns = repeated_blocks(model)
     blocks = {path for path, _ in model.named_modules() if any(matches(pattern, path) for pattern in patterns)}
     places: dict[str, set[str]] = {}

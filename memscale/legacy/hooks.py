@@ -1,4 +1,4 @@
-"""What is told of a wrapped model while it trains: which of its regions run, and every step of its optimizer."""
+"""Observers of a wrapped model in training: which of its regions run, and every step of its optimizer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _Same = TypeVar("_Same", bound="Seen")
 
 
 class Seen(Assembled):
-    """The forward `fn` of a region, which notes that it ran. A tree that `transform` makes has `fn` without this."""
+    """The forward `fn` of a region, with a note of whether it has run. `transform` copies `fn` without this wrapper."""
 
     fn: Callable[..., Any]
     ran = False
 
     def over(self: _Same, fn: Callable[..., Any]) -> _Same:
-        """This over a forward."""
+        """Wraps another forward, and returns this object."""
         self.fn = fn
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.ran = True  # without a look at what it was, by which a compiler would guard
+        self.ran = True  # set without reading it first: a compiler would guard on a value that it reads
         return self.fn(*args, **kwargs)
 
     @property
@@ -44,7 +44,7 @@ class Seen(Assembled):
 
 
 class SeenRoot(Seen):
-    """The root's forward, after `before` was told the arguments of the call."""
+    """The forward of the root module; calls `before` with the arguments of each call."""
 
     def __init__(self, before: Callable[[Any, Any], None]) -> None:
         self.before = before
@@ -57,9 +57,10 @@ class SeenRoot(Seen):
 
 
 def idle(kind: str, plan: Plan, seen: Mapping[str, Seen]) -> str | None:
-    """The patterns of `plan` none of whose regions, by their paths in `seen`, has run; None where each has one."""
+    """Describes the patterns of `plan` of which no region in `seen` has run; None if each has one."""
     ran = [path for path, region in seen.items() if region.ran]
-    # Of experts and of layers that are dropped at random, some rest in any one step.
+    # A pattern is idle only if all its regions are: single experts, or layers dropped at random, may rest in any one
+    # step.
     resting = [rule.pattern for rule in plan.of_functions() if not any(rule.matches(path) for path in ran)]
     if not seen or not resting:
         return None
@@ -71,11 +72,11 @@ def idle(kind: str, plan: Plan, seen: Mapping[str, Seen]) -> str | None:
 
 
 def is_a_step_of_its_own(model: nn.Module) -> bool:
-    """Whether a call of `model` here is one of a training loop, whose step can be simulated in the middle of it.
+    """Whether this call of `model` belongs to a training loop, so that its step can be simulated now.
 
-    It is not under `torch.func`, a tracer, a simulation, another mode that sees operators, or in a recompute; nor with
-    parameters that somebody has put in place of the model's own. Nor in a process group, whose hooks on parameters
-    would take the gradients of a simulated step for real ones.
+    It does not under `torch.func`, a tracer, a simulation or another dispatch mode, in a recompute, or with parameters
+    that someone has substituted. Nor in a process group, whose gradient hooks would take simulated gradients for real
+    ones.
     """
     return model.training and not (
         simulating()
@@ -89,10 +90,10 @@ def is_a_step_of_its_own(model: nn.Module) -> bool:
 
 
 class Listener(Protocol):
-    """Who is told of steps."""
+    """The interface for observers of optimizer steps."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer, any, has made a step."""
+        """Called after a step of any optimizer."""
 
 
 _listening: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -100,16 +101,16 @@ _hooks: list[Any] = []
 
 
 def listen(listener: Listener) -> None:
-    """Tell `listener` of steps from here on. There is no need to say when it goes."""
-    # One hook for all, which no finalizer takes off: garbage is also collected while an optimizer goes through its
-    # hooks, and a dictionary that changes then is an error in somebody's step.
+    """Calls `listener.after_step` after every optimizer step from now on, as long as the listener lives."""
+    # One hook for all listeners, and none per listener: a finalizer could remove it while an optimizer iterates over
+    # its hooks, and changing a dictionary then raises in the user's step.
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_stepped))
     _listening.add(listener)
 
 
 def leave(listener: Listener) -> None:
-    """Tell it no more."""
+    """Stops calling `listener`."""
     _listening.discard(listener)
     if not _listening and _hooks:
         _hooks.pop().remove()

@@ -1,4 +1,4 @@
-"""What a Hugging Face model does of its own that a wrapped one must not: fill caches, recompute, save its settings."""
+"""Turns off what a Hugging Face model must not do while wrapped: fill caches, recompute, and save changed settings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from memscale.algebra import OfModule
 from memscale.config import Config
 from memscale.legacy.log import say
 
-_FLAG = "gradient_checkpointing"  # of a layer or a stack of them: whether it recomputes itself
-_SET_ASIDE = "_memscale_set_aside"  # on a module whose flag is off because a plan covers the model
+_FLAG = "gradient_checkpointing"  # attribute of a layer or a stack of layers: whether it recomputes itself
+_SET_ASIDE = "_memscale_set_aside"  # marks a module whose flag was switched off because a plan covers the model
 
 
 class _Method(OfModule):
-    """In place of a method of a module, `name`, with what it needs to know."""
+    """Replaces the method `name` of a module; `known` is the data that the replacement needs."""
 
     name: str
 
@@ -42,14 +42,14 @@ class _Method(OfModule):
 
 
 class _Switch(_Method):
-    """What every way to switch a model's own checkpointing goes through: the flags are off until `detach`."""
+    """Replaces the method through which a model's own checkpointing is switched: its flags stay off until `detach`."""
 
     name = "_set_gradient_checkpointing"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         for part in module.modules():
-            part.__dict__.pop(_SET_ASIDE, None)  # this call says anew what holds after `detach`
+            part.__dict__.pop(_SET_ASIDE, None)  # this call determines the flags that hold after `detach`
         result = self.__wrapped__(*args, **kwargs)
         if checkpointing_off(module):
             say(self.known, f"{_off(module)}: the plan of wrap() covers it; detach() makes it hold")
@@ -57,7 +57,7 @@ class _Switch(_Method):
 
 
 class _Saver(_Method):
-    """What is saved has the caller's ``use_cache``, not the one of a wrapped model; `known` are the settings."""
+    """Saves a wrapped model with the caller's ``use_cache``; `known` are the configs that had it on."""
 
     name = "save_pretrained"
 
@@ -70,9 +70,9 @@ class _Saver(_Method):
 
 
 def caches_off(model: nn.Module, config: Config) -> list[Any]:
-    """Switch off the ``use_cache`` of the model's configs, nested ones too, and return those that had it on.
+    """Sets ``use_cache`` to False in the model's configs, nested ones too; returns those that had it on.
 
-    A cache that is filled again by a recompute holds every key twice.
+    A recompute would fill the cache a second time, so that it held every key twice.
     """
     settings = list(_caching(model))
     _set_caches(settings, False)
@@ -84,7 +84,7 @@ def caches_off(model: nn.Module, config: Config) -> list[Any]:
 
 
 def caches_on(model: nn.Module, settings: list[Any]) -> None:
-    """Undo `caches_off`."""
+    """Undoes `caches_off`."""
     _set_caches(settings, True)
     _Saver.take_off(model)
 
@@ -95,7 +95,7 @@ def _set_caches(settings: list[Any], value: bool) -> None:
 
 
 def checkpointing_off(model: nn.Module) -> bool:
-    """Switch off the model's own checkpointing, inside which a region keeps nothing; whether there was any."""
+    """Switches the model's own checkpointing off, inside which no region keeps anything; returns whether it was on."""
     found = [module for module in model.modules() if getattr(module, _FLAG, False) is True]
     for module in found:
         setattr(module, _FLAG, False)
@@ -104,21 +104,21 @@ def checkpointing_off(model: nn.Module) -> bool:
 
 
 def checkpointing_on(model: nn.Module) -> None:
-    """Undo `checkpointing_off`."""
+    """Undoes `checkpointing_off`."""
     for module in model.modules():
         if module.__dict__.pop(_SET_ASIDE, False):
             setattr(module, _FLAG, True)
 
 
 def keep_checkpointing_off(model: nn.Module, config: Config) -> None:
-    """Switch off the model's own checkpointing until `let_checkpointing`, also where it is switched on meanwhile."""
+    """Switches the model's own checkpointing off until `let_checkpointing`, even if it is switched on in between."""
     if checkpointing_off(model):
         say(config, f"{_off(model)} while wrapped, where the plan recomputes; detach() restores it")
     _Switch.put_on(model, config)
 
 
 def let_checkpointing(model: nn.Module) -> None:
-    """Undo `keep_checkpointing_off`."""
+    """Undoes `keep_checkpointing_off`."""
     _Switch.take_off(model)
     checkpointing_on(model)
 

@@ -1,4 +1,4 @@
-"""What `wrap` says, to the logger and to the file that the config names."""
+"""The messages of `wrap`: to the logger, to stdout, and to the file in the config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOG = logging.getLogger("memscale")
 
 
 class _Unheard(logging.NullHandler):
-    """What a library's logger has of its own: nothing is printed but warnings that no other handler hears."""
+    """The default handler of a library's logger: prints warnings to stderr if no other handler receives them."""
 
     def handle(self, record: logging.LogRecord) -> bool:
         heard = logging.root.handlers or len(LOG.handlers) > 1
@@ -27,16 +27,17 @@ if not LOG.handlers:
 
 
 def announce(config: Config, text: str) -> None:
-    """One line on stdout, of the first process of a run."""
+    """Prints one line to stdout, in the first process of a run only."""
     if config.enable_logging and rank() == 0:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(f"memscale: {text}".encode(encoding, "replace").decode(encoding))
 
 
 def say(config: Config, message: str, level: int = logging.INFO) -> None:
-    """One log record, and the same text in ``config.log_file``.
+    """Logs a message, and appends it to ``config.log_file``.
 
-    All processes of a run have the same to say: beyond rank 0, what is no warning is at level DEBUG, not in the file.
+    All processes of a run have the same messages, so on ranks above 0 those below a warning are logged at level DEBUG
+    and stay out of the file.
     """
     if not config.enable_logging:
         return
@@ -45,7 +46,7 @@ def say(config: Config, message: str, level: int = logging.INFO) -> None:
         return
     LOG.log(level, message)
     if config.log_file is not None:
-        # Opened for each message: nothing stays open when a wrapped model is dropped, copied or pickled.
+        # Opened for each message, so that a wrapped model holds no open file when it is dropped, copied or pickled.
         try:
             with open(config.log_file, "a", encoding="utf-8") as file:
                 file.write(f"{datetime.now().isoformat(timespec='seconds')} {message}\n")

@@ -1,4 +1,4 @@
-"""Whether `wrap` offloads, and with which runtime: what the arguments, the config and the environment ask for."""
+"""Decides whether `wrap` offloads, and with which runtime, from the arguments, the config and the environment."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _VARIABLE = "MEMSCALE_ASYNC_OFFLOAD"
 
 
 def with_runtime(model: nn.Module, config: Config, *, ask_environment: bool) -> tuple[Config, Runtime | None]:
-    """The runtime that ``wrap`` offloads ``model`` with, or None, and the config with the environment folded in.
+    """Returns the config with the environment applied, and the runtime with which ``wrap`` offloads ``model`` or None.
 
-    The caller asks by a field: that a mode makes offloading eligible only lets a planner choose it. The environment
-    variable was not set for this model, so it speaks where the caller left ``async_offload`` open, gives way to a
-    config that rules offloading out, and cannot make ``wrap`` fail.
+    The caller asks for offloading by a field that is set; a mode only makes it eligible for a planner. The environment
+    variable counts only if the caller left ``async_offload`` open. It gives way to a config without offloading, and
+    never makes ``wrap`` fail.
 
     Args:
-        model: what will be offloaded.
-        config: with the caller's arguments folded in.
-        ask_environment: whether the caller's arguments left ``async_offload`` open; the config may still settle it.
+        model: the model to offload.
+        config: the config with the caller's arguments applied.
+        ask_environment: whether the caller's arguments left ``async_offload`` open; the config may still set it.
 
     Raises:
         ConfigError: the environment variable is neither yes nor no.
-        RuntimeUnavailable: the caller asks, and nothing here moves tensors of the model's devices.
+        RuntimeUnavailable: the caller asks for offloading, and no backend moves tensors of the model's devices.
     """
     asking = [name for name in ("async_offload", "enable_offloading") if name in config.given and getattr(config, name)]
     settled = config
@@ -51,17 +51,17 @@ def with_runtime(model: nn.Module, config: Config, *, ask_environment: bool) -> 
 
 
 def runtime_of_plan(model: nn.Module, config: Config) -> Runtime:
-    """The runtime for a plan that offloads though nobody asked by name: with overlap, as it was planned.
+    """Returns the runtime, with overlap as planned, for a plan that offloads without the caller's request.
 
     Raises:
-        RuntimeUnavailable: nothing here moves tensors of the model's devices.
+        RuntimeUnavailable: no backend moves tensors of the model's devices.
     """
     overlaps = config if "async_offload" in config.given else dataclasses.replace(config, async_offload=True)
     return _new_runtime(model, overlaps)
 
 
 def can_move(model: nn.Module, config: Config) -> bool:
-    """Whether something here moves tensors of the model's devices."""
+    """Whether a backend moves tensors of the model's devices."""
     try:
         _new_runtime(model, config)
     except RuntimeUnavailable:
@@ -75,8 +75,8 @@ def _new_runtime(model: nn.Module, config: Config) -> Runtime:
         sizes = dataclasses.replace(sizes, prefetch_depth=0)
     runtime = Runtime(sizes, host_bytes=config.host_bytes)
     for device, parameter in {parameter.device: parameter for parameter in model.parameters()}.items():
-        # Made now, to fail now. A CPU always has an engine, and one made before a fork is of no use after it; tensors
-        # on meta say nothing about where the model will train.
+        # Engines are made now, so that an error comes now. A CPU always has an engine, and one made before a fork would
+        # be useless after it; a model on meta does not show where it will train.
         if device.type not in ("cpu", "meta"):
             runtime.engine(parameter)
     return runtime
@@ -92,8 +92,8 @@ def _environment_asks() -> bool:
 
 
 def moved_text(runtime: Runtime) -> str:
-    """What a runtime has moved so far, in a line."""
-    # Nothing moves on a simulated device, whatever its engine counts.
+    """Returns one line about what a runtime has moved so far."""
+    # Engines of simulated devices count bytes without moving them.
     engines = [stats for device, stats in runtime.stats().items() if not device.startswith("fake ")]
     out_bytes = sum(sum(stats.out_bytes.values()) for stats in engines)
     in_bytes = sum(sum(stats.in_bytes.values()) for stats in engines)

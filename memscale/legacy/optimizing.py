@@ -1,4 +1,4 @@
-"""What a plan does to the optimizers of a wrapped model, in place: on when they are known, off when it is detached."""
+"""`Optimizing`: puts a plan's rules on the optimizers of a wrapped model, in place, until `detach`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from memscale.runtime import Runtime
 
 
 class Optimizing:
-    """The rules of a plan for optimizers, and those that are under them.
+    """The optimizer rules of a plan, and the optimizers under them.
 
     Args:
         config: says whether and where to log.
-        optimizer: the one that trains; None where it is known by its step.
+        optimizer: the optimizer that trains the model; None if it is to be found by its first step.
     """
 
     def __init__(self, config: Config, optimizer: torch.optim.Optimizer | None) -> None:
@@ -29,10 +29,10 @@ class Optimizing:
         self._rules = Plan()
         self._runtime: Runtime | None = None
         self._under: list[InPlace] = []
-        self._left: set[int] = set()  # by their ids, optimizers that the rules cannot change: said once
+        self._left: set[int] = set()  # ids of optimizers that the rules cannot change, each warned about once
 
     def follow(self, model: nn.Module, plan: Plan, runtime: Runtime | None) -> None:
-        """From here on the rules are those of `plan`; optimizers that are under others get their own step back."""
+        """Applies the rules of `plan` from now on; optimizers under other rules get their own step back first."""
         rules = plan.of_optimizers()
         if rules != self._rules or runtime is not self._runtime:
             self.release()
@@ -41,18 +41,18 @@ class Optimizing:
             self._take(model, optimizer)
 
     def stepped(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer` has stepped parameters of `model`: it trains `model`, unless another one is known to."""
+        """Called when `optimizer` has stepped parameters of `model`: it trains the model unless another is known."""
         if self._known is None:
             self._take(model, optimizer)
 
     def plain(self) -> torch.optim.Optimizer | None:
-        """The optimizer to plan for: the known one or, where that is under rules, one like it without states."""
+        """Returns the known optimizer for planning; if it is under rules, an equal one without rules and states."""
         optimizer = None if self._known is None else self._known()
         under = optimizer is not None and any(each.optimizer is optimizer for each in self._under)
         return as_plain(optimizer) if under and optimizer is not None else optimizer
 
     def _take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put `optimizer`, which trains `model`, under the rules; one that they cannot change is left alone, aloud."""
+        """Puts `optimizer` under the rules; logs a warning if they cannot change it."""
         if not self._rules or id(optimizer) in self._left or any(each.optimizer is optimizer for each in self._under):
             return
         try:
@@ -65,20 +65,20 @@ class Optimizing:
             say(self._config, f"the optimizer is under the plan:\n{optimizer!r}".partition(" (\n")[0])
 
     def release(self) -> None:
-        """Give the optimizers their own steps back, with the states that they have by now, and forget the rules."""
+        """Removes the rules from all optimizers, which keep the states that they have by now."""
         self._rules, self._runtime = Plan(), None
         self._left.clear()
         while self._under:
             self._under.pop().undo()
 
     def text(self) -> list[str]:
-        """What is done to which parameters, in lines."""
+        """Returns lines about what is done to which parameters."""
         found = [each.optimizer for each in self._under]
         return [each.report() for each in found if isinstance(each, TransformedOptimizer)]
 
 
 def without_8_bits(config: Config) -> str | None:
-    """Why `config` cannot have states in 8 bits though it asks for them; None if it can, or does not."""
+    """Returns why the 8-bit states that `config` asks for are unavailable; None if available or not asked for."""
     if not config.use_8bit_optimizer:
         return None
     try:

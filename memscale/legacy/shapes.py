@@ -1,4 +1,4 @@
-"""The shapes that a model is called with, and which plan is for which: a plan serves every call that it covers."""
+"""`PlansByShapes`: which plan serves which shapes of a batch; a plan serves every batch that it covers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from memscale.legacy.decision import Verdict
 
 Shapes = tuple[tuple[int, ...], ...]
 
-MOST_PLANS = 8  # of one model
-_HALVINGS = 3  # of what a plan's lengths exceed the batch's, where the model does not take so much
+MOST_PLANS = 8  # plans for one model
+_HALVINGS = 3  # how often a rounded-up length is halved towards the batch's if the model refuses it
 
 
 def shapes_of(batch: Any) -> Shapes:
-    """The shapes of the tensors of a batch, in order."""
+    """Returns the shapes of the tensors of a batch, in order."""
     return tuple(tuple(tensor.shape) for tensor in tensors(batch))
 
 
 def covers(larger: Shapes, smaller: Shapes) -> bool:
-    """Whether a step with `larger` has room for one with `smaller`: the same tensors, none longer in a dimension.
+    """Whether a step with `larger` has room for one with `smaller`: the same tensors, none longer in any dimension.
 
     >>> covers(((4, 128), (4,)), ((4, 100), (3,))), covers(((4, 128),), ((8, 16),))
     (True, False)
@@ -35,22 +35,22 @@ def covers(larger: Shapes, smaller: Shapes) -> bool:
 
 
 def _are_alike(one: Shapes, other: Shapes) -> bool:
-    """Whether two batches hold as many tensors, of as many dimensions."""
+    """Whether two batches have equally many tensors with equally many dimensions."""
     return list(map(len, one)) == list(map(len, other))
 
 
 def widened(shapes: Shapes, former: Shapes, refused: Sequence[Shapes] = ()) -> list[Shapes]:
-    """The shapes to try a plan for, widest first, `shapes` last: each length that varies is rounded up.
+    """Returns the shapes to try a plan for, largest first and `shapes` last: lengths that vary are rounded up.
 
-    To a power of two, or to less, since a model may have no more than so many positions.
+    Lengths are rounded up to a power of two, or to less, because a model may have a maximal number of positions.
 
     >>> widened(((8, 70),), ((8, 60),)), widened(((8, 90),), ((8, 60),), [((8, 128),), ((8, 99),)])
     ([((8, 128),), ((8, 99),), ((8, 84),), ((8, 77),), ((8, 70),)], [((8, 94),), ((8, 90),)])
 
     Args:
-        shapes: those of a batch that has come.
-        former: shapes of an earlier batch; a length that is another one there varies.
-        refused: shapes that the model has not taken; it takes none that covers them.
+        shapes: the shapes of the present batch.
+        former: the shapes of an earlier batch; a length that differs there varies.
+        refused: shapes with which the model failed; larger ones are not tried.
     """
 
     def between(one: Shapes, other: Shapes, length: Callable[[int, int], int]) -> Shapes:
@@ -65,28 +65,28 @@ def widened(shapes: Shapes, former: Shapes, refused: Sequence[Shapes] = ()) -> l
 
 @dataclass
 class PlansByShapes:
-    """Which plan is for which batch, as a state machine with two states and two events.
+    """Which plan serves which batch, as a state machine with two states and two events.
 
-    | | a batch that the plan covers | a larger batch |
-    |---|---|---|
-    | between two steps | goes on | is planned for, now |
-    | within a step | goes on | is planned for before the next step |
+     | a batch that the plan covers | a larger batch |
+    ---|---|---|
+     between two steps | continue | plan for it now |
+     within a step | continue | plan for it before the next step |
 
-    A plan follows another one between two steps only: the graph of a step is recomputed under the plan that made it.
+        Plans change between two steps only, because the graph of a step must be recomputed under the plan that made it.
     """
 
     known: dict[Shapes, Verdict] = field(default_factory=dict)
-    present: Shapes | None = None  # what the plan in force was made for; None where no batch was known
-    refused: list[Shapes] = field(default_factory=list)  # for which no step could be simulated
+    present: Shapes | None = None  # the shapes for which the plan in force was made, or None if no batch was known
+    refused: list[Shapes] = field(default_factory=list)  # shapes whose step could not be simulated
     between_steps: bool = True
     _waiting: Shapes | None = None
 
     def serves(self, shapes: Shapes) -> bool:
-        """Whether the present plan is for `shapes`, and no other plan is waited for."""
+        """Whether the present plan covers `shapes` and no other plan is due."""
         return self._waiting is None and self._covers(shapes)
 
     def due(self, shapes: Shapes) -> Shapes | None:
-        """The shapes to plan for before a call with `shapes`; None if it goes on under the present plan."""
+        """Returns the shapes to plan for before a call with `shapes`, or None if the present plan stays."""
         if not self.between_steps:
             if self._waiting is None or covers(shapes, self._waiting):
                 self._waiting = shapes
@@ -96,20 +96,20 @@ class PlansByShapes:
         return None if self._covers(wanted) else wanted
 
     def find(self, shapes: Shapes) -> tuple[Verdict, Shapes] | None:
-        """What there is for `shapes`, and what it was made for; once there are `MOST_PLANS`, the last one for any."""
+        """Returns a verdict that covers `shapes`, with its shapes; after `MOST_PLANS`, the last verdict for any."""
         for larger, verdict in self.known.items():
             if covers(larger, shapes):
                 return verdict, larger
         return (list(self.known.values())[-1], shapes) if len(self.known) >= MOST_PLANS else None
 
     def take(self, verdict: Verdict, shapes: Shapes | None) -> None:
-        """From here on the plan in force is that of `verdict`, for `shapes`."""
+        """Puts the plan of `verdict`, made for `shapes`, in force."""
         self.present = shapes
         if shapes is not None and len(self.known) < MOST_PLANS:
             self.known[shapes] = verdict
 
     def to_try(self, shapes: Shapes) -> list[Shapes]:
-        """The shapes to make a plan for, so that it also serves what comes after `shapes`."""
+        """Returns the shapes to make a plan for, so that it also serves batches that come later."""
         alike = next((each for each in self.known if _are_alike(each, shapes)), None)
         return [shapes] if alike is None else widened(shapes, alike, self.refused)
 
@@ -118,7 +118,7 @@ class PlansByShapes:
 
 
 def with_shapes(batch: Any, shapes: Shapes) -> Any:
-    """The batch with tensors of ones where it has tensors of other shapes: one is a token, a label and an open mask."""
+    """Returns the batch with tensors of ones in place of those with other shapes: 1 is valid as token, label, mask."""
     leaves, spec = pytrees.flatten(batch)
     wanted = iter(shapes)
 
@@ -129,9 +129,9 @@ def with_shapes(batch: Any, shapes: Shapes) -> Any:
 
 
 def as_batch(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
-    """The arguments of a call as one batch, cut off from the graph that made them; None where they are none.
+    """Returns the arguments of a call as one batch, detached from the caller's graph; None if that is impossible.
 
-    A simulated backward must not run on into the caller's own graph, which it would free.
+    A simulated backward must not run into the caller's graph, which it would free.
     """
     leaves, spec = pytrees.flatten((args, kwargs))
     cut = [

@@ -1,4 +1,4 @@
-"""The legacy face: `wrap` and `optimize` apply a plan to a model in place, `detach` takes it off exactly."""
+"""`wrap` and `optimize` apply a plan to a model in place, `detach` removes it exactly, `report` describes it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from memscale.telemetry import counted
 
 _Target = TypeVar("_Target")
 
-# The trainers that make or move their model themselves, and what wraps them: loaded when one is given, since it stands
-# above this file.
+# Trainers that make or move their model themselves, and the module that wraps them; imported when one is given, because
+# integrations are above this file.
 _TRAINERS = {
     "transformers.trainer.Trainer": "memscale.integrations.hf",
     "lightning.pytorch.trainer.trainer.Trainer": "memscale.integrations.lightning",
 }
 
-# Modules of others that wrap does not work inside or around: (class, why, and what to do instead).
+# Classes of modules that wrap does not support, with the reason and the remedy.
 _OTHERS = {
     "DataParallel": "whose replicas would run the original's weights; train one process for each GPU under torchrun "
     "(DistributedDataParallel), or make one GPU visible (CUDA_VISIBLE_DEVICES=0)",
@@ -56,7 +56,7 @@ _OTHERS = {
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# What callers give to `wrap` and `optimize`, which plan for the model's own device.
+# Arguments that callers of `wrap` and `optimize` try, with the call that takes them.
 _ELSEWHERE = {
     "hardware": "transform(model, plan(model, batch, budget=..., hardware={value!r}))",
     "loss": "plan(model, batch, budget=..., loss=...), and transform(model, ...) with what that returns",
@@ -66,7 +66,7 @@ _ELSEWHERE = {
 
 
 def _with_fields(verb: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`verb`, which says where settings belong that are given to it by name."""
+    """Makes `verb` answer keyword arguments that belong elsewhere with an error that says where."""
 
     def write(given: Mapping[str, object]) -> str:
         fields = {name: value for name, value in given.items() if name not in _ELSEWHERE}
@@ -91,47 +91,51 @@ def wrap(
     budget: Budget | None = None,
     record: Record = None,
 ) -> _Target:
-    """Make ``target`` train in less memory, in place, to the same numbers; `detach` undoes it exactly.
+    """Makes ``target`` train in less memory, in place, with the same numbers; `detach` undoes it exactly.
 
-    Where the step on ``sample_input`` takes more than ``config.target_gpu_utilization`` of the device's memory, the
-    model gets the fastest plan that fits, as `plan` finds it among the transforms that the config allows, or the
-    smallest one with a warning if none does. The step is one with AdamW (`optimize` takes yours) and the output's own
-    loss, or else a sum of the outputs. Without ``sample_input`` the first call of the training loop plans, for its
-    own batch; and whenever a larger batch comes, the first call after an optimizer's step does so again. With
-    ``config.force_optimize`` a model that fits, and any model whose step cannot be simulated and does not fit, gets
-    ``checkpoint()`` on its repeated blocks and what the config asks for by name. An optimizer is known by its first
-    step, and has its states in 8 bits from then on where the plan says so (``use_8bit_optimizer``). A Hugging Face
-    model's ``config.use_cache`` is off while wrapped, and its own activation checkpointing where the plan takes its
-    place. What was decided is printed in a line, by the first process of a run; the hardware, the step and the plan are
-    logged (logger ``memscale``, level INFO, and ``config.log_file``). Nothing of that is said without
-    ``config.enable_logging``; `report` says it at any time. A model that is already wrapped is detached first.
+    If the step on ``sample_input`` takes more than ``config.target_gpu_utilization`` of the device's memory, the model
+    gets the fastest plan that fits among the transforms that the config allows, as `plan` finds it; if none fits, the
+    smallest one with a warning.
+
+    - The planned step uses AdamW (`optimize` takes your optimizer) and the output's own loss, or a sum of the outputs.
+    - Without ``sample_input`` the first call of the training loop plans for its own batch. After a larger batch the
+    next
+      step is planned again.
+    - With ``config.force_optimize`` a model that fits gets ``checkpoint()`` on its repeated blocks and what the config
+      asks for by name, and so does a model that does not fit and whose step cannot be simulated.
+    - An optimizer is found by its first step; from then on the plan's optimizer rules apply to it, such as 8-bit states
+      (``use_8bit_optimizer``).
+    - A Hugging Face model's ``config.use_cache`` is off while wrapped, and so is its own activation checkpointing where
+      the plan replaces it.
+    - The first process of a run prints one line about the decision, and logs the hardware, the step and the plan
+    (logger
+      ``memscale``, level INFO, and ``config.log_file``), unless ``config.enable_logging`` is False. `report` prints all
+      of it at any time.
+    - A model that is already wrapped is detached first.
 
     Args:
-        target: an ``nn.Module``; or a Trainer of transformers (TRL's too) or of Lightning, whose model is wrapped
-            whenever it trains; or another object whose ``.model`` is a module.
-        config: what is allowed; None is ``Config()``. A field that nothing uses yet gives a warning when it is set.
-        sample_input: what the model is called with (a tensor, a tuple of arguments or a mapping of keywords).
-        async_offload: overrides ``config.async_offload``. None leaves it; where the config does not set it
-            either, the environment variable ``MEMSCALE_ASYNC_OFFLOAD=1`` asks for it, where the config leaves
-            offloading eligible.
-        async_config: overrides ``config.async_config``: the sizes of the engine that offloads.
-        budget: what a step may take, as in `memscale.plan`: ``"20GiB"``, a share of the device's memory, or bytes.
-            None is ``config.target_gpu_utilization`` of the device.
-        record: keep each step that is planned in the history, and what it is then seen to take; as in
-            `memscale.profile`.
+        target: an ``nn.Module``; a Trainer of transformers (or TRL) or Lightning, whose model is then wrapped whenever
+            it trains; or another object whose ``.model`` is a module.
+        config: the allowed techniques; None is ``Config()``. Setting a field that nothing uses yet gives a warning.
+        sample_input: the arguments of a call of the model: a tensor, a tuple, or a mapping of keyword arguments.
+        async_offload: overrides ``config.async_offload``. If neither is set, the environment variable
+            ``MEMSCALE_ASYNC_OFFLOAD=1`` turns it on, provided that the config leaves offloading eligible.
+        async_config: overrides ``config.async_config``, the sizes of the offload engine.
+        budget: the memory that a step may take, as in `memscale.plan`: ``"20GiB"``, a share of the device's memory, or
+            bytes. None is ``config.target_gpu_utilization`` of the device.
+        record: adds each planned step, and what it is measured to take, to the history; as in `memscale.profile`.
 
     Returns:
-        ``target`` itself; the `Executor` is its model's ``_memscale_executor``.
+        ``target`` itself; the `Executor` is the attribute ``_memscale_executor`` of its model.
 
     Raises:
         TypeError: ``target`` is neither a module nor a trainer.
         ConfigError: another argument is of the wrong type, ``async_offload=True`` meets
             ``enable_offloading=False``, ``log_file`` cannot be written, or ``verify_correctness`` has no
             ``sample_input`` or meets ``use_mixed_precision=True``.
-        RuntimeUnavailable: the caller asked for something that this version does not have, or for offloading where
-            nothing can move the tensors of the model's device; or the model is, or has inside it, an
-            ``nn.DataParallel`` on several GPUs, an FSDP1 unit or PyTorch's ``CheckpointWrapper``. The environment
-            variable is not the caller's word on this model, so it gives a logged warning instead.
+        RuntimeUnavailable: the caller asked for something that this version does not have, or for offloading on a
+            device for which there is no backend; or the model is, or contains, an ``nn.DataParallel`` on several GPUs,
+            an FSDP1 unit or PyTorch's ``CheckpointWrapper``. The environment variable causes a logged warning instead.
         TransformError: a module inside ``target`` is wrapped on its own.
         CorrectnessError: ``verify_correctness`` found a number that differs; the model is left unwrapped.
 
@@ -173,20 +177,22 @@ def optimize(
     budget: Budget | None = None,
     record: Record = None,
 ) -> AbstractContextManager[Executor]:
-    """Wrap ``model`` for the length of a ``with`` block, and ``optimizer`` with it; both are as before at its end.
+    """Wraps ``model`` and ``optimizer`` for the length of a ``with`` block, and undoes both at its end.
 
-    Also after an exception. What a plan may do to the optimizer is in `docs/wrap.md`: it is done in place, and at the
-    end the optimizer has its own step and, as its own, the states that it has by then. The call itself wraps: without
-    ``with``, the model stays wrapped until `detach`.
+    Both are restored after an exception too. The optimizer is changed in place (see `docs/wrap.md`); at the end it has
+    its own step again, with its present states. The call itself wraps: without ``with``, the model stays wrapped until
+    `detach`.
 
     Args:
         model: as `wrap`'s ``target``.
-        optimizer: the one that trains ``model``; the step is planned with it. None: as in `wrap`.
+        optimizer: the optimizer that trains ``model``, with which the step is planned; None is as in `wrap`.
         config: as in `wrap`.
-        sample_input, budget, record: as in `wrap`.
+        sample_input: as in `wrap`.
+        budget: as in `wrap`.
+        record: as in `wrap`.
 
     Raises:
-        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``; and all that `wrap` raises.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``. Other errors are those of `wrap`.
 
     >>> with optimize(torch.nn.Linear(2, 2)) as executor:
     ...     print(executor.skipped.partition(":")[0])
@@ -203,7 +209,7 @@ def optimize(
 
 
 class _Block(AbstractContextManager[Executor]):
-    """The block of a ``with``, at whose end the model is detached; it keeps the model, as an executor does not."""
+    """The context manager of `optimize`, which detaches the model at its end and keeps it alive until then."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor, self.model = executor, executor.model
@@ -217,9 +223,9 @@ class _Block(AbstractContextManager[Executor]):
 
 @counted("detach")
 def detach(model: Any) -> None:
-    """Take off what `wrap` put on ``model``: every attribute is the object that it was before.
+    """Undoes `wrap` on ``model``: every attribute is the same object as before.
 
-    A model that is not wrapped gets a logged warning.
+    A model that is not wrapped only causes a logged warning.
 
     Raises:
         TypeError: ``model`` is neither a module nor a trainer.
@@ -239,10 +245,10 @@ def detach(model: Any) -> None:
 
 
 def report(model: Any) -> None:
-    """Print what `wrap` applied to ``model``, what the step was predicted to take, and what was measured of it.
+    """Prints what `wrap` applied to ``model``, the prediction for the step, and what was measured.
 
     Args:
-        model: as `wrap`'s ``target``; of one that was detached, as a trainer does when it ends, what held until then.
+        model: as `wrap`'s ``target``. For a detached model (a trainer detaches at its end) the last report is printed.
 
     Raises:
         TypeError: ``model`` is neither a module nor a trainer.
@@ -261,9 +267,9 @@ def report(model: Any) -> None:
 
 
 def attached(model: nn.Module) -> Executor | None:
-    """The executor of a model that is wrapped, None of any other."""
+    """Returns the executor of a wrapped model, or None."""
     executor = model.__dict__.get(ATTRIBUTE)
-    # A tree that `transform` made from a wrapped model lists the executor, which is the other tree's.
+    # A copy that `transform` made of a wrapped model has the attribute too, but the executor belongs to the original.
     return executor if isinstance(executor, Executor) and executor.model is model else None
 
 
@@ -280,7 +286,7 @@ def wrapped(
     record: Record = None,
     keeps_output: bool = True,
 ) -> Executor:
-    """What `wrap` does with a module, under `plan` if there is one; `optimizer` trains it, where that is known."""
+    """Wraps a module, under `plan` if one is given; `optimizer` is the one that trains it, if known."""
     history = history_path(record)
     config = _config_in_force(config, async_offload, async_config)
     if sample_input is not None:
@@ -298,7 +304,7 @@ def wrapped(
         if path and ATTRIBUTE in module.__dict__:
             raise TransformError(f"module {path!r} inside the model is wrapped on its own; detach it first")
         for kind, reason in _OTHERS.items():
-            # By name: whose class it is may not be imported, or be a copy of PyTorch's.
+            # By name, because the class may not be imported, or may be a copy of PyTorch's.
             if type(module).__name__ == kind and len(getattr(module, "device_ids", (0, 1))) > 1:
                 raise RuntimeUnavailable(f"wrap(): the module {path!r} is a {kind}, {reason}")
     if (previous := attached(model)) is not None:
@@ -333,7 +339,7 @@ def wrapped(
 
 
 def _integration(target: object) -> Any:
-    """What knows how to wrap a trainer; None of anything else."""
+    """Returns the module that wraps a trainer of this class, or None."""
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(target).__mro__]
     found = next((_TRAINERS[name] for name in names if name in _TRAINERS), None)
     return None if found is None else importlib.import_module(found)
@@ -352,7 +358,7 @@ def _module_of(target: object, verb: str) -> nn.Module:
 def _config_in_force(
     config: Config | None, async_offload: bool | None, async_config: AsyncOffloadConfig | None
 ) -> Config:
-    """The config with the arguments folded in, after everything that cannot be honoured was refused."""
+    """Returns the config with the arguments applied, after a check of all settings that cannot be honoured."""
     check_config(config)
     config = Config() if config is None else config
     if async_offload is not None:

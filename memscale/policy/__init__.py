@@ -1,4 +1,4 @@
-"""What to plan with: a policy in front of the planner, which then proves that little was lost by it."""
+"""Policies: choose the techniques to plan with first; the planner then proves that little was lost."""
 
 from memscale.policy.artifact import Artifact
 from memscale.policy.context import FEATURES, TECHNIQUES, StrategyContext, eligible

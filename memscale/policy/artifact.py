@@ -1,4 +1,4 @@
-"""A trained policy as data: small trees of integers in JSON, checked whole before any of it is used."""
+"""`Artifact`: a trained policy as data, small trees of integers in JSON, validated as a whole before use."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ SCHEMA = 1
 _MOST_BYTES = 1 << 20
 _MOST_TREES, _MOST_NODES, _MOST_DEPTH = 1024, 255, 8
 _MOST_VALUE = 1 << 40
-_ARMS = 1 << len(TECHNIQUES)  # sets of techniques, each technique a bit
+_ARMS = 1 << len(TECHNIQUES)  # the number of sets of techniques; each technique is a bit
 
-# A node: feature, threshold, the row below it for at most that, and for more; or -1, arm, value, 0: a leaf.
+# A node: (feature, threshold, next row if value <= threshold, next row otherwise), or a leaf (-1, set, votes, 0).
 _Node = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
-    """Trees that vote for sets of techniques. Sums of integers: every platform and every rank decides alike.
+    """Trees that vote for sets of techniques, in integers, so that every platform and every rank decides alike.
 
     Attributes:
-        sha256: of its file.
-        trees: each a table of nodes, of which a row refers to rows below it only.
-        ranges: of each feature, what was seen in training.
-        threshold: the confidence from which its answer counts, in percent.
-        planner: the fingerprint of the planner that labelled its data; ``""`` for any.
+        sha256: the hash of its file.
+        trees: tables of nodes; each row refers to later rows only.
+        ranges: for each feature the least and the largest value seen in training.
+        threshold: the least confidence, in percent, with which its answer counts.
+        planner: the fingerprint of the planner that labelled its data; ``""`` accepts any.
     """
 
     sha256: str
@@ -41,7 +41,7 @@ class Artifact:
 
     @classmethod
     def read(cls, path: str, planner: str = "") -> Artifact:
-        """The artifact in a file.
+        """Reads the artifact in a file.
 
         Raises:
             PolicyFallbackNeeded: ``no_artifact``, ``bad_artifact`` or ``stale_artifact``.
@@ -80,7 +80,7 @@ class Artifact:
         return cls(hashlib.sha256(found).hexdigest(), trees, ranges, threshold, planner)
 
     def vote(self, context: StrategyContext) -> tuple[tuple[str, ...], int]:
-        """The set of techniques with most votes among those that are eligible, and its share of them in percent.
+        """Returns the eligible set of techniques with the most votes, and its share of the votes in percent.
 
         Raises:
             PolicyFallbackNeeded: ``out_of_range:<feature>``, or ``unsure``.
@@ -107,7 +107,7 @@ class Artifact:
 
 
 def _is_tree(tree: tuple[_Node, ...]) -> bool:
-    """Whether each row is a leaf or refers to rows further on, so that no walk comes back, and no walk is long."""
+    """Whether each row is a leaf or refers to later rows, and no path is longer than `_MOST_DEPTH`."""
     depth = [0] * len(tree)
     for row, (feature, arm, value, other) in enumerate(tree):
         if feature == -1:

@@ -1,4 +1,4 @@
-"""What a policy sees of a step: ratios of its bytes and seconds to those of the device, as integers."""
+"""`StrategyContext`: what a policy sees of a step: ratios of its bytes and seconds to the device's, as integers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, knows_copies
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("strategy_context", version=1, writer="StrategyContext.to_json()", error=ConfigError)
-_ONE = 1024  # a ratio of 1: integers compare alike on every platform
+_ONE = 1024  # the integer for a ratio of 1; integers compare alike on every platform
 _MOST = 1 << 40
 _PROBE_BYTES = 1 << 30
 
-#: The techniques that a policy chooses among, in the order in which sets of them are written. None changes what is
-#: computed; those that do (`cast`, 8-bit states) are on where the caller says so, and nowhere else.
+#: The techniques that a policy chooses among, in the order of sets. None of them changes the numbers; techniques that
+#: do (`cast`, 8-bit states) are used only on the caller's request.
 TECHNIQUES = ("checkpoint", "tile", "offload")
 SWITCHES = {"checkpoint": "enable_checkpointing", "tile": "enable_tiling", "offload": "enable_offloading"}
 
@@ -27,9 +27,9 @@ _NUMBERED = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)(?:\.|$)")
 
 @dataclasses.dataclass(frozen=True)
 class StrategyContext:
-    """One step on one device under one budget, in numbers without a unit; no name of a model or a card is in it.
+    """One step on one device under one budget, in numbers without units, and without names of models or cards.
 
-    All but the last three are ratios in units of 1/1024, and none is above 2**40.
+    All numbers except the last two are ratios in units of 1/1024, capped at 2**40.
 
     >>> import torch, memscale as ms
     >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
@@ -41,22 +41,28 @@ class StrategyContext:
     True
 
     Attributes:
-        pressure: what the step takes over the budget.
-        static_over_budget: parameters, gradients at their most and optimizer states over the budget.
-        excess_over_activations: what must go, over the most that activations hold.
-        parameter_share, gradient_share, state_share, activation_share, other_share: of the peak, by category.
-        reserved_over_allocated: what the allocator holds over what it hands out.
-        largest_over_budget: the largest single tensor at the peak.
-        outside_over_budget: the largest one that is no parameter and belongs to none of the repeated blocks.
-        blocks: how many repeated blocks there are.
-        block_seconds_share: their share of the step's time.
-        forward_share, optimizer_share: of the step's time.
-        link_window: the bytes of the activations over what the link carries in a forward pass; 0 without a link.
-        excess_window: what must go over the same; 0 without a link.
-        host_over_activations: what may lie in the host's memory over the activations, where that is limited.
-        machine_balance: operations of the device in a byte's time.
-        intensity_share: the step's operations over the most that the device has time for.
-        has_link, is_accelerator: 1 or 0.
+        pressure: bytes of the step over the budget.
+        static_over_budget: parameters, highest gradients and optimizer states over the budget.
+        excess_over_activations: bytes of the step beyond the budget over the highest activations.
+        parameter_share: parameters over the peak.
+        gradient_share: gradients over the peak.
+        state_share: optimizer states over the peak.
+        activation_share: activations over the peak.
+        other_share: the rest over the peak.
+        reserved_over_allocated: bytes reserved by the allocator over bytes allocated.
+        largest_over_budget: the largest single tensor at the peak over the budget.
+        outside_over_budget: the largest tensor outside of the repeated blocks, without parameters, over the budget.
+        blocks: the number of repeated blocks.
+        block_seconds_share: the time of the repeated blocks over the step's time.
+        forward_share: the time of forward over the step's time.
+        optimizer_share: the time of the optimizer over the step's time.
+        link_window: activations over the bytes that the link copies in the time of forward; 0 without a link.
+        excess_window: bytes beyond the budget over the same; 0 without a link.
+        host_over_activations: the host memory for offloading over the activations; the cap if unlimited.
+        machine_balance: operations per second of the device over its bytes per second.
+        intensity_share: the step's operations over those possible in the step's time.
+        has_link: 1 if copies to the host are possible and their speed is known, else 0.
+        is_accelerator: 1 or 0.
         eligible: the techniques that the config leaves to the policy.
     """
 
@@ -86,16 +92,16 @@ class StrategyContext:
 
     @classmethod
     def of(cls, profile: Profile, hardware: Hardware, budget: int | float | str, config: Config) -> StrategyContext:
-        """The context of the step that `profile` is about, as it is without a plan.
+        """Returns the context of the step in `profile`, a step without a plan.
 
         Args:
-            profile: with its timeline.
+            profile: the profile, with its timeline.
             hardware: the device to plan for.
             budget: as in `memscale.plan`.
-            config: what is allowed.
+            config: the allowed techniques.
 
         Raises:
-            ConfigError: the budget is none, or the profile has no timeline.
+            ConfigError: the budget is invalid, or the profile has no timeline.
         """
         limit = budget_bytes(budget, hardware.usable_bytes)
         if not profile.changes:
@@ -143,15 +149,15 @@ class StrategyContext:
         )
 
     def to_json(self) -> str:
-        """The context as JSON text."""
+        """Returns the context as JSON text."""
         return _DOCUMENT.write(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> StrategyContext:
-        """The context that `to_json` wrote.
+        """Returns the context that `to_json` wrote.
 
         Raises:
-            ConfigError: the text is not JSON, is of another schema version, or lacks a field.
+            ConfigError: the text is not JSON, has another schema version, or lacks a field.
         """
         data = _DOCUMENT.read(text)
         with _DOCUMENT.parts():
@@ -162,7 +168,7 @@ class StrategyContext:
         return "\n".join([*rows, f"{'eligible':<24} {', '.join(self.eligible)}"])
 
     def features(self) -> dict[str, int]:
-        """All but what is eligible, by name."""
+        """Returns all numbers by name, without `eligible`."""
         return {name: getattr(self, name) for name in FEATURES}
 
 
@@ -170,7 +176,7 @@ FEATURES = tuple(field.name for field in dataclasses.fields(StrategyContext) if 
 
 
 def eligible(config: Config) -> tuple[str, ...]:
-    """The techniques that a policy may use: what a caller switched off stays off, and a mode that was set holds."""
+    """Returns the techniques that a policy may use: switches and modes that the caller set are respected."""
     held = "mode" in config.given
     return tuple(
         name for name in TECHNIQUES if getattr(config, SWITCHES[name]) or not (held or SWITCHES[name] in config.given)
@@ -182,7 +188,7 @@ def _ratio(part: float, whole: float) -> int:
 
 
 def _blocks(profile: Profile) -> tuple[str, int, float]:
-    """The family of numbered modules that takes most of the step: its prefix, how many, and their seconds."""
+    """Returns the family of numbered modules with the most time: its path prefix, size and seconds."""
     seconds: dict[str, float] = defaultdict(float)
     numbers: dict[str, set[str]] = defaultdict(set)
     for path, each in profile.seconds_by_module.items():

@@ -1,4 +1,4 @@
-"""What to plan with: `select` decides, by an artifact where one is asked for, else by the rules."""
+"""`select`: chooses the techniques to plan with first, by a trained artifact if one is requested, else by rules."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Using = Literal["auto", "ml", "rule"]
 _USING = ("auto", "ml", "rule")
 
 _ONE = 1024
-_CUT = 0.75  # of the largest tensor outside of the blocks, what `tile` frees of it
-_FEW = 0.2  # of the activations: what is cheapest to compute again
+_CUT = 0.75  # the share of the largest tensor outside of the blocks that `tile` frees
+_FEW = 0.2  # the share of the activations that is cheap to recompute
 
 
 @dataclasses.dataclass(frozen=True)
 class StrategyDecision:
-    """The techniques that a plan was made with. Prints as one line; `explain` says more.
+    """The techniques that a plan was made with; prints as one line, and `explain` gives details.
 
     >>> import memscale as ms
     >>> from memscale.policy import StrategyDecision, select
@@ -38,17 +38,17 @@ class StrategyDecision:
     True
 
     Attributes:
-        mode: the mode that they belong to.
-        techniques: their names; empty where the step fits as it is.
-        decision_source: ``"ml"``, an artifact answered; ``"rule"``, the rules did; ``"rule_fallback"``, an artifact was
-            asked for and could not answer, or there was nothing to decide by; ``"user_config"``, the config is used
-            exactly as it was given.
-        confidence: of the artifact, from 0 to 1; 1 of the rules.
-        reason: in a word or two.
-        widened: whether the planner needed more than `techniques`: ``"no"``, ``"rules"`` (those of the rules too) or
-            ``"all"`` that are eligible.
-        artifact: the sha256 of the artifact that was asked, ``""`` if none was.
-        config: what was planned with: the caller's, with the switches of the techniques set.
+        mode: the mode that contains the techniques.
+        techniques: their names; empty if the step fits untransformed.
+        decision_source: ``"ml"`` if an artifact answered; ``"rule"`` if the rules did; ``"rule_fallback"`` if an
+            artifact was requested and could not answer, or there was no profile; ``"user_config"`` if the config is
+            used as given.
+        confidence: the artifact's, from 0 to 1; 1 for the rules.
+        reason: one or two words.
+        widened: whether the planner needed more than `techniques`: ``"no"``, ``"rules"`` (those of the rules as well)
+            or ``"all"`` eligible ones.
+        artifact: the sha256 of the requested artifact, or ``""``.
+        config: the config to plan with: the caller's, with the switches of the techniques set.
     """
 
     mode: OptimizationMode
@@ -61,11 +61,11 @@ class StrategyDecision:
     config: Config
 
     def to_json(self) -> str:
-        """The decision as JSON text."""
+        """Returns the decision as JSON text."""
         return _DOCUMENT.write(self.to_data())
 
     def to_data(self) -> dict[str, Any]:
-        """The decision as JSON data."""
+        """Returns the decision as JSON data."""
         fields: dict[str, Any] = {name: getattr(self.config, name) for name in sorted(self.config.given)}
         if fields.get("async_config") is not None:
             fields["async_config"] = dataclasses.asdict(fields["async_config"])
@@ -75,16 +75,16 @@ class StrategyDecision:
 
     @classmethod
     def from_json(cls, text: str) -> StrategyDecision:
-        """The decision that `to_json` wrote.
+        """Returns the decision that `to_json` wrote.
 
         Raises:
-            ConfigError: the text is not JSON, is of another schema version, or lacks a field.
+            ConfigError: the text is not JSON, has another schema version, or lacks a field.
         """
         return cls.from_data(_DOCUMENT.read(text))
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> StrategyDecision:
-        """The decision that `to_data` made."""
+        """Returns the decision that `to_data` made."""
         with _DOCUMENT.parts():
             fields = dict(data["config"])
             if fields.get("async_config") is not None:
@@ -99,7 +99,7 @@ class StrategyDecision:
             )
 
     def explain(self) -> str:
-        """What was chosen and why, in a few lines."""
+        """Returns a few lines about what was chosen and why."""
         lines = [f"policy: {self}"]
         if self.artifact:
             said = f"is {self.confidence:.0%} sure" if self.decision_source == "ml" else "could not say"
@@ -121,9 +121,9 @@ class StrategyDecision:
 def select(
     context: StrategyContext | None, config: Config, *, using: Using = "auto", planner: str = ""
 ) -> StrategyDecision:
-    """The techniques to plan a step with, first.
+    """Returns the techniques to plan a step with first.
 
-    The planner then makes sure of it, whatever was decided here; see `widenings`.
+    The planner tries more techniques if these turn out too slow or too few; see `widenings`.
 
     >>> import torch, memscale as ms
     >>> from memscale.policy import select
@@ -134,14 +134,14 @@ def select(
     no technique, by rule: the step fits
 
     Args:
-        context: of the step; None where it is not known.
-        config: the caller's, which stays as it is.
-        using: ``"rule"`` asks the rules, ``"ml"`` the artifact of ``$MEMSCALE_POLICY``; ``"auto"`` does where that is
-            set, and else asks the rules, for none that was trained did better (docs/policy.md).
-        planner: the fingerprint of the planner that asks.
+        context: the context of the step, or None if unknown.
+        config: the caller's config; left unchanged.
+        using: ``"rule"`` uses the rules, ``"ml"`` the artifact in ``$MEMSCALE_POLICY``; ``"auto"`` uses the artifact if
+            that variable is set, else the rules, because no trained artifact was better (docs/policy.md).
+        planner: the fingerprint of the calling planner.
 
     Raises:
-        ConfigError: `using` is none of these.
+        ConfigError: `using` has another value.
     """
     if using not in _USING:
         raise ConfigError(f"select(using={using!r}) must be one of {', '.join(map(repr, _USING))}")
@@ -164,18 +164,18 @@ def select(
         return _decided(config, found, "ml", "few", confidence / 100, sha256)
     except PolicyFallbackNeeded as needed:
         reason = str(needed)
-    except Exception as error:  # whatever else an artifact provokes
+    except Exception as error:  # any other error that an artifact causes
         reason = f"error:{type(error).__name__}"
     found = rule(context)
     return _decided(config, found, "rule_fallback", reason, 1.0, sha256)
 
 
 def rule(context: StrategyContext) -> tuple[str, ...]:
-    """The techniques to try first: all that are eligible, unless cutting alone or recomputing alone will do.
+    """Returns the techniques to try first: all eligible ones, unless tiling alone or recomputing alone is enough.
 
-    Cutting will where what must go is no more than the largest tensor outside of the blocks, mostly logits, which
-    `tile` never makes whole; recomputing where it is no more than the few activations that are next to nothing to
-    compute again. Copies hide that well in so few steps that there is no rule for them.
+    Tiling is enough if the excess is at most the part of the largest tensor outside of the blocks, mostly logits, that
+    `tile` frees. Recomputing is enough if the excess is at most the share of activations that is cheap to recompute.
+    Offloading alone is enough in so few cases that there is no rule for it.
     """
     excess = context.pressure - _ONE
     if excess <= 0:
@@ -188,11 +188,11 @@ def rule(context: StrategyContext) -> tuple[str, ...]:
 
 
 def widenings(decision: StrategyDecision, context: StrategyContext, config: Config) -> Iterator[tuple[str, Config]]:
-    """What to plan with, one after the other, until a plan is good enough; each is all that the one before it is.
+    """Yields the configs to plan with, in turn, until a plan is good enough; each allows all that the one before does.
 
-    More techniques never make the fastest plan slower, as far as a planner's choices are the best. So whatever was
-    decided, also by an artifact that somebody made to lie, the last of these is as good as no policy at all, and the
-    one before it as good as the rules.
+    More techniques never make the fastest plan slower, as far as the planner finds the best one. So whatever was
+    decided, even by a malicious artifact, the last config is as good as planning without a policy, and the one before
+    it as the rules.
     """
     seen: set[tuple[str, ...]] = set()
     rules = tuple(name for name in TECHNIQUES if name in {*decision.techniques, *rule(context)})
@@ -212,7 +212,7 @@ def _decided(
 
 
 def planned_with(config: Config, techniques: tuple[str, ...]) -> Config:
-    """The config with these techniques on and the others off; a switch that the caller set keeps what it was set to."""
+    """Returns the config with `techniques` on and the others off; switches that the caller set keep their values."""
     switches = {switch: name in techniques for name, switch in SWITCHES.items() if switch not in config.given}
     if config.async_offload:
         switches.pop("enable_offloading", None)
@@ -220,12 +220,12 @@ def planned_with(config: Config, techniques: tuple[str, ...]) -> Config:
 
 
 def everything(config: Config) -> Config:
-    """The config with all on that a policy may use."""
+    """Returns the config with all techniques on that a policy may use."""
     return planned_with(config, eligible(config))
 
 
 def mode_of(config: Config) -> OptimizationMode:
-    """The mode that contains what is on."""
+    """Returns the mode that contains the techniques that are on."""
     if config.enable_tiling:
         return OptimizationMode.AGGRESSIVE
     return OptimizationMode.BALANCED if config.enable_offloading else OptimizationMode.CONSERVATIVE

@@ -1,4 +1,4 @@
-"""How memscale is used, counted for those who asked for it: off by default, and nothing here opens a connection."""
+"""Opt-in counters of how memscale is used: off by default, and nothing in this package opens a connection."""
 
 from memscale.telemetry.consent import Consent, State, consent, folder, give_consent, take_consent_back
 from memscale.telemetry.counters import COMMANDS, SCHEMA, schema

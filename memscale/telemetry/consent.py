@@ -1,4 +1,4 @@
-"""Whether anything is counted: off unless the user of this machine said otherwise, and what can only turn it lower."""
+"""`consent`: whether anything is counted: off unless the user has turned it on; variables can only lower that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memscale.telemetry.counters import SCHEMA
 _FILE = "consent.json"
 _MOST_BYTES = 4096
 
-# Any value of these but "", "0" and "false" is a no: of a person, of a machine that builds, of a test.
+# Variables of people, build machines and tests that turn counting off with any value but "", "0" and "false".
 _NAMES = (
     "DO_NOT_TRACK HF_HUB_OFFLINE CI GITHUB_ACTIONS GITLAB_CI BUILDKITE CIRCLECI TF_BUILD JENKINS_URL TRAVIS "
     "CODEBUILD_BUILD_ID TEAMCITY_VERSION PYTEST_CURRENT_TEST"
@@ -25,21 +25,21 @@ _OWN = "MEMSCALE_TELEMETRY"
 
 
 class State(enum.Enum):
-    """What is done; each does what the one before it does, and more."""
+    """What is counted and sent; each state includes the previous one."""
 
-    OFF = "off"  # nothing
-    LOCAL = "local"  # calls are counted in files, and never sent
-    ON = "on"  # and ``memscale telemetry send`` posts what was counted since
+    OFF = "off"  # nothing is counted
+    LOCAL = "local"  # calls are counted in files that are never sent
+    ON = "on"  # ``memscale telemetry send`` also posts what was counted since
 
 
 @dataclasses.dataclass(frozen=True)
 class Consent:
-    """What holds now, and why.
+    """The state in force, and its reason.
 
     Attributes:
-        state: what is done.
-        because: what decided it, in words.
-        endpoint: where ``send`` posts to, ``""`` unless the user said on.
+        state: what is counted and sent.
+        because: the reason, in words.
+        endpoint: the address that ``send`` posts to; ``""`` unless the state is ON.
     """
 
     state: State
@@ -48,21 +48,21 @@ class Consent:
 
 
 def folder() -> str | None:
-    """Where all files of this are, which need not exist; None where a user has no place for settings."""
+    """Returns the folder of all telemetry files, which may not exist; None if the user has no place for settings."""
     for name, below in (("XDG_CONFIG_HOME", ""), ("HOME", "/.config"), ("APPDATA", "")):
-        if os.path.isabs(home := os.environ.get(name, "")):  # the specification has others ignored
+        if os.path.isabs(home := os.environ.get(name, "")):  # the XDG specification ignores relative paths
             return f"{home}{below}/memscale/telemetry"
     return None
 
 
 def is_off() -> bool:
-    """Whether there is no consent: by one look at whether its file exists, which is all that off costs."""
+    """Whether there is no consent file; this check is the whole cost while telemetry is off."""
     place = folder()
     return place is None or not os.access(f"{place}/{_FILE}", os.F_OK)
 
 
 def consent() -> Consent:
-    """What holds in this process. Variables can lower what the user chose, and none can raise it."""
+    """Returns the state in force in this process. Environment variables can lower the user's choice, never raise it."""
     place = folder()
     if place is None:
         return Consent(State.OFF, "there is no home folder")
@@ -88,10 +88,10 @@ def consent() -> Consent:
 
 
 def give_consent(state: State, *, since: str, endpoint: str = "") -> None:
-    """Write down what the user chose.
+    """Writes the user's choice to the consent file.
 
     Raises:
-        ConfigError: there is no folder to write it in.
+        ConfigError: there is no folder to write it to.
     """
     place = folder()
     if place is None:
@@ -110,7 +110,7 @@ def give_consent(state: State, *, since: str, endpoint: str = "") -> None:
 
 
 def take_consent_back(*, clean: bool = False) -> None:
-    """Be off from now on; with `clean`, keep nothing of what was counted and sent either.
+    """Turns telemetry off; `clean` also deletes everything that was counted and sent.
 
     Raises:
         ConfigError: a file cannot be removed.
@@ -126,7 +126,7 @@ def take_consent_back(*, clean: bool = False) -> None:
 
 
 def _read(path: str) -> dict[str, str | int]:
-    """What a small regular file of this user's own holds; without waiting, as for the other end of a pipe."""
+    """Reads a small regular file that this user owns, without ever waiting, as for the other end of a pipe."""
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         found = os.fstat(number)

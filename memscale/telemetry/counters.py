@@ -1,13 +1,13 @@
-"""The closed lists: what is counted, in which buckets, and what a report may say. Nothing else passes."""
+"""The closed lists of telemetry: what is counted, in which buckets, and what a report may contain."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 SCHEMA = 3
-MOST = 100  # of any count: more is this
+MOST = 100  # the largest count that is reported; more is reported as this
 
-#: The verbs that are counted, and the commands.
+#: The verbs and the commands that are counted.
 CALLS = ("detach", "optimize", "plan", "predict", "transform", "wrap")
 COMMANDS = ("cards", "demo", "explain", "frontier", "history", "plan", "predict", "tune")
 
@@ -22,13 +22,13 @@ _OF_MODELS = "optimize plan predict transform wrap"
 
 
 class Dimension(NamedTuple):
-    """One way to divide the calls. Each is counted by itself: no two of them are ever counted together."""
+    """One way to divide calls. Each dimension is counted by itself, never combined with another one."""
 
     buckets: tuple[str, ...]
     calls: tuple[str, ...]
 
 
-#: By name: all buckets there are, and the verbs that have them. ``docs/telemetry.md`` says what each is for.
+#: All buckets and verbs of each dimension. ``docs/telemetry.md`` says what each is for.
 DIMENSIONS = {
     name: Dimension(tuple(buckets.split()), tuple(calls.split()))
     for name, buckets, calls in (
@@ -45,7 +45,7 @@ DIMENSIONS = {
 
 
 def counters() -> tuple[str, ...]:
-    """All names that a report can have, in order."""
+    """Returns all names that a report can contain, in order."""
     divided = [
         f"{call}_called/{name}:{bucket}"
         for name, dimension in DIMENSIONS.items()
@@ -57,7 +57,7 @@ def counters() -> tuple[str, ...]:
 
 
 def decade(parameters: int) -> str:
-    """The bucket of a number of parameters.
+    """Returns the bucket of a number of parameters.
 
     >>> [decade(count) for count in (10, 10**7, 7 * 10**9, 10**12)]
     ['<1e7', '1e7', '1e9', '>=1e11']
@@ -67,7 +67,7 @@ def decade(parameters: int) -> str:
 
 
 def pressure(share: float) -> str:
-    """The first bucket whose bound `share` is below.
+    """Returns the first bucket whose bound is above `share`.
 
     >>> [pressure(share) for share in (0.2, 0.999, 1.0, 50.0)]
     ['<0.5', '<1', '<1.5', '>=3']
@@ -76,7 +76,7 @@ def pressure(share: float) -> str:
 
 
 def peak_error(share: float) -> str:
-    """The bucket of a predicted peak that is `share` of the real one above it, or below it.
+    """Returns the bucket of a predicted peak with the relative error `share`.
 
     >>> peak_error(0.002), peak_error(-0.2)
     ('over<1%', 'under>=5%')
@@ -86,10 +86,10 @@ def peak_error(share: float) -> str:
 
 
 def schema(cards: tuple[str, ...]) -> dict[str, Any]:
-    """The JSON Schema of a report: every key and every string is listed.
+    """Returns the JSON Schema of a report, which lists every key and every string.
 
     Args:
-        cards: the names that a card can have, beside ``"none"`` and ``"other"``.
+        cards: the names of cards; ``"none"`` and ``"other"`` are allowed besides.
     """
     fields: dict[str, Any] = {
         "schema": {"const": SCHEMA},

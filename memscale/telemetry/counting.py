@@ -1,4 +1,4 @@
-"""One line in a file for a call of a public verb, where the user wants that: no thread, no lock, nothing at exit."""
+"""Counts a call of a public verb as one line in a file, if the user allows it: no thread, no lock, nothing at exit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from memscale.telemetry.facts import Call
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_MOST_EVENTS = 64  # of a process
-_MOST_BYTES = 1 << 20  # of a week
-_MOST_LINE = 512  # which one write appends whole, whoever else writes
+_MOST_EVENTS = 64  # per process
+_MOST_BYTES = 1 << 20  # per week
+_MOST_LINE = 512  # short enough for one write to append it whole, whatever other processes write
 
-_process = os.getpid()  # a fork of it is a worker, whose calls are not the user's
+_process = os.getpid()  # forks are workers, whose calls are not the user's
 _events = 0
-_within = threading.local()  # a counted call: what it calls in turn is not counted
+_within = threading.local()  # set during a counted call, whose inner calls are not counted
 
 
 def counted(call: str) -> Callable[[_F], _F]:
-    """Count the calls of a public verb. Where that is off it is called at once, after one look at a file's existence.
+    """A decorator that counts the calls of a public verb; while telemetry is off it only checks whether a file exists.
 
     >>> from memscale.telemetry.counting import counted
     >>> @counted("plan")
@@ -57,19 +57,19 @@ def counted(call: str) -> Callable[[_F], _F]:
 
 
 def uncounted(verb: _F) -> _F:
-    """The verb itself, for memscale's own use."""
+    """Returns the undecorated verb, for memscale's own calls."""
     return verb.__wrapped__  # type: ignore[attr-defined, no-any-return]
 
 
 def count(name: str, facts: Callable[[], Iterable[str]] = tuple) -> None:
-    """Add one to a counter, and to those of the facts. Nothing that goes wrong is seen; at worst it is not counted.
+    """Adds one to a counter, and to those of the facts. Never raises; on an error nothing is counted.
 
     >>> from memscale.telemetry import count
     >>> count("command:demo")
     """
     global _events
     try:
-        # In the order of their costs: off is the usual.
+        # Cheapest checks first, because telemetry is usually off.
         if is_off() or _events >= _MOST_EVENTS or sys.is_finalizing() or _is_a_worker() or _is_a_rank():
             return
         state = consent().state
@@ -79,12 +79,12 @@ def count(name: str, facts: Callable[[], Iterable[str]] = tuple) -> None:
         line = " ".join((name, *facts()))
         if len(line) < _MOST_LINE:
             _append(f"{folder()}/{state.value}", line)
-    except Exception:  # a full disk, a folder that is gone, a fact that cannot be told: the caller's call went well
+    except Exception:  # for example a full disk or a missing folder: the caller's call must not fail
         return
 
 
 def week_of(now: datetime) -> str:
-    """The week as in ISO 8601.
+    """Returns the ISO 8601 week, such as ``2026-W47``.
 
     >>> week_of(datetime(2026, 11, 22))
     '2026-W47'
@@ -95,7 +95,7 @@ def week_of(now: datetime) -> str:
 
 def _append(place: str, line: str) -> None:
     os.makedirs(place, mode=0o700, exist_ok=True)
-    # A pipe is not waited for, nor a link followed to wherever it leads.
+    # Neither waits for a pipe, nor follows a link.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
     number = os.open(f"{place}/{week_of(datetime.now(timezone.utc))}.txt", flags, 0o600)
     try:
@@ -109,7 +109,7 @@ def _append(place: str, line: str) -> None:
 def _is_a_worker() -> bool:
     if os.getpid() != _process:
         return True
-    # One that was spawned has imported this by itself; without that module there is no worker.
+    # A spawned worker has imported this module itself; without `torch.utils.data` there are no workers.
     loading = sys.modules.get("torch.utils.data")
     return loading is not None and loading.get_worker_info() is not None
 

@@ -1,4 +1,4 @@
-"""What is told of a call, from closed lists only: read off its arguments and its result."""
+"""`Call`: the facts about a call that are counted, all from closed lists, read from its arguments and its result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ERRORS = {
 
 @dataclass
 class Call:
-    """A call of a verb: what it was given and, once it is over, what came of it."""
+    """A call of a verb: its arguments and, when it has ended, its result or error."""
 
     verb: str
     args: tuple[Any, ...]
@@ -31,21 +31,21 @@ class Call:
     error: Exception | None = None
 
     def __post_init__(self) -> None:
-        self.before: Any = None  # the executor of the model as the call found it
-        with contextlib.suppress(Exception):  # a fact that cannot be told is left out; likewise below
+        self.before: Any = None  # the model's executor before the call
+        with contextlib.suppress(Exception):  # a fact that cannot be determined is left out
             self.before = _executor_in(self.model)
 
     @property
     def model(self) -> Any:
-        """The model that the verb was given, or a predictor's, or a trainer's."""
+        """The model that the verb was given, or the model of a predictor or trainer."""
         given = self.args[0] if self.args else self.kwargs.get("model", self.kwargs.get("target"))
         return given if isinstance(given, nn.Module) else getattr(given, "model", None)
 
     def facts(self) -> Iterator[str]:
-        """The buckets of the call, as ``name:bucket``; those that cannot be told are left out."""
+        """Yields the buckets of the call as ``name:bucket``; unknown ones are left out."""
         for name, dimension in counters.DIMENSIONS.items():
             if self.verb in dimension.calls:
-                with contextlib.suppress(Exception):  # of an argument that is none
+                with contextlib.suppress(Exception):  # an argument may be of the wrong type
                     told = _TELLERS[name](self)
                     for bucket in (told,) if isinstance(told, str) else told:
                         if bucket in dimension.buckets:
@@ -58,7 +58,7 @@ def _executor_in(result: Any) -> Any:
 
 
 def _plan_of(call: Call) -> Any:
-    """The plan that a call made, or was given."""
+    """Returns the plan that a call made or was given."""
     if (executor := _executor_in(call.result)) is not None:
         return executor.plan
     given = call.kwargs.get("plan", call.args[1] if len(call.args) > 1 else None)
@@ -81,7 +81,7 @@ def _decision_source(call: Call) -> str:
 
 
 def _pressure(call: Call) -> str:
-    """What the step takes as it is, as a share of what it may."""
+    """Returns the bucket of the untransformed step's bytes over the allowed bytes."""
     result, executor = call.result, _executor_in(call.result)
     if (evidence := getattr(result, "evidence", None)) is not None:
         return counters.pressure(evidence.plain.taken_bytes / evidence.budget_bytes)
@@ -101,7 +101,7 @@ def _outcome(call: Call) -> str:
 
 
 def architecture_of(model: nn.Module) -> str:
-    """What kind of model it is, by the shapes of its parameters: no name of a class or of a module is looked at.
+    """Returns the kind of a model by the shapes of its parameters; names of classes and modules are not read.
 
     >>> import torch
     >>> architecture_of(torch.nn.Conv2d(3, 8, 3)), architecture_of(torch.nn.LSTM(4, 4))
@@ -141,19 +141,19 @@ def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 def _is_a_stack(parts: nn.ModuleList | nn.Sequential) -> bool:
-    """Whether its parts are alike, and more than one."""
+    """Whether there are several parts, all with parameters of the same shapes."""
     shapes = {_shapes(each) for each in parts}
     return len(parts) > 1 and len(shapes) == 1 and shapes != {()}
 
 
 def _attends(block: nn.Module) -> bool:
-    """Whether it has matrices enough for queries, keys, values, an output and an inner layer."""
+    """Whether the block has enough matrices for queries, keys, values, an output and a feed-forward layer."""
     matrices = [each for each in block.parameters() if each.dim() == 2]
     return len(matrices) >= 4 and len({min(each.shape) for each in matrices}) <= 3 and len(list(block.modules())) > 5
 
 
 def _scans(block: nn.Module) -> bool:
-    """Whether it has a depthwise convolution over the sequence."""
+    """Whether the block has a depthwise convolution over the sequence."""
     return any(isinstance(each, nn.Conv1d) and each.groups == each.in_channels > 1 for each in block.modules())
 
 

@@ -1,4 +1,4 @@
-"""A week's report: what was counted in it, as the bytes that would be sent."""
+"""`Weeks`: the weekly reports, as the exact bytes that would be sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WEEK = re.compile(r"[0-9]{4}-W[0-9]{2}")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a report says of the machine: each from a closed list, or two numbers of a version."""
+    """What a report says about the machine: entries of closed lists, and two-number versions."""
 
     memscale: str
     python: str
@@ -31,35 +31,35 @@ class Machine:
 
 
 class Weeks:
-    """The weeks that were counted on this machine while the state was `state`."""
+    """The weeks that were counted on this machine in one state."""
 
     def __init__(self, state: State) -> None:
-        place = Path(folder() or os.devnull)  # in which there is nothing
+        place = Path(folder() or os.devnull)  # without a folder, a path under which nothing exists
         self.counted, self.sent = place / state.value, place / "sent"
 
     def names(self) -> list[str]:
-        """The weeks, the oldest first."""
+        """Returns the weeks, oldest first."""
         return sorted(path.stem for path in self.counted.glob("*.txt") if _WEEK.fullmatch(path.stem))
 
     def unsent(self, before: str) -> list[str]:
-        """The weeks that are over by week `before`, and were not sent yet."""
+        """Returns the weeks before week `before` that were not sent yet."""
         return [name for name in self.names() if name < before and not (self.sent / f"{name}.json").exists()]
 
     def report(self, week: str, machine: Machine) -> bytes:
-        """The report of a week, as it is sent.
+        """Returns the report of a week as the bytes to send.
 
         Raises:
-            ConfigError: nothing was counted in it, or its file cannot be read.
+            ConfigError: nothing was counted in the week, or its file cannot be read.
         """
         return canonical(
             {"schema": SCHEMA, "week": week, **dataclasses.asdict(machine), "counters": self._counters(week)}
         )
 
     def keep_sent(self, week: str, report: bytes) -> None:
-        """Keep a copy of what was sent, in the place of what was counted.
+        """Replaces the counts of a week by a copy of the sent report.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the copy cannot be written.
         """
         try:
             self.sent.mkdir(mode=0o700, exist_ok=True)
@@ -81,12 +81,12 @@ class Weeks:
         for line in lines:
             call, *facts = line.split(" ")
             found.update([call, *(f"{call}/{fact}" for fact in dict.fromkeys(facts))])
-        # A torn or a foreign line has names that are not listed, and says nothing.
+        # Names that are not listed, as in a torn or foreign line, are dropped.
         return {name: min(found[name], MOST) for name in counters() if found[name]}
 
 
 def canonical(report: dict[str, Any]) -> bytes:
-    """The report as JSON in the one spelling of RFC 8785, which for these keys and integers is this.
+    """Returns the report as JSON in the canonical form of RFC 8785, to which this reduces for these keys and integers.
 
     >>> canonical({"b": 1, "a": "x"})
     b'{"a":"x","b":1}'
