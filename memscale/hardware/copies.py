@@ -76,7 +76,7 @@ def copy_seconds(nbytes: int, tier: str, direction: Direction, hardware: Hardwar
     if hardware.device_type != "cpu":
         out, back = hardware.device_to_host_bytes_per_second, hardware.host_to_device_bytes_per_second
         link = out if direction == "out" else back
-        assert link is not None, "asked of hardware that says so"
+        assert link is not None, "callers check `knows_copies` first"
         rates.append(link * (1.0 if hardware.measured else _LINK_SHARE))
         if tier == "pageable":
             rates.append(_PAGEABLE_BYTES_PER_SECOND)

@@ -1,6 +1,6 @@
-"""Run history for a team: a Django site with accounts, projects, pages and an API, on one machine of the team's own.
+"""The server of run history for a team: a Django site with accounts, projects, pages and an API, which the team hosts.
 
-Loads neither PyTorch nor Django by itself: `commands` sets Django up when a command is run.
+Importing this package loads neither PyTorch nor Django: `commands` sets Django up when a command runs.
 """
 
 from memscale.server.commands import backup, invite, migrate, run

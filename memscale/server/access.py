@@ -1,6 +1,7 @@
-"""Who may do what: a row for each URL and API route, and the one gate through which a team's data are read.
+"""Access rights: `RULES` has a row for each page and API route, and `Access` is the one source of a team's data.
 
-A route without a row answers 404 to everybody: `middleware.Gate` asks for pages, `tokens.TokenAuth` for the API.
+A route without a row answers 404 to everybody. `middleware.Gate` enforces the rules for pages, `tokens.TokenAuth` for
+the API.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from memscale.server.models import Audit, Baseline, Membership, Plan, Project, R
 
 @dataclass(frozen=True)
 class Rule:
-    """What a route asks for.
+    """What a route requires.
 
     Attributes:
-        who: ``"anyone"``, ``"signed in"``, ``"member"`` of the team in the URL, or ``"token"`` of a team.
-        role: the least role in the team.
-        scope: the least scope of the token.
-        fresh: whether the password must have been given in the last minutes.
+        who: ``"anyone"``, ``"signed in"``, a ``"member"`` of the team in the URL, or a ``"token"`` of a team.
+        role: the lowest role in the team.
+        scope: the lowest scope of the token.
+        fresh: whether the password must have been entered within the last minutes.
     """
 
     who: str
@@ -69,7 +70,7 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True)
 class Access:
-    """What one request may see: everything that pages and API read of a team comes from here."""
+    """The data that one request may see; pages and API read a team's data only through this class."""
 
     user: User
     team: Team
@@ -83,45 +84,45 @@ class Access:
 
     @property
     def runs(self) -> Any:
-        """The runs of all its projects."""
+        """The runs of all the team's projects."""
         return Run.objects.filter(project__team=self.team).select_related("project")
 
     @property
     def plans(self) -> Any:
-        """The plans that its runs had."""
+        """The plans of the team's runs."""
         return Plan.objects.filter(team=self.team)
 
     @property
     def baselines(self) -> Any:
-        """The baselines of all its projects."""
+        """The baselines of all the team's projects."""
         return Baseline.objects.filter(project__team=self.team).select_related("run")
 
     @property
     def memberships(self) -> Any:
-        """Its members with their roles."""
+        """The team's members with their roles."""
         return Membership.objects.filter(team=self.team).select_related("user").order_by("user__email")
 
     @property
     def tokens(self) -> Any:
-        """The user's own tokens; an owner's are those of all."""
+        """The user's tokens; for an owner, the tokens of all members."""
         found = Token.objects.filter(team=self.team).select_related("user")
         return found if self.role >= Role.owner else found.filter(user=self.user)
 
     @property
     def audits(self) -> Any:
-        """What was done, the newest first."""
+        """The team's audit log, newest entry first."""
         return Audit.objects.filter(team=self.team).select_related("user").order_by("-id")
 
     def may(self, role: Role) -> bool:
-        """Whether the user has at least this role."""
+        """Whether the user has at least the role `role`."""
         return self.role >= role
 
     def noted(self, what: str, about: str) -> None:
-        """Write a line into the team's audit."""
+        """Adds an entry to the team's audit log."""
         Audit.objects.create(team=self.team, user=self.user, what=what, about=about[:300])
 
 
 def access_of(user: User, team: str, token: Token | None = None) -> Access | None:
-    """What `user` may see of the team, None where that is nothing."""
+    """Returns the access of `user` to a team, or None if the user is no active member."""
     found = Membership.objects.select_related("team").filter(team__slug=team, user=user).first()
     return None if found is None or not user.is_active else Access(user, found.team, Role(found.role), token)

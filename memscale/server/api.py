@@ -1,6 +1,6 @@
-"""The API, version 1. Every operation has a row in `access.RULES`, which `TokenAuth` asks before the operation runs.
+"""The API, version 1. `TokenAuth` checks the operation's row in `access.RULES` before the operation runs.
 
-The row is that of the method and the `url_name`, which all operations of one path have alike.
+A row is identified by the method and the `url_name`; all operations of one path share a `url_name`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_DEEP = 32
 
 
 class _Strict(Parser):
-    """JSON of at most `_MOST_DEEP` levels, without NaN and without a name twice in an object."""
+    """Parses JSON of at most `_MOST_DEEP` levels, without NaN and without duplicate keys."""
 
     def parse_body(self, request: HttpRequest) -> Any:
         try:
@@ -63,7 +63,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class ProblemSchema(Schema):
-    """An error: the value, the rule that it breaks, and what to do."""
+    """An error: the value, the rule that it breaks, and the remedy."""
 
     status: int
     title: str
@@ -80,7 +80,7 @@ class ProjectSchema(Schema):
 
 
 class NewProject(Closed):
-    """A project to make."""
+    """A project to create."""
 
     slug: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
     name: Annotated[Line, Field(max_length=80)]
@@ -103,21 +103,21 @@ class RunSummary(Schema):
 
 
 class RunPage(Schema):
-    """One page of runs; `next` is the address of the next one."""
+    """One page of runs; `next` is the address of the next page."""
 
     runs: list[RunSummary]
     next: str | None
 
 
 class Kept(Schema):
-    """A run is on disk; whether it was new."""
+    """The answer to a run: its id, and whether it is new."""
 
     id: str
     new: bool
 
 
 class BaselineSchema(Schema):
-    """Which run later ones of its name and card are held against."""
+    """The run against which later runs of the same name and card are compared."""
 
     label: str
     name: str
@@ -126,7 +126,7 @@ class BaselineSchema(Schema):
 
 
 class NewBaseline(Closed):
-    """The id of the run that becomes the baseline of its name and card."""
+    """The id of the run to make the baseline of its name and card."""
 
     run: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
@@ -164,13 +164,13 @@ _PROJECT = _TEAM + "/projects/{project}"
 
 @api.get(_TEAM + "/projects", url_name="projects", response={200: list[ProjectSchema], **_P})
 def list_projects(request: HttpRequest, team: str) -> Any:
-    """The team's projects."""
+    """Returns the team's projects."""
     return list(_access(request).projects.order_by("slug"))
 
 
 @api.post(_TEAM + "/projects", url_name="projects", response={201: ProjectSchema, **_P})
 def make_project(request: HttpRequest, team: str, new: NewProject) -> Any:
-    """Make a project."""
+    """Creates a project."""
     access = _access(request)
     with transaction.atomic():
         project, made = Project.objects.get_or_create(team=access.team, slug=new.slug, defaults={"name": new.name})
@@ -192,7 +192,7 @@ def list_runs(
     sort: str = "made",
     after: str = "",
 ) -> Any:
-    """Runs, fifty to a page; `name`, `card`, `commit` and `model` filter, `sort` is ``made`` or ``peak``."""
+    """Returns runs, fifty per page; `name`, `card`, `commit` and `model` filter, `sort` is ``made`` or ``peak``."""
     filters = {"name": name, "card": card, "commit": commit, "model": model}
     try:
         page = Listing(_access(request).runs.filter(project=_project(request, project)), filters, sort, after)
@@ -212,20 +212,20 @@ def list_runs(
 
 @api.post(_PROJECT + "/runs", url_name="runs", response={200: Kept, 201: Kept, **_P})
 def send_run(request: HttpRequest, team: str, project: str, run: RunDocument) -> Any:
-    """Keep a run; 201 for a new one, 200 for one that was here. The same id never makes two."""
+    """Stores a run: 201 for a new one, 200 for a known one. Sending an id twice stores one run."""
     new = keep(_access(request), _project(request, project), run)
     return Status(201 if new else 200, {"id": run.id, "new": new})
 
 
 @api.get(_PROJECT + "/runs/{uid}", url_name="run", response={200: dict[str, Any], **_P})
 def read_run(request: HttpRequest, team: str, project: str, uid: str) -> Any:
-    """A run as it was sent, with what was measured since."""
+    """Returns a run as it was sent, with later measurements."""
     return document_of(_run(request, project, uid))
 
 
 @api.get(_TEAM + "/plans/{hash}", url_name="plan", response={200: dict[str, Any], **_P})
 def read_plan(request: HttpRequest, team: str, hash: str) -> Any:
-    """A plan by its hash, or by how the hash begins (eight digits or more); it never changes, and has an ETag."""
+    """Returns a plan by its hash or the first eight or more digits of it; a plan never changes, and has an ETag."""
     found = list(_access(request).plans.filter(hash__startswith=hash)[:2]) if len(hash) >= 8 else []
     if len(found) != 1:
         many = "several plans begin" if found else "no plan begins"
@@ -239,7 +239,7 @@ def read_plan(request: HttpRequest, team: str, hash: str) -> Any:
 
 @api.get(_PROJECT + "/baselines/{label}", url_name="baselines", response={200: list[BaselineSchema], **_P})
 def list_baselines(request: HttpRequest, team: str, project: str, label: str, name: str = "", card: str = "") -> Any:
-    """The baselines under a label; of a name and on a card, where they are given."""
+    """Returns the baselines under a label, filtered by name and card if given."""
     found = _access(request).baselines.filter(project=_project(request, project), label=label).order_by("name", "card")
     given = {key: value for key, value in (("name", name), ("card", card)) if value}
     return [_baseline(each) for each in found.filter(**given)[:500]]
@@ -247,7 +247,7 @@ def list_baselines(request: HttpRequest, team: str, project: str, label: str, na
 
 @api.put(_PROJECT + "/baselines/{label}", url_name="baselines", response={200: BaselineSchema, **_P})
 def set_baseline(request: HttpRequest, team: str, project: str, label: str, new: NewBaseline) -> Any:
-    """Make a run the baseline of its name and card."""
+    """Makes a run the baseline of its name and card."""
     run = _run(request, project, new.run)
     return _baseline(make_baseline(_access(request), run, label))
 
@@ -258,13 +258,13 @@ def _baseline(baseline: Baseline) -> dict[str, str]:
 
 @api.get(_TEAM + "/members", url_name="members", response={200: list[MemberSchema], **_P})
 def list_members(request: HttpRequest, team: str) -> Any:
-    """Who is in the team."""
+    """Returns the members of the team."""
     return [{"email": each.user.email, "role": each.get_role_display()} for each in _access(request).memberships]
 
 
 @api.get(_TEAM + "/tokens", url_name="tokens", response={200: list[TokenSchema], **_P})
 def list_tokens(request: HttpRequest, team: str) -> Any:
-    """Your tokens; an owner's are the team's. Their texts are shown to nobody: tokens are made on the team's page."""
+    """Returns your tokens, or for an owner the team's, without their texts; tokens are made on the team's page."""
     return [
         {
             **{name: getattr(each, name) for name in ("id", "name", "scope")},
@@ -278,13 +278,13 @@ def list_tokens(request: HttpRequest, team: str) -> Any:
 
 @api.delete(_TEAM + "/tokens/{int:token}", url_name="token", response={204: None, **_P})
 def revoke_token(request: HttpRequest, team: str, token: int) -> Any:
-    """Revoke a token, for good."""
+    """Revokes a token permanently."""
     revoke(_access(request), token)
     return Status(204, None)
 
 
 def make_baseline(access: Access, run: Run, label: str) -> Baseline:
-    """Hold later runs of this one's name and card against it.
+    """Makes `run` the baseline for later runs of the same name and card.
 
     Raises:
         Problem: 422 for a label that is empty or too long.
@@ -301,10 +301,10 @@ def make_baseline(access: Access, run: Run, label: str) -> Baseline:
 
 
 def revoke(access: Access, token: int) -> None:
-    """Revoke a token that the access reaches.
+    """Revokes a token that `access` can see.
 
     Raises:
-        Http404: there is none.
+        Http404: there is no such token.
     """
     with transaction.atomic():
         found = access.tokens.filter(pk=token).first() if token < 1 << 62 else None

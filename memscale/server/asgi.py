@@ -1,4 +1,4 @@
-"""The ASGI application: Django behind a limit on what a request may send, whether it says how much or not."""
+"""The ASGI application: Django, behind a limit on the size of requests with or without a Content-Length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Limited:
-    """Answers 413 to a body above `MOST_BYTES`, before the application has read more than that."""
+    """Answers 413 to a body above `MOST_BYTES`, before more than that is read."""
 
     def __init__(self, application: Any) -> None:
         self.application = application
@@ -56,17 +56,17 @@ async def _refuse(send: _Send) -> None:
 
 
 class OneThread(ASGIHandler):  # type: ignore[misc]
-    """Django's handler with all middleware and the view of a request in one call on one thread.
+    """Django's handler, with all middleware and the view of a request in one call on one thread.
 
-    Django's own goes through the event loop between middleware and view, which took a third of a request's time.
+    Django's own handler returns to the event loop between middleware and view, which took a third of a request's time.
     """
 
     def load_middleware(self, is_async: bool = False) -> None:
-        """Build the chain of middleware as a WSGI server has it."""
+        """Builds the chain of middleware as under WSGI."""
         super().load_middleware(is_async=False)
 
     async def get_response_async(self, request: HttpRequest) -> HttpResponseBase:
-        """The response of that chain, computed on the request's thread."""
+        """Returns the response of that chain, computed in the request's thread."""
         return await sync_to_async(self.get_response)(request)
 
 

@@ -1,4 +1,4 @@
-"""Charts as SVG without styles or scripts of their own, for a page whose policy allows neither inside it."""
+"""Charts as SVG without inline styles and scripts, which the pages' security policy forbids."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from django.utils.safestring import SafeString, mark_safe
 from memscale.core import format_bytes
 from memscale.reports import COLOURS, Axis, byte_scale, placed, time_scale
 
-#: The classes that the style sheet colours categories by.
+#: The style sheet's class for each category.
 CLASSES = {category: f"c-{category.replace(' ', '-')}" for category in COLOURS}
 _LEFT, _TOP, _WIDTH, _HEIGHT = 76, 26, 900, 260
 _LETTER = 6.5
 
 
 def timeline_chart(timeline: Mapping[str, Any], peak_bytes: int) -> SafeString:
-    """Live bytes over a step, stacked by category."""
+    """Returns a chart of live bytes over a step, stacked by category."""
     live = {category: values for category, values in timeline["live"].items() if any(values)}
     count = len(next(iter(live.values()), ()))
     if not count or not timeline["end"]:
@@ -51,10 +51,10 @@ def timeline_chart(timeline: Mapping[str, Any], peak_bytes: int) -> SafeString:
 
 
 def step_chart(points: Sequence[tuple[str, int, str]]) -> SafeString:
-    """A value for each commit, as steps; each point is a link.
+    """Returns a chart with one step per commit, in which each point is a link.
 
     Args:
-        points: a label, bytes and an address, in order.
+        points: label, bytes and address of each commit, in order.
     """
     if not points:
         return mark_safe("")

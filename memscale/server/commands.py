@@ -1,4 +1,4 @@
-"""What ``memscale server`` does: run the site, migrate its database, back it up, invite people."""
+"""The commands of ``memscale server``: run the site, migrate its database, back it up, and invite people."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def run(listen: str = "127.0.0.1:8765", public_url: str | None = None) -> None:
-    """Serve until interrupted; print the address and, while there is no account, a one-time set-up link.
+    """Serves until interrupted; prints the address and, as long as there is no account, a one-time set-up link.
 
     Raises:
-        ConfigError: the address is not of this machine alone and there is no https ``public_url``; the database is in
-            use, cannot be used, or is of a newer version.
-        RuntimeUnavailable: Python or a package is missing.
+        ConfigError: the address is reachable from other machines and there is no https ``public_url``; or the database
+            is in use, unusable, or of a newer version.
+        RuntimeUnavailable: a package is missing, or Python is too old.
     """
     host, port = _address(listen)
     if public_url is not None and not re.fullmatch(r"https://[A-Za-z0-9.-]+(:\d+)?/?", public_url):
@@ -54,7 +54,7 @@ def run(listen: str = "127.0.0.1:8765", public_url: str | None = None) -> None:
         print(f"memscale server: {address}", flush=True)
         if (secret := set_up_secret()) is not None:
             print(f"set up the first account within 15 minutes: {address}/setup/{secret}", flush=True)
-        sys.setswitchinterval(0.02)  # seconds: at Python's own 0.005 eight clients cost 6 % more in changes of threads
+        sys.setswitchinterval(0.02)  # seconds; Python's default 0.005 costs 6 % in thread switches with eight clients
         uvicorn.run(
             "memscale.server.asgi:application",
             host=host,
@@ -70,10 +70,10 @@ def run(listen: str = "127.0.0.1:8765", public_url: str | None = None) -> None:
 
 
 def migrate() -> None:
-    """Bring the database to this version, after a backup of it.
+    """Backs the database up and upgrades it to this version.
 
     Raises:
-        ConfigError: as `run`.
+        ConfigError: as in `run`.
     """
     settings = _set_up()
     with _alone(settings):
@@ -82,11 +82,11 @@ def migrate() -> None:
 
 
 def backup(path: Path) -> None:
-    """Write a copy of the database as it is now; the server may be running.
+    """Writes a copy of the database to `path`; the server may be running.
 
     Raises:
-        ConfigError: the file exists, or cannot be written.
-        RuntimeUnavailable: the database is PostgreSQL, and ``pg_dump`` is not here.
+        ConfigError: the file exists or cannot be written.
+        RuntimeUnavailable: the database is PostgreSQL, and ``pg_dump`` is not installed.
     """
     settings = _set_up()
     if path.exists():
@@ -102,10 +102,10 @@ def backup(path: Path) -> None:
 
 
 def invite(email: str, team: str | None, role: str) -> None:
-    """Print a one-time link that makes an account for an e-mail address, or sets a new password for its account.
+    """Prints a one-time link that creates an account for an e-mail address, or sets a new password for it.
 
     Raises:
-        ConfigError: there is no such team or role, or the team is not said and there are several.
+        ConfigError: there is no such team or role, or there are several teams and none is given.
     """
     settings = _set_up()
     _refuse_newer()
@@ -131,10 +131,10 @@ def _address(listen: str) -> tuple[str, int]:
 
 
 def _set_up() -> Any:
-    """Django with this site's settings.
+    """Sets Django up, and returns this site's settings.
 
     Raises:
-        RuntimeUnavailable: Python is too old, or a package is missing.
+        RuntimeUnavailable: a package is missing, or Python is too old.
     """
     if sys.version_info < (3, 11):
         raise RuntimeUnavailable(
@@ -156,7 +156,7 @@ def _set_up() -> Any:
 
 @contextlib.contextmanager
 def _alone(settings: Any) -> Iterator[None]:
-    """Holds the lock beside an SQLite file: a second server would apply migrations and limits of its own to it.
+    """Holds a lock next to an SQLite file, because a second server would migrate and limit it independently.
 
     Raises:
         ConfigError: another process holds the lock.
@@ -167,7 +167,7 @@ def _alone(settings: Any) -> Iterator[None]:
     import fcntl
 
     name = settings.DATABASES["default"]["NAME"]
-    with open(f"{name}.lock", "a") as lock:  # released by the system, also when the process is killed
+    with open(f"{name}.lock", "a") as lock:  # the system releases the lock even if the process is killed
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -203,7 +203,7 @@ def _migrate(settings: Any) -> None:
 
 
 def _refuse_newer() -> None:
-    """Raises `ConfigError` where the database has migrations that this version does not know."""
+    """Raises `ConfigError` if the database has migrations that this version does not know."""
     from django.db import connection
     from django.db.migrations.loader import MigrationLoader
 
@@ -217,7 +217,7 @@ def _refuse_newer() -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """SQLite's own copy, consistent while others write; the file is readable by its owner alone."""
+    """Copies a database by SQLite's backup, consistently during writes; only the owner can read the file."""
     part = target.with_name(f"{target.name}.part")
     try:
         os.close(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
@@ -248,7 +248,7 @@ def _dump(database: dict[str, Any], path: Path) -> None:
 
 
 def secret_key(folder: Path) -> str:
-    """The key that signs sessions and forms, made once, in a file that only its owner may read."""
+    """Returns the key that signs sessions and forms; it is made once, in a file that only its owner can read."""
     import secrets
 
     path = folder / "secret-key"
@@ -259,7 +259,7 @@ def secret_key(folder: Path) -> str:
 
 
 def state_folder() -> Path:
-    """``$MEMSCALE_STATE``, or the user's folder for state; made when it is not there."""
+    """Returns ``$MEMSCALE_STATE`` or the user's state folder, and creates it if needed."""
     usual = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "memscale"
     folder = Path(os.environ.get("MEMSCALE_STATE") or usual)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -267,5 +267,5 @@ def state_folder() -> Path:
 
 
 def host_of(url: str) -> str:
-    """The name in a URL, as in the ``Host`` header's allow-list."""
+    """Returns the host name in a URL, as allowed in the ``Host`` header."""
     return urlsplit(url).hostname or ""

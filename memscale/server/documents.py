@@ -1,7 +1,7 @@
-"""The closed schema of what clients send, and how a run and its plan become rows.
+"""The closed schema of what clients send, and the conversion of runs and plans to database rows.
 
-`memscale.history.document` writes this form. A field that is not listed, a text that is too long or has control
-characters, and a number that is not finite are refused: what is shown is made here, from these fields alone.
+`memscale.history.document` writes this form. Unlisted fields, texts that are too long or have control characters, and
+numbers that are not finite are rejected; pages are made from these fields only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Sizes = Annotated[dict[Word, Bytes], Field(max_length=32)]
 
 
 class Closed(BaseModel):
-    """A schema without room for fields of the sender's own."""
+    """A schema that rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
@@ -61,7 +61,7 @@ class Hardware(Closed):
 
 
 class Holding(Closed):
-    """One storage that lives at the peak."""
+    """One storage that is alive at the peak."""
 
     nbytes: Size
     category: Word
@@ -73,7 +73,7 @@ class Holding(Closed):
 
 
 class Timeline(Closed):
-    """Live bytes over the step, by category, in equal columns that each show their highest moment."""
+    """Live bytes over the step by category, in equal columns that each show their highest moment."""
 
     unit: Literal["seconds", "operators"]
     end: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -88,7 +88,7 @@ class Timeline(Closed):
 
 
 class Predicted(Closed):
-    """What the simulated step takes."""
+    """The figures of the simulated step."""
 
     peak_bytes: Size
     first_step_peak_bytes: Size
@@ -112,7 +112,7 @@ class Rule(Closed):
 
 
 class RunDocument(Closed):
-    """A run: what was predicted of a training step, with what, and what it then took."""
+    """A run: the prediction for a training step, its origin, and measurements."""
 
     memscale_run_document: Literal[1]
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -134,17 +134,17 @@ class RunDocument(Closed):
 
     @model_validator(mode="after")
     def _made_in_time(self) -> RunDocument:
-        self.made_at  # noqa: B018  # the 31st of February is refused here
+        self.made_at  # noqa: B018  # raises for a date such as the 31st of February
         return self
 
     @property
     def made_at(self) -> datetime:
-        """When the run was made."""
+        """The time at which the run was made."""
         return datetime.strptime(self.made, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
 
     @property
     def taken_bytes(self) -> int:
-        """What the device has to give: what its caching allocator reserves, where it has one."""
+        """The device memory of the step: the bytes that its allocator reserves, if it has a caching allocator."""
         predicted = self.predicted
         if predicted.reserved_peak_bytes is not None:
             return predicted.reserved_peak_bytes
@@ -152,18 +152,18 @@ class RunDocument(Closed):
 
 
 def plan_hash(rules: Any) -> str:
-    """The hash that `memscale.Plan.hash` gives to the same rules."""
+    """Returns the hash that `memscale.Plan.hash` gives for the same rules."""
     text = json.dumps(rules, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def keep(access: Access, project: Project, sent: RunDocument) -> bool:
-    """Keep a run, once; return whether it is new. What is kept is on disk when the transaction ends.
+    """Stores a run once; returns whether it is new. The run is on disk when the transaction ends.
 
-    A run that is sent again may bring measurements that it had not; nothing else of it may differ.
+    A run that is sent again may add measurements; nothing else of it may differ.
 
     Raises:
-        Problem: 413 for a document above the limit, 409 for another document under the same id.
+        Problem: 413 for a document above the limit, 409 for a different document with the same id.
     """
     fixed = sent.model_dump(mode="json", exclude={"measured"})
     text = json.dumps(fixed, separators=(",", ":"), sort_keys=True)
@@ -219,6 +219,6 @@ def _measured_bytes(sent: RunDocument) -> int | None:
 
 
 def document_of(run: Run) -> dict[str, Any]:
-    """The run as it was sent, with what was measured since."""
+    """Returns the run as it was sent, with later measurements."""
     measured = {each.name: each.value for each in run.measurements.all()}
     return {**json.loads(run.document.text), "measured": measured}

@@ -1,4 +1,4 @@
-"""The forms of the pages; Django checks them and says what is wrong beside each field."""
+"""The forms of the pages; Django validates them and shows errors next to each field."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class NewProject(forms.Form):
 
 
 class Invite(forms.Form):
-    """An address to invite, and the role to have."""
+    """An address to invite, and its role."""
 
     email = forms.EmailField(label="E-mail address")
     role = forms.TypedChoiceField(choices=ROLES, coerce=int, initial=Role.member)
 
 
 class ChangeRole(forms.Form):
-    """A role for a member; 0 is to leave the team."""
+    """A new role for a member; 0 removes the member."""
 
     role = forms.TypedChoiceField(choices=[*ROLES, (0, "remove")], coerce=int)
 
@@ -80,6 +80,6 @@ class NewToken(forms.Form):
 
 
 class NewBaseline(forms.Form):
-    """The label under which a run is a baseline."""
+    """The label under which a run becomes a baseline."""
 
     label = forms.RegexField(r"^[^\s#/?]{1,80}$", initial="main")

@@ -1,4 +1,4 @@
-"""One-time links: the first account, and invitations to a team. Only the hash of a link's secret is kept."""
+"""One-time links for the first account and for invitations to a team; only the hash of a link's secret is stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIVES = {"setup": timedelta(minutes=15), "join": timedelta(days=3)}
 
 
 def set_up_secret() -> str | None:
-    """A new secret for the set-up link, in the place of an earlier one; None where there is an account."""
+    """Returns a new secret for the set-up link, which replaces an earlier one; None if there is an account."""
     with transaction.atomic():
         Invitation.objects.filter(team=None).delete()
         if User.objects.exists():
@@ -24,7 +24,7 @@ def set_up_secret() -> str | None:
 
 
 def invite_to(team: Team, email: str, role: Role, by: User | None) -> str:
-    """The secret of a link for `email`, in the place of an earlier one for the same team."""
+    """Returns the secret of a link for `email`, which replaces an earlier link to the same team."""
     email = User.objects.normalize_email(email).lower()
     with transaction.atomic():
         Invitation.objects.filter(team=team, email=email).delete()
@@ -33,14 +33,14 @@ def invite_to(team: Team, email: str, role: Role, by: User | None) -> str:
 
 
 def found(secret: str, *, team: bool) -> Invitation | None:
-    """The invitation that a link's secret stands for, None for one that is unknown, used or out of date."""
+    """Returns the invitation of a link's secret; None if it is unknown, used or expired."""
     live = Invitation.objects.select_related("team").filter(hash=hashed(secret), expires__gt=timezone.now())
     return live.filter(team__isnull=not team).first()
 
 
 @transaction.atomic
 def set_up(invitation: Invitation, email: str, password: str, team: str, slug: str) -> User | None:
-    """The first account with its team; None where the link was used in the meantime."""
+    """Creates the first account and its team; returns None if the link was used in the meantime."""
     if not Invitation.objects.filter(pk=invitation.pk).delete()[0] or User.objects.exists():
         return None
     user = User.objects.create_user(email, password)
@@ -52,13 +52,13 @@ def set_up(invitation: Invitation, email: str, password: str, team: str, slug: s
 
 @transaction.atomic
 def join(invitation: Invitation, user: User | None, password: str) -> User | None:
-    """The member that the invitation makes; None where the link was used in the meantime.
+    """Makes the invited user a member and returns the user; None if the link was used in the meantime.
 
     Args:
-        invitation: as `found`.
-        user: who is signed in with the invited address, None to make the account, or to set a new password for it where
+        invitation: the result of `found`.
+        user: the signed-in user with the invited address. None creates the account, or sets a new password for it if
             the server's own command made the link.
-        password: of the account, where nobody is signed in.
+        password: the account's password, used if `user` is None.
     """
     if not Invitation.objects.filter(pk=invitation.pk).delete()[0]:
         return None
@@ -77,7 +77,7 @@ def join(invitation: Invitation, user: User | None, password: str) -> User | Non
 
 
 def resets_password(invitation: Invitation) -> bool:
-    """Whether the link may set the password of an account that exists: the server's own command made the link."""
+    """Whether the link may set the password of an existing account: only links of the server's own command may."""
     return invitation.invited_by_id is None
 
 

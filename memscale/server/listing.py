@@ -1,4 +1,4 @@
-"""Pages of runs by keys: a page begins after the last run of the one before, however many there are."""
+"""Pages of runs by keys: each page begins after the last run of the previous one, in constant time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ROWS = 50
 
 
 class Listing:
-    """One page of runs, the newest or the largest first.
+    """One page of runs, newest or largest first.
 
     Attributes:
-        runs: of this page.
-        next: the query of the next page, ``""`` on the last.
+        runs: the runs of this page.
+        next: the query string of the next page; ``""`` on the last page.
 
     Raises:
-        InvalidPage: `after` is none that a page gave out, or `sort` is unknown.
+        InvalidPage: `after` does not come from a page, or `sort` is unknown.
     """
 
     def __init__(self, runs: Any, filters: Mapping[str, str], sort: str, after: str) -> None:
@@ -37,7 +37,7 @@ class Listing:
         if after:
             value, key = _read(after, column)
             found = found.filter(Q(**{f"{column}__lt": value}) | Q(**{column: value, "id__lt": key}))
-            found = found.filter(**{f"{column}__lte": value})  # which an index can begin at; no index can at an "or"
+            found = found.filter(**{f"{column}__lte": value})  # redundant, but an index can start here and not at an OR
         rows = list(found[: _ROWS + 1])
         self.runs = rows[:_ROWS]
         self.next = ""

@@ -1,4 +1,4 @@
-"""The gate in front of every view, and what becomes of failures below it."""
+"""The access check in front of every view, and the answers to failures."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from memscale.server.access import RULES, Rule, access_of
 from memscale.server.problems import Problem
 from memscale.server.tokens import TokenAuth, route_of
 
-#: When the user of a session chose a password in it, in place of giving one.
+#: The session key for the time at which the user chose a new password instead of entering one.
 PASSWORD_CHOSEN_AT = "memscale_password_chosen_at"
 _Next = Callable[[HttpRequest], HttpResponse]
 
 
 class Failures:
-    """Turns a database that has no room or no time into 503, and checks the host of each request."""
+    """Answers 503 if the database has no room or no time, and checks the host of each request."""
 
     def __init__(self, get_response: _Next) -> None:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        request.get_host()  # refuses names that are not of this server, against DNS rebinding
+        request.get_host()  # rejects names of other servers, against DNS rebinding
         if "\0" in request.path or "%00" in request.META.get("QUERY_STRING", ""):
             raise BadRequest("a NUL in the address")
         return self.get_response(request)
 
     def process_exception(self, request: HttpRequest, error: Exception) -> HttpResponse | None:
-        """The answer to an error of a view, None for Django's own."""
+        """Returns the answer to an error of a view, or None to leave it to Django."""
         return answer_to(request, error)
 
 
 def answer_to(request: HttpRequest, error: BaseException | None) -> HttpResponse | None:
-    """A problem document for programs, a page for people; None where the error is a fault of this program."""
+    """Returns a problem document for programs or a page for people; None for an error that is a bug here."""
     problem = problem_of(error)
     if problem is None:
         return None
@@ -52,7 +52,7 @@ def answer_to(request: HttpRequest, error: BaseException | None) -> HttpResponse
 
 
 def problem_of(error: BaseException | None) -> Problem | None:
-    """What an exception means to a client; None for one that is a fault of this program."""
+    """Returns what an exception means to a client; None for an error that is a bug here."""
     if isinstance(error, Problem):
         return error
     if isinstance(error, DataError):
@@ -64,7 +64,7 @@ def problem_of(error: BaseException | None) -> Problem | None:
 
 
 class Gate:
-    """Lets a request through to its view by the view's row in `RULES`; without a row nobody gets there."""
+    """Lets a request through to its view if the view's row in `RULES` allows it; no row, no access."""
 
     def __init__(self, get_response: _Next) -> None:
         self.get_response = get_response
@@ -78,7 +78,7 @@ class Gate:
     def process_view(
         self, request: HttpRequest, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> HttpResponse | None:
-        """None to go on to the view."""
+        """Returns None to continue with the view, or the answer."""
         try:
             return self._passed(request, kwargs)
         except (Problem, DataError, OperationalError) as error:
@@ -88,7 +88,7 @@ class Gate:
         rule = RULES.get(route_of(request))
         if rule is None:
             raise Http404
-        if rule.who == "token" and request.resolver_match.namespace != "api-1":  # the API's router asks for itself
+        if rule.who == "token" and request.resolver_match.namespace != "api-1":  # the API checks its own
             access = TokenAuth()(request)
             if access is None:
                 raise Problem(401, "there is no token", "this needs one", "send Authorization: Bearer <token>")

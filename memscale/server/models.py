@@ -1,4 +1,4 @@
-"""What the server keeps. Texts that clients set are stored as they came and escaped where they are shown."""
+"""The tables of the server. Texts from clients are stored as they came, and escaped where they are shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from django.db import models
 
 
 class Role(enum.IntEnum):
-    """What a member may do; each includes those below it."""
+    """The rights of a member; each role includes the lower ones."""
 
     viewer = 10
     member = 20
@@ -21,10 +21,10 @@ ROLES = [(role.value, role.name) for role in Role]
 
 
 class Users(BaseUserManager):
-    """Makes accounts, which have an e-mail address in place of a name."""
+    """Creates accounts, which are identified by an e-mail address."""
 
     def create_user(self, email: str, password: str) -> User:
-        """An account that is saved, with the password's hash."""
+        """Creates and saves an account, with the password's hash."""
         user: User = self.model(email=self.normalize_email(email).lower())
         user.set_password(password)
         user.save()
@@ -32,7 +32,7 @@ class Users(BaseUserManager):
 
 
 class User(AbstractBaseUser):
-    """A person, or a program with a person's account. Roles are those of teams: there is no superuser."""
+    """A person, or a program with a person's account. Roles belong to teams: there is no superuser."""
 
     email = models.EmailField(unique=True)
     is_active = models.BooleanField(default=True)
@@ -42,7 +42,7 @@ class User(AbstractBaseUser):
 
 
 class Team(models.Model):
-    """People who see each other's runs. Nothing is shared between teams."""
+    """People who see each other's runs; teams share nothing."""
 
     slug = models.SlugField(max_length=40, unique=True)
     name = models.CharField(max_length=80)
@@ -57,7 +57,7 @@ class Membership(models.Model):
     role = models.PositiveSmallIntegerField(choices=ROLES)
 
     class Meta:
-        """One role for each user of a team."""
+        """One role per user and team."""
 
         constraints = (models.UniqueConstraint(fields=("team", "user"), name="one_role"),)
 
@@ -71,13 +71,13 @@ class Project(models.Model):
     made = models.DateTimeField(auto_now_add=True)
 
     class Meta:
-        """One project for each name of a team."""
+        """One project per slug and team."""
 
         constraints = (models.UniqueConstraint(fields=("team", "slug"), name="one_project"),)
 
 
 class Plan(models.Model):
-    """A plan by the hash of its rules, which the server has checked; never changed."""
+    """A plan, identified by the hash of its rules, which the server has checked; never changed."""
 
     team = models.ForeignKey(Team, models.CASCADE, related_name="plans")
     hash = models.CharField(max_length=64)
@@ -85,15 +85,15 @@ class Plan(models.Model):
     made = models.DateTimeField(auto_now_add=True)
 
     class Meta:
-        """One row for each plan of a team."""
+        """One row per plan and team."""
 
         constraints = (models.UniqueConstraint(fields=("team", "hash"), name="one_plan"),)
 
 
 class Run(models.Model):
-    """What lists, filters and orders runs; the document itself is a row of `Document`, so that lists stay quick.
+    """The columns by which runs are listed, filtered and sorted. Documents have their own table, to keep lists fast.
 
-    A run with a plan and a measured peak is also the evidence for the plan: for this model, card and budget, by whom.
+    A run with a plan and a measured peak is also the evidence that the plan works for its model, card and budget.
     """
 
     project = models.ForeignKey(Project, models.CASCADE, related_name="runs")
@@ -114,7 +114,7 @@ class Run(models.Model):
     step_seconds = models.FloatField(null=True)
 
     class Meta:
-        """An index for each order of the list, with and without a filter, and one for what a plan has proven."""
+        """One index per order of the list, with and without each filter."""
 
         constraints = (models.UniqueConstraint(fields=("project", "uid"), name="one_run"),)
         indexes = (
@@ -128,32 +128,32 @@ class Run(models.Model):
 
     @property
     def fits(self) -> bool:
-        """Whether the card has what the step takes, as predicted and as measured."""
+        """Whether the card has the predicted and the measured bytes of the step."""
         return max(self.taken_bytes, self.measured_bytes or 0) <= self.usable_bytes
 
 
 class Document(models.Model):
-    """A run as the client sent it: JSON of the closed schema, its measurements apart."""
+    """A run as the client sent it: JSON of the closed schema, without measurements."""
 
     run = models.OneToOneField(Run, models.CASCADE, primary_key=True, related_name="document")
     text = models.TextField()
 
 
 class Measurement(models.Model):
-    """One figure that was measured of a run."""
+    """One measured figure of a run."""
 
     run = models.ForeignKey(Run, models.CASCADE, related_name="measurements")
     name = models.CharField(max_length=80)
     value = models.FloatField()
 
     class Meta:
-        """One value for each name of a run."""
+        """One value per run and name."""
 
         constraints = (models.UniqueConstraint(fields=("run", "name"), name="one_measurement"),)
 
 
 class Baseline(models.Model):
-    """The run that later ones of its name and card are held against, under a label such as ``main``."""
+    """The run against which later runs of its name and card are compared, under a label such as ``main``."""
 
     project = models.ForeignKey(Project, models.CASCADE, related_name="baselines")
     label = models.CharField(max_length=80)
@@ -162,13 +162,13 @@ class Baseline(models.Model):
     run = models.ForeignKey(Run, models.CASCADE, related_name="baselines")
 
     class Meta:
-        """One run for each label, name and card of a project."""
+        """One run per project, label, name and card."""
 
         constraints = (models.UniqueConstraint(fields=("project", "label", "name", "card"), name="one_baseline"),)
 
 
 class Token(models.Model):
-    """What a program shows in place of a password; only its hash is kept."""
+    """The credential of a program; only its hash is stored."""
 
     team = models.ForeignKey(Team, models.CASCADE, related_name="tokens")
     user = models.ForeignKey(User, models.CASCADE, related_name="tokens")
@@ -181,7 +181,7 @@ class Token(models.Model):
 
 
 class Invitation(models.Model):
-    """A one-time link, by the hash of its secret: to set the server up (no team), or to join a team."""
+    """A one-time link, stored as the hash of its secret: to set the server up (without a team) or to join a team."""
 
     hash = models.CharField(max_length=64, unique=True)
     team = models.ForeignKey(Team, models.CASCADE, null=True)
@@ -192,7 +192,7 @@ class Invitation(models.Model):
 
 
 class Audit(models.Model):
-    """Who did what that changes who may see or do something."""
+    """An entry about a change of who may see or do something."""
 
     team = models.ForeignKey(Team, models.CASCADE, null=True, related_name="audits")
     user = models.ForeignKey(User, models.SET_NULL, null=True)
@@ -201,6 +201,6 @@ class Audit(models.Model):
     about = models.CharField(max_length=300)
 
     class Meta:
-        """An index for a team's page."""
+        """An index for a team's audit page."""
 
         indexes = (models.Index(fields=("team", "-id"), name="newest_audits"),)

@@ -1,4 +1,4 @@
-"""What pages say of runs: comparisons, rises by commit, accuracy by card, and what plans have proven."""
+"""The contents of pages about runs: comparisons, changes by commit, accuracy by card, and proven plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPELLED = re.compile(r"^[A-Za-z_][\w.]*$")
 
 
 def python_of(value: Any) -> str:
-    """A transform, a policy or an argument as Python: what its ``repr`` is in the library.
+    """Returns a transform, a policy or an argument as Python, like its ``repr`` in the library.
 
     >>> python_of({"type": "compose", "args": [{"type": "offload"}, {"type": "checkpoint", "policy": None}]})
     'compose(offload(), checkpoint(policy=None))'
@@ -38,28 +38,28 @@ def python_of(value: Any) -> str:
 
 
 def plan_as_python(rules: list[dict[str, Any]]) -> str:
-    """A plan as Python, a rule a line."""
+    """Returns a plan as Python, one rule per line."""
     lines = [f"    ({rule['path']!r}, {python_of(rule['transform'])})," for rule in rules]
     return "\n".join(["plan = Plan([", *lines, "])"]) if lines else "plan = Plan()"
 
 
 def differences(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int, int]]:
-    """Name, before, after and change of each, the largest rise first; without those that stay."""
+    """Returns name, before, after and change of each entry that differs, largest increase first."""
     rows = [(name, before.get(name, 0), after.get(name, 0)) for name in {**before, **after}]
     found = [(name, first, second, second - first) for name, first, second in rows if first != second]
     return sorted(found, key=lambda row: (-row[3], row[0]))
 
 
 def by_module(document: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes at the peak by module."""
+    """Returns the bytes at the peak by module."""
     return {path or "(root)": sum(parts.values()) for path, parts in document["predicted"]["by_module"].items()}
 
 
 def commits(runs: Any) -> list[dict[str, Any]]:
-    """The newest run of each commit in order, with what rose since the commit before, by module.
+    """Returns the newest run of each commit in order, with the modules that grew most since the previous commit.
 
     Args:
-        runs: of one name on one card.
+        runs: the runs of one name on one card.
     """
     newest: dict[str, Run] = {}
     for run in runs.exclude(commit="").order_by("-made", "-id")[: 5 * _MOST_COMMITS]:
@@ -79,7 +79,7 @@ def commits(runs: Any) -> list[dict[str, Any]]:
 
 
 def accuracy(runs: Any) -> list[dict[str, Any]]:
-    """For each card how far the predicted peak is from the measured one, as a share of the measured."""
+    """Returns the error of predicted peaks for each card, as a share of the measured peak."""
     found: dict[str, list[float]] = {}
     measured = runs.filter(measured_bytes__gt=0).order_by("-made")
     for card, peak, real in measured.values_list("card", "peak_bytes", "measured_bytes")[:20_000]:
@@ -97,9 +97,10 @@ def accuracy(runs: Any) -> list[dict[str, Any]]:
 
 
 def proven(runs: Any) -> list[dict[str, Any]]:
-    """Plans with what they have proven, for each model, card and budget: the fastest that was measured to fit first.
+    """Returns plans with their evidence for each model, card and budget; the fastest that fits comes first.
 
-    A plan counts as confirmed by each run whose measured peak is within the budget, or within the card without one.
+    A run confirms its plan if its measured peak is within the budget, or within the card's memory if there is no
+    budget.
     """
     keys = ("model", "card", "budget_bytes", "usable_bytes", "plan__hash")
     rows = (

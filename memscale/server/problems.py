@@ -8,14 +8,14 @@ from django.http import HttpResponse
 
 
 class Problem(Exception):
-    """An answer other than 2xx."""
+    """An error answer of the API."""
 
     def __init__(self, status: int, value: str, rule: str, remedy: str) -> None:
         super().__init__(f"{value}; {rule}; {remedy}")
         self.status, self.value, self.rule, self.remedy = status, value, rule, remedy
 
     def response(self) -> HttpResponse:
-        """The answer as ``application/problem+json``."""
+        """Returns the answer as ``application/problem+json``."""
         text = json.dumps(
             {"status": self.status, "title": self.value, "value": self.value, "rule": self.rule, "remedy": self.remedy}
         )

@@ -27,7 +27,7 @@ if ON_SQLITE:
         "init_command": "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA cache_size = -16384;",
     }
 else:
-    # Under ASGI each request has a thread of its own, so a kept connection would never be used again; a pool is.
+    # Under ASGI each request has its own thread, so a persistent connection would never be reused; a pool is.
     DATABASES["default"].setdefault("OPTIONS", {})["pool"] = {"min_size": 2, "max_size": 12, "timeout": 20}
 
 INSTALLED_APPS = [
@@ -83,7 +83,7 @@ TIME_ZONE = "UTC"
 LANGUAGE_CODE = "en"
 USE_I18N = False
 STATIC_URL = "/static/"
-# The style sheet of the reports, which the pages share.
+# The reports' style sheet, which the pages share.
 STATICFILES_DIRS = [("reports", FOLDER.parent / "reports" / "templates")]
 WHITENOISE_USE_FINDERS = True
 WHITENOISE_AUTOREFRESH = False
@@ -96,7 +96,7 @@ LOGGING = {
     "loggers": {"django.security": {"level": "ERROR"}, "django.request": {"level": "ERROR"}},
 }
 
-# Accounts: an e-mail address and a password. The server sends no mail: links are handed over by whoever made them.
+# Accounts have an e-mail address and a password. The server sends no mail: people hand links over themselves.
 AUTH_USER_MODEL = "server.User"
 AUTHENTICATION_BACKENDS = ["allauth.account.auth_backends.AuthenticationBackend"]
 AUTH_PASSWORD_VALIDATORS = [
@@ -122,7 +122,7 @@ MFA_TOTP_ISSUER = "memscale"
 LOGIN_REDIRECT_URL = "/"
 LOGIN_URL = "/account/login/"
 
-# What a browser is told.
+# Cookies and security headers.
 SESSION_COOKIE_AGE = int(timedelta(days=14).total_seconds())
 SESSION_COOKIE_HTTPONLY = CSRF_COOKIE_HTTPONLY = True
 SESSION_COOKIE_SAMESITE = CSRF_COOKIE_SAMESITE = "Lax"
@@ -139,7 +139,7 @@ CONTENT_SECURITY_POLICY = {
         "default-src": [NONE],
         "style-src": [SELF],
         "script-src": [SELF],
-        "img-src": [SELF, "data:"],  # the picture of a second factor's secret
+        "img-src": [SELF, "data:"],  # for the QR code of a second factor
         "form-action": [SELF],
         "frame-ancestors": [NONE],
         "base-uri": [NONE],

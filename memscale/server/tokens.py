@@ -1,4 +1,4 @@
-"""API tokens: shown once, kept as a hash; a request's rights are the lesser of the token's and the role's."""
+"""API tokens: shown once and stored as a hash; a request has the lesser of the token's and the role's rights."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCOPES = ("read", "write")
 
 
 def hashed(secret: str) -> str:
-    """What is kept of a secret. A secret has 256 random bits, so that no slow hash is needed."""
+    """Returns the hash that is stored for a secret. Secrets have 256 random bits, so a fast hash is safe."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def new_token(access: Access, name: str, scope: str, days: int) -> str:
-    """Make a token of the user for the team; the text is returned here and never again."""
+    """Creates a token of the user for the team, and returns its text, which is not stored."""
     secret = PREFIX + secrets.token_urlsafe(32)
     expires = timezone.now() + timedelta(days=days)
     Token.objects.create(
@@ -35,14 +35,14 @@ def new_token(access: Access, name: str, scope: str, days: int) -> str:
 
 
 class TokenAuth(HttpBearer):
-    """The router-level check of the API: a valid token, and what the route's row in `RULES` asks for."""
+    """The API's authentication: a valid token with the rights in the route's row of `RULES`."""
 
     def authenticate(self, request: HttpRequest, token: str) -> Access:
-        """The access that the token gives.
+        """Returns the access that the token gives.
 
         Raises:
-            Problem: 401 for a token that is unknown, expired or revoked; 403 for one whose scope, or whose user's role,
-                is too small; 404 for a route without a row and for another team's URL.
+            Problem: 401 if the token is unknown, expired or revoked; 403 if its scope or its user's role is too low;
+                404 for a route without a row and for another team's URL.
         """
         rule = RULES.get(route_of(request))
         if rule is None or rule.who != "token":
@@ -63,6 +63,6 @@ class TokenAuth(HttpBearer):
 
 
 def route_of(request: HttpRequest) -> str:
-    """The row of `RULES` for a request: a page's name, or the method and the name of an API path."""
+    """Returns the key in `RULES` for a request: a page's name, or the method and the name of an API path."""
     match = request.resolver_match
     return f"{request.method} {match.view_name}" if match.namespace == "api-1" else str(match.view_name)

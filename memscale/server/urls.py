@@ -1,4 +1,4 @@
-"""The addresses. A name without a row in `access.RULES` answers 404."""
+"""The addresses of the site. A name without a row in `access.RULES` answers 404."""
 
 from django.urls import include, path
 

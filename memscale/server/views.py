@@ -1,4 +1,4 @@
-"""The pages. Each reads by `request.access`, which `middleware.Gate` set after the page's row in `access.RULES`."""
+"""The views; each reads data through `request.access`, which `middleware.Gate` sets after checking `access.RULES`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _form = require_http_methods(["GET", "HEAD", "POST"])
 
 @require_GET
 def healthz(request: HttpRequest) -> HttpResponse:
-    """Whether the server and its database answer."""
+    """Answers if the server and its database work."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT 1")
     return HttpResponse("ok\n", content_type="text/plain")
@@ -52,19 +52,19 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 
 def missing(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """The answer to an address that leads nowhere, or nowhere that the asker may see."""
+    """The answer to an address that does not exist or that the user may not see."""
     if request.path.startswith("/api/"):
         return Problem(404, "there is nothing here", "the API has other routes", "see /api/v1/openapi.json").response()
     return render(request, "404.html", status=404)
 
 
 def failed(request: HttpRequest) -> HttpResponse:
-    """The answer to an error outside of a view, as of a session that a full disk does not take."""
+    """The answer to an error outside of a view, such as a session that a full disk cannot store."""
     return answer_to(request, sys.exc_info()[1]) or server_error(request)
 
 
 def forged(request: HttpRequest, reason: str = "") -> HttpResponse:
-    """The answer to a form that is not of this server's pages."""
+    """The answer to a form that no page of this server has sent."""
     return render(
         request, "403.html", {"why": "The form was not sent from a page of this server; open it again."}, status=403
     )
@@ -72,7 +72,7 @@ def forged(request: HttpRequest, reason: str = "") -> HttpResponse:
 
 @_form
 def setup(request: HttpRequest, secret: str) -> HttpResponse:
-    """The first account and team, by the one-time link."""
+    """Creates the first account and team, by the one-time link."""
     invitation = invitations.found(secret, team=False)
     if invitation is None:
         return render(request, "server/used.html", status=404)
@@ -88,7 +88,7 @@ def setup(request: HttpRequest, secret: str) -> HttpResponse:
 
 @_form
 def join(request: HttpRequest, secret: str) -> HttpResponse:
-    """Become a member by an invitation's link."""
+    """Makes the user a member, by an invitation's link."""
     invitation = invitations.found(secret, team=True)
     if invitation is None:
         return render(request, "server/used.html", status=404)
@@ -110,7 +110,7 @@ def join(request: HttpRequest, secret: str) -> HttpResponse:
 
 
 def _signed_in(request: HttpRequest, user: User, team: str) -> HttpResponse:
-    """Signs in whoever chose a password just now; a second factor that the account has is still asked for."""
+    """Signs in a user who has just chosen a password; a second factor is still required if the account has one."""
     response: HttpResponse = perform_login(request, user, redirect_url=f"/t/{team}/")
     request.session[PASSWORD_CHOSEN_AT] = time.time()
     return response
@@ -118,7 +118,7 @@ def _signed_in(request: HttpRequest, user: User, team: str) -> HttpResponse:
 
 @require_GET
 def home(request: HttpRequest) -> HttpResponse:
-    """The user's teams, or the only one."""
+    """Lists the user's teams, or redirects to the only one."""
     memberships = list(request.user.memberships.select_related("team").order_by("team__slug"))
     if len(memberships) == 1:
         return redirect("team", memberships[0].team.slug)
@@ -127,7 +127,7 @@ def home(request: HttpRequest) -> HttpResponse:
 
 @require_GET
 def team(request: HttpRequest, team: str) -> HttpResponse:
-    """A team: its projects and members."""
+    """Shows a team: its projects and members."""
     access = request.access
     projects = [
         (project, project.runs.order_by("-made", "-id").first()) for project in access.projects.order_by("slug")
@@ -141,7 +141,7 @@ def team(request: HttpRequest, team: str) -> HttpResponse:
 
 @_form
 def new_project(request: HttpRequest, team: str) -> HttpResponse:
-    """Make a project."""
+    """Creates a project."""
     form = forms.NewProject(request.POST or None)
     if request.method == "POST" and form.is_valid():
         given = form.cleaned_data
@@ -159,7 +159,7 @@ def new_project(request: HttpRequest, team: str) -> HttpResponse:
 
 @_form
 def invite(request: HttpRequest, team: str) -> HttpResponse:
-    """Make a link that invites someone; it is shown once."""
+    """Creates an invitation link, which is shown once."""
     form = forms.Invite(request.POST or None)
     link = ""
     if request.method == "POST" and form.is_valid():
@@ -172,7 +172,7 @@ def invite(request: HttpRequest, team: str) -> HttpResponse:
 
 @require_POST
 def member(request: HttpRequest, team: str, member: int) -> HttpResponse:
-    """Change a member's role, or remove the member; the team keeps an owner."""
+    """Changes a member's role or removes the member; the team always keeps an owner."""
     with transaction.atomic():
         found = request.access.memberships.select_for_update().filter(pk=member).first()
         form = forms.ChangeRole(request.POST, prefix=f"m{member}")
@@ -192,7 +192,7 @@ def member(request: HttpRequest, team: str, member: int) -> HttpResponse:
 
 @_form
 def tokens(request: HttpRequest, team: str) -> HttpResponse:
-    """The tokens, and a form for a new one, whose text is shown once."""
+    """Lists the tokens, with a form for a new one, whose text is shown once."""
     form, secret = forms.NewToken(request.POST or None), ""
     if request.method == "POST" and form.is_valid():
         secret = new_token(request.access, **form.cleaned_data)
@@ -203,20 +203,20 @@ def tokens(request: HttpRequest, team: str) -> HttpResponse:
 
 @require_POST
 def revoke(request: HttpRequest, team: str, token: int) -> HttpResponse:
-    """Revoke a token."""
+    """Revokes a token."""
     api.revoke(request.access, token)
     return redirect("tokens", team)
 
 
 @require_GET
 def audit(request: HttpRequest, team: str) -> HttpResponse:
-    """What was done in the team."""
+    """Shows the team's audit log."""
     return _page(request, "audit", audits=request.access.audits[:500])
 
 
 @require_GET
 def runs(request: HttpRequest, team: str, project: str) -> HttpResponse:
-    """A page of the project's runs."""
+    """Lists the project's runs."""
     found = _project(request, project)
     filters = {name: request.GET.get(name, "").strip() for name in _FILTERS}
     sort = request.GET.get("sort", "made")
@@ -235,7 +235,7 @@ def _listing(request: HttpRequest, project: Project, filters: dict[str, str], so
 
 @require_GET
 def run(request: HttpRequest, team: str, project: str, uid: str) -> HttpResponse:
-    """A run: predicted against measured, its timeline, notes and plan."""
+    """Shows a run: predicted and measured figures, timeline, notes and plan."""
     found = _run(request, project, uid)
     document = document_of(found)
     predicted, measured = document["predicted"], document["measured"]
@@ -262,7 +262,7 @@ def run(request: HttpRequest, team: str, project: str, uid: str) -> HttpResponse
 
 @require_GET
 def compare(request: HttpRequest, team: str, project: str) -> HttpResponse:
-    """Two runs side by side: what changed by category and by module."""
+    """Compares two runs by category and by module."""
     ids = [uid.strip() for uid in request.GET.getlist("run") if uid.strip()]
     if len(ids) != 2:
         return _page(request, "sorry", why="Choose two runs of the list to compare.", status=400)
@@ -294,7 +294,7 @@ def compare(request: HttpRequest, team: str, project: str) -> HttpResponse:
 
 @require_GET
 def commits(request: HttpRequest, team: str, project: str) -> HttpResponse:
-    """The peak by commit of one name on one card."""
+    """Shows the peak by commit for one name and card."""
     found = _project(request, project)
     every = request.access.runs.filter(project=found)
     name, card = request.GET.get("name", ""), request.GET.get("card", "")
@@ -311,20 +311,20 @@ def commits(request: HttpRequest, team: str, project: str) -> HttpResponse:
 
 @require_GET
 def accuracy(request: HttpRequest, team: str, project: str) -> HttpResponse:
-    """How far predictions were from measurements, by card."""
+    """Shows the errors of predictions by card."""
     found = _project(request, project)
     return _page(request, "accuracy", project=found, rows=pages.accuracy(request.access.runs.filter(project=found)))
 
 
 @require_GET
 def plans(request: HttpRequest, team: str) -> HttpResponse:
-    """The team's plans with what they have proven, for each model, card and budget."""
+    """Lists the team's plans with their evidence, for each model, card and budget."""
     return _page(request, "plans", rows=pages.proven(request.access.runs.order_by()))
 
 
 @require_GET
 def plan(request: HttpRequest, team: str, hash: str) -> HttpResponse:
-    """A plan as Python, and the runs that had it."""
+    """Shows a plan as Python, and the runs that used it."""
     found = request.access.plans.filter(hash=hash).first()
     if found is None:
         raise Http404
@@ -335,7 +335,7 @@ def plan(request: HttpRequest, team: str, hash: str) -> HttpResponse:
 
 @require_POST
 def baseline(request: HttpRequest, team: str, project: str, uid: str) -> HttpResponse:
-    """Make a run the baseline of its name and card."""
+    """Makes a run the baseline of its name and card."""
     found = _run(request, project, uid)
     form = forms.NewBaseline(request.POST)
     if not form.is_valid():

@@ -1,1 +1,1 @@
-"""The database's schema, step by step."""
+"""The migrations of the database's schema."""

@@ -1,1 +1,1 @@
-"""What templates write figures with."""
+"""Template filters."""
