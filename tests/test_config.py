@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import inspect
-import pathlib
 import pickle
 
 import pytest
@@ -95,17 +94,6 @@ def test_a_bad_async_field_is_named(name, value):
     assert str(caught.value).startswith(f"AsyncOffloadConfig({name}={value!r}) must ")
 
 
-def test_messages():
-    with pytest.raises(ConfigError) as caught:
-        Config(warmup_steps=-1)
-    assert str(caught.value) == "Config(warmup_steps=-1) must be at least 0; choose a value in that range"
-    with pytest.raises(ConfigError) as caught:
-        Config(mode="fast")
-    assert str(caught.value) == (
-        "Config(mode='fast') must be one of 'conservative', 'balanced', 'aggressive' (any case); use one of these"
-    )
-
-
 def test_all_bad_fields_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         Config(**{name: values[0] for name, values in BAD.items()})
@@ -118,23 +106,9 @@ def test_an_unknown_field_is_refused():
         Config(tiling_factor=2)
 
 
-def test_min_bytes_beyond_the_pool():
-    with pytest.raises(ConfigError, match="lower it or raise pool_bytes"):
-        AsyncOffloadConfig(pool_bytes=10, min_bytes=11)
-    assert AsyncOffloadConfig(pool_bytes=10, min_bytes=10).min_bytes == 10
-
-
 @pytest.mark.parametrize("spelling", ["AGGRESSIVE", "aggressive", "Aggressive", OptimizationMode.AGGRESSIVE])
 def test_the_mode_by_name_value_or_member(spelling):
     assert Config(mode=spelling).mode is OptimizationMode.AGGRESSIVE
-
-
-def test_edges_are_allowed():
-    config = Config(
-        max_cpu_offload_gb=0, target_gpu_utilization=1, warmup_steps=0, observability_port=0, log_file=pathlib.Path("a")
-    )
-    assert (config.target_gpu_utilization, config.log_file) == (1, "a")
-    assert Config(observability_port=65535).observability_port == 65535
 
 
 @pytest.mark.parametrize(

@@ -224,22 +224,6 @@ def test_a_model_that_is_partly_on_meta_is_simulated():
     assert mixed.peak_bytes == real.peak_bytes
 
 
-class WithPositions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Embedding(64, 8)
-
-    def forward(self, x):
-        return x + self.rows(torch.arange(len(x)))
-
-
-def test_a_profile_may_stay_where_the_model_is_built_on_meta():
-    real = profile(WithPositions(), torch.ones(64, 8))
-    with torch.device("meta"):
-        assert profile(WithPositions(), torch.ones(64, 8)).peak_bytes == real.peak_bytes
-        assert torch.ones(1).is_meta
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_gradients_take_their_memory(device, kind):

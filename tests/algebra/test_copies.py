@@ -59,16 +59,6 @@ def test_what_a_partial_holds_is_the_users(register: Any, plan: Any) -> None:
     assert not model[1]._forward_hooks or fit[1]._forward_hooks is not model[1]._forward_hooks
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_partial_that_leads_nowhere_into_the_tree_stays_itself(plan: Any) -> None:
-    model, hook = stack(), functools.partial(save, "gelu", {}, given=[1, (2, {"a": [3]})])
-    model[1].note = hook
-    model[1].pair = pair = (hook, "text")
-    fit = ms.transform(model, plan)
-    assert fit[1].note is hook
-    assert fit[1].pair is pair
-
-
 class Counts(nn.Module):
     """Hooks that are methods of its own, alone and in partials, and containers that they hold beside it."""
 
@@ -170,12 +160,3 @@ def test_parametrizations_and_lists_that_are_shared_in_the_tree() -> None:
     assert log == []
     assert fit.log is fit[0].parametrizations.weight[0].log
     assert fit.log
-
-
-def test_a_container_that_holds_itself() -> None:
-    model = stack()
-    model.ring = ring = [model[0]]
-    ring.append(ring)
-    fit = ms.transform(model, {})
-    assert fit.ring[0] is fit[0]
-    assert fit.ring[1] is fit.ring

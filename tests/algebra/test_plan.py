@@ -89,12 +89,6 @@ def test_all_patterns_that_match_nothing_are_reported_at_once_with_the_nearest_p
     assert "'head'" in second
 
 
-def test_a_model_without_submodules():
-    with pytest.raises(ms.PlanError, match="'\\*' matches nothing: Linear has no submodules; use '' for itself"):
-        ms.transform(nn.Linear(2, 2), {"*": checkpoint()})
-    assert "forward" in ms.transform(nn.Linear(2, 2), {"": checkpoint()}).__dict__
-
-
 @pytest.mark.parametrize("target", [torch.sin, None, "model", torch.ones(2), {}])
 def test_a_target_that_is_no_module(target):
     with pytest.raises(ms.TransformError, match=rf"takes a torch.nn.Module, got {type(target).__name__}"):
@@ -207,12 +201,6 @@ def test_a_policy_of_the_users_own_has_no_json_form():
         Plan({"a": checkpoint(policy=Mine(decide=len))}).to_json()
 
 
-def test_the_code_imports_what_stands_between_names_with_quotes():
-    policy = policies.save_only_these_names("it's", 'a"b')
-    plan = Plan([("it's", checkpoint(policy=policy)), ("x", ms.offload(tier="disk"))])
-    assert plan.to_python().startswith("from memscale import Plan, checkpoint, offload, policies, transform\n")
-
-
 class Unspelled(policies.Policy):
     def verdict(self, site: policies.Site) -> policies.Verdict:
         return policies.Recompute()
@@ -256,8 +244,3 @@ def test_a_class_of_characters_is_one_of_them(pattern, expected):
     (rule,) = plan.rules
     assert [number for number in range(12) if rule.matches(f"blocks.{number}")] == expected
     assert not rule.matches("blocks.0.mlp")
-
-
-def test_a_range_that_goes_down_is_refused():
-    with pytest.raises(ms.PlanError, match=r"'\[3-0\]' has a range from a later to an earlier"):
-        ms.Plan({"[3-0]": ms.checkpoint()})

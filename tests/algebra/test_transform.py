@@ -71,19 +71,6 @@ def test_parameters_of_the_model_that_are_replaced_by_others_are_detected():
         fit(numbers(2, 6))
 
 
-def test_training_mode_belongs_to_each_tree():
-    model, fit = transformed(ConvBlock)
-    fit.eval()
-    assert model.training
-    assert model.norm.training
-    assert not fit.norm.training
-    before = bits(fit.norm.running_mean)
-    fit(numbers(2, 4, 5, 5))
-    assert bits(fit.norm.running_mean) == before
-    model(numbers(2, 4, 5, 5))
-    assert bits(fit.norm.running_mean) != before, "buffers are shared"
-
-
 @pytest.mark.parametrize("plan", [{"": checkpoint()}, {"*": checkpoint()}, PLAN])
 def test_an_adapter_on_the_new_tree_trains_and_stays_there(plan):
     class Adapter(nn.Module):
@@ -406,11 +393,6 @@ def test_a_compiled_step_notices_a_parameter_that_was_replaced(fullgraph):
     first = [node.name for node in graphs[0].graph.nodes if node.op == "placeholder"]
     assert len(first) == 1 + len(list(model.parameters()))
     assert len(graphs) == 1 or not fullgraph
-
-
-def test_a_runtime_that_is_none_is_refused():
-    with pytest.raises(ms.TransformError, match=r"transform\(runtime='x'\) must be a memscale.runtime.Runtime"):
-        ms.transform(nn.Linear(1, 1), {"": ms.offload()}, runtime="x")
 
 
 def test_a_module_of_torch_fx_keeps_its_forward():

@@ -1,5 +1,3 @@
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,17 +7,10 @@ import torch
 from memscale.cli import demo as _demo
 from memscale.cli import main
 from memscale.cli.training import Job, gpt2, read_text, train
-from memscale.core.units import format_bytes
-from memscale.reports import plot
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ["--steps", "3", "--layers", "2", "--width", "64", "--batch", "2", "--seq", "64", "--device", "cpu"]
 JOB = Job(steps=3, layers=2, width=64, batch=2, seq=64, device=torch.device("cpu"))
-
-
-def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def demo(*options: str) -> int:
@@ -68,12 +59,6 @@ def test_the_numbers_are_equal_and_the_memory_is_not():
     assert first.peak_bytes == pytest.approx(plan.evidence.plain.peak_bytes, rel=0.02)
 
 
-def test_the_budget_is_that_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    out = str(tmp_path / "memory.png")
-    assert demo(*SMALL, "--budget", "1GiB", "--out", out) == 0
-    assert "smart skip" in capsys.readouterr().out
-
-
 @pytest.mark.deep
 def test_a_budget_that_nothing_fits_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert demo(*SMALL, "--budget", "1KiB", "--out", str(tmp_path / "memory.png")) == 2
@@ -105,14 +90,6 @@ def test_the_start_is_exactly_weights_moments_and_batch():
     expected = 3 * 4 * numbers + 4 * tensors + 8 * JOB.batch * JOB.seq + buffers
     assert trace.start_bytes == expected
     assert trace.timeline.live_bytes["gradient"][-1] == 4 * numbers
-
-
-def test_models_that_take_turns_do_not_touch_each_other():
-    text = read_text()
-    (alone,) = train(JOB, text, [_demo._unchanged], lambda: None)
-    first, second = train(JOB, text, [_demo._unchanged, _demo._unchanged], lambda: None)
-    assert alone.digests == first.digests == second.digests
-    assert alone.trace.peak_bytes == first.trace.peak_bytes == second.trace.peak_bytes
 
 
 def test_a_transform_that_disturbs_dropout_is_caught(
@@ -182,23 +159,3 @@ def test_a_missing_package_gets_one_line(
     assert shown.err.startswith("memscale: ")
     assert shown.err.endswith(f"needs {remedy}\n")
     assert shown.err.count("\n") == 1
-
-
-@pytest.mark.deep
-def test_the_module_form_runs(tmp_path: Path):
-    done = python("-m", "memscale.cli", "demo", "--help", cwd=tmp_path)
-    assert done.returncode == 0
-    for option in ("--steps", "--layers", "--width", "--batch", "--seq", "--device", "--out"):
-        assert option in done.stdout
-
-
-def test_a_picture_without_traces_is_refused(tmp_path: Path):
-    with pytest.raises(plot.ConfigError, match="at least one trace"):
-        plot.plot_timelines(tmp_path / "memory.png", {})
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (2**20, "1.00 MiB"), (765 * 2**20, "765 MiB")]
-)
-def test_bytes_are_written_with_three_digits(nbytes: int, text: str):
-    assert format_bytes(nbytes) == text

@@ -128,7 +128,7 @@ def test_a_plan_may_change_how_the_optimizer_steps(folder, capsys):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--amp", "fp16"), id="float16"),
+        pytest.param(("--amp", "fp16"), id="float16", marks=pytest.mark.deep),
         pytest.param(
             ("--no-keeps-output", "--accumulate", 2, "--stepping", "step_in_backward"),
             id="accumulated, in backward",

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -197,12 +196,6 @@ def test_each_says_what_it_is_for_and_is_there():
     assert all(each.purpose and re.fullmatch(r"2\.\d+", each.since) for each in internals.INTERNALS)
 
 
-def test_what_internals_names_is_what_the_list_names():
-    for attribute, name in OF_INTERNALS.items():
-        assert getattr(internals, attribute) is internals._found(name)
-        assert listed(name) or any(each.startswith(f"{name}.") for each in NAMES)
-
-
 WITHOUT = """
 import json, sys, torch
 from importlib import import_module
@@ -282,16 +275,3 @@ def test_a_part_stands_on_every_folder_that_its_files_import(trees):
         used_there = {folder(file_of(module)) for module in seen}
         privately = {each for entry in NAMES.values() for each in entry.folders.split()}
         assert (used_there & privately) <= set(folders.split()), part
-
-
-def test_a_newer_torch_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
-    internals._say_if_newer.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="memscale"):
-        internals._say_if_newer()
-        internals._say_if_newer()
-    [record] = caplog.records
-    assert record.getMessage().startswith(
-        f"torch 9.1.0+cpu is newer than any that memscale {ms.__version__} was tested"
-    )
-    internals._say_if_newer.cache_clear()

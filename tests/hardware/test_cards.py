@@ -100,12 +100,6 @@ def test_unknown_names_are_told_the_nearest_and_where_all_are(name, nearest):
         Hardware.named(name)
 
 
-@pytest.mark.parametrize("name", ["", "quantum", 3, None])
-def test_names_with_no_likeness_are_told_all(name):
-    with pytest.raises(ConfigError, match=rf"no card is called {name!r}\. Known are v100-16, .*; describe any other"):
-        Hardware.named(name)
-
-
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 3080 Ti", "NVIDIA A10G", "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
                                   "NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU", "h100"])  # fmt: skip
 def test_drivers_names_match_exactly_or_not_at_all(name):
@@ -141,13 +135,6 @@ def test_detecting_an_unknown_card_leaves_its_speeds_open(device):
     found = Hardware.detect("cuda:0")
     assert (found.name, found.capability, dict(found.flops_per_second)) == ("NVIDIA H100 NVL", (9, 0), {})
     assert found.bandwidth_bytes_per_second is None
-
-
-def test_detecting_under_rocm_gives_no_cuda_capability(device):
-    device("AMD Instinct MI300X", 9, 4, hip="6.4")
-    found = Hardware.detect("cuda:0")
-    assert found.capability is None
-    assert found.flops_per_second == Hardware.named("mi300x").flops_per_second
 
 
 def test_the_documentation_has_the_same_table():

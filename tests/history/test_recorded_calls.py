@@ -3,15 +3,13 @@
 import copy
 import logging
 import pickle
-import statistics
-import time
 
 import pytest
 import torch
 
 import memscale as ms
 from memscale.hardware.device import Hardware
-from memscale.history import History, keep
+from memscale.history import History
 from tests.legacy.test_wrap_plans import MIB, config, rows, stack
 from tests.support.checks import bits
 
@@ -50,17 +48,6 @@ def test_a_profile_and_a_plan_are_kept_under_a_name_that_tells_steps_apart(runs)
     assert planned.shapes == by_hand.shapes == ("1024x64 float32",)
     assert (planned.config, by_hand.config) == (repr(config), "")
     assert planned.profile.peak_bytes == plan.evidence.planned.peak_bytes  # of the step with the plan
-
-
-@pytest.mark.deep
-def test_recording_takes_no_more_than_five_milliseconds(runs):
-    profile = ms.profile(stack(), rows(64), **STEP)
-    path, took = str(runs.path), []
-    for _ in range(30):
-        begun = time.perf_counter()
-        keep(profile, path, stack, rows(64))
-        took.append(time.perf_counter() - begun)
-    assert statistics.median(took) < 0.005
 
 
 def test_the_variable_records_and_false_does_not(runs, monkeypatch):

@@ -13,7 +13,7 @@ import memscale as ms
 from memscale import checkpoint, compose, offload, policies
 from memscale.transforms.checkpoint import recompute
 from tests.support.checks import bits, check_same
-from tests.support.coverings import pairwise
+from tests.support.coverings import DEEP, in_turn, pairwise
 from tests.support.models import CONVNET, KINDS, MLP, SMALL, TRANSFORMER, mlp, numbers
 from tests.support.patterns import ALL, autocast, autocast_without_cache
 
@@ -72,9 +72,16 @@ PRODUCT = [
     for name in PLANS[kind]
     if kind in SMALL or name in ("checkpoint", "dots", "nested policies", "offload", "offload checkpoint", "params")
 ]
+# Each pair of a call pattern and one transform of each sort; the others in turn.
+SORTS = ("checkpoint", "dots", "offload", "checkpoint offload", "params", "params checkpoint", "nested policies")
 CASES = [
     pytest.param(kind, fit_for(pattern, name), PLANS[kind][name], id=f"{kind}-{pattern.__name__}-{name}")
-    for kind, pattern, name in pairwise(PRODUCT)
+    for kind, pattern, name in dict.fromkeys(
+        [
+            *pairwise(PRODUCT if DEEP else [case for case in PRODUCT if case[2] in SORTS]),
+            *in_turn(SMALL, ALL, PLANS[MLP]),
+        ]
+    )
 ]
 
 

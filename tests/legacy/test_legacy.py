@@ -16,7 +16,6 @@ from memscale.hardware.device import Hardware
 from memscale.legacy import verbs
 from memscale.legacy.executor import Executor
 from memscale.legacy.verbs import detach, optimize, wrap
-from memscale.runtime.config import AsyncOffloadConfig
 
 FORCE = Config(force_optimize=True)
 
@@ -138,18 +137,6 @@ def test_use_cache_is_off_while_wrapped(caplog):
     assert vars(model.config) == settings
 
 
-def test_nested_use_cache():
-    model = nn.Linear(2, 2)
-    text = types.SimpleNamespace(use_cache=True)
-    vision = types.SimpleNamespace(use_cache=False)
-    model.config = types.SimpleNamespace(text_config=text, vision_config=vision)
-    wrap(model)
-    assert (text.use_cache, vision.use_cache) == (False, False)
-    detach(model)
-    assert (text.use_cache, vision.use_cache) == (True, False)
-    assert not hasattr(model.config, "use_cache")
-
-
 def test_wrapping_twice_plans_again(caplog):
     caplog.set_level(logging.INFO, logger="memscale")
     model = convnet()
@@ -167,11 +154,6 @@ def test_wrapping_twice_plans_again(caplog):
     assert backward_flops(wrap(model, FORCE), conv_batch()) > flops
 
 
-def test_detaching_what_was_never_wrapped(caplog):
-    assert detach(nn.Linear(2, 2)) is None
-    assert caplog.messages == ["detach(): this Linear is not wrapped; nothing to undo"]
-
-
 def test_optimize_detaches_after_the_block_and_after_an_exception():
     model = convnet()
     before = traces(model)
@@ -185,22 +167,6 @@ def test_optimize_detaches_after_the_block_and_after_an_exception():
         raise error
     assert caught.value is error
     assert traces(model) == before
-
-
-def test_optimize_without_a_block_holds_until_detach():
-    model = convnet()
-    before = traces(model)
-    optimize(model, torch.optim.SGD(model.parameters(), 0.1), FORCE)
-    assert model._memscale_executor.plan
-    detach(model)
-    assert traces(model) == before
-
-
-def test_a_detach_inside_the_block_is_not_repeated(caplog):
-    model = convnet()
-    with optimize(model, config=FORCE):
-        detach(model)
-    assert "not wrapped" not in caplog.text
 
 
 def test_a_trainer_is_accepted_and_returned():
@@ -244,13 +210,6 @@ def test_a_batch_that_does_not_run_is_told(caplog):
     detach(wrap(convnet(), sample_input=torch.ones(2, 3)))
     (told,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert told.startswith("the step cannot be profiled: ConfigError: the step fails when it runs")
-
-
-def test_what_the_mode_implies_is_not_refused():
-    assert wrap(convnet(), Config(mode="aggressive", force_optimize=True))._memscale_executor.skipped is None
-    config = Config(async_offload=True, force_optimize=True)
-    executor = wrap(convnet(), config, async_offload=False, async_config=AsyncOffloadConfig(streams=1))
-    assert executor._memscale_executor.config.async_config == AsyncOffloadConfig(streams=1)
 
 
 @pytest.mark.parametrize(
@@ -361,27 +320,11 @@ def test_the_log_and_its_file(tmp_path, caplog):
     assert path.stat().st_size == size
 
 
-def test_logging_can_be_silenced(tmp_path, caplog):
-    caplog.set_level(logging.INFO, logger="memscale")
-    path = tmp_path / "run.log"
-    detach(wrap(gpt2(), Config(force_optimize=True, enable_logging=False, log_file=path)))
-    assert not caplog.records
-    assert not path.exists()
-
-
 def test_a_wrapped_part_is_refused():
     model = convnet()
     wrap(model[1], FORCE)
     with pytest.raises(TransformError, match="module '1' inside the model is wrapped on its own; detach it first"):
         wrap(model, FORCE)
-
-
-def test_the_executor_prints():
-    executor = wrap(convnet(), FORCE)._memscale_executor
-    assert repr(executor) == "Executor(Sequential, Plan({'1': checkpoint(), '2': checkpoint()}))"
-    text = str(executor)
-    assert text.startswith(f"Sequential on {executor.hardware}\nstep without memscale: ")
-    assert text.endswith(str(executor.plan))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

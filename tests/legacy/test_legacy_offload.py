@@ -1,7 +1,6 @@
 """wrap with offloading: who can ask for it, what then moves and with which engine, and that nothing of it stays."""
 
 import copy
-import dataclasses
 import gc
 import logging
 import pickle
@@ -13,10 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memscale as ms
-from memscale import AsyncOffloadConfig, Config, ConfigError, CorrectnessError, OptimizationMode, RuntimeUnavailable
+from memscale import AsyncOffloadConfig, Config, ConfigError, CorrectnessError, RuntimeUnavailable
 from memscale.hardware.device import Hardware
-from memscale.legacy.verbs import detach, optimize, wrap
-from memscale.runtime import Runtime, default_runtime
+from memscale.legacy.verbs import detach, wrap
+from memscale.runtime import default_runtime
 from memscale.runtime.engine.engine import Engine
 from tests.legacy.test_legacy import backward_flops, conv_batch, convnet, equal, gpt2, gpt2_batch, traces, train
 
@@ -119,15 +118,6 @@ def test_who_asks_and_what_comes_of_it(fields, async_offload, variable, how, exp
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_the_sizes_reach_the_engine_with_and_without_overlap():
-    sizes = AsyncOffloadConfig(pool_bytes=12345, prefetch_depth=3, min_bytes=77, streams=4)
-    assert wrapped(force(async_offload=True, async_config=sizes)).runtime.config == sizes
-    executor = wrapped(force(enable_offloading=True), async_config=sizes)
-    assert executor.runtime.config == AsyncOffloadConfig(pool_bytes=12345, prefetch_depth=0, min_bytes=77, streams=4)
-    assert executor.config.async_config == sizes
-    assert wrapped(force(async_offload=True)).runtime.config == AsyncOffloadConfig()
-
-
 def test_a_contradiction_names_both_fields():
     message = (
         r"^Config\(async_offload=True, enable_offloading=False\) contradict each other: .*; leave one of the two unset"
@@ -138,15 +128,6 @@ def test_a_contradiction_names_both_fields():
     with pytest.raises(ConfigError, match=message):
         wrap(model, Config(enable_offloading=False), async_offload=True)
     assert not hasattr(model, "_memscale_executor")
-
-
-def test_asking_makes_offloading_eligible():
-    config = Config(mode="conservative", async_offload=True)
-    assert config.eligible() == {"checkpoint", "offload"}
-    assert config.given == {"mode", "async_offload"}
-    assert dataclasses.replace(config, async_offload=False).eligible() == {"checkpoint"}
-    assert repr(config) == "Config(mode=OptimizationMode.CONSERVATIVE, async_offload=True)"
-    assert eval(repr(config), {"Config": Config, "OptimizationMode": OptimizationMode}) == config
 
 
 @pytest.mark.parametrize("fields", [{"enable_offloading": False}, {"mode": "conservative"}])
@@ -207,12 +188,6 @@ def test_trains_to_the_same_bits(make, make_batch, overlap, checkpointing):
         assert in_bytes > 0
 
 
-def test_the_default_size_leaves_small_tensors_alone():
-    executor = wrapped(force(async_offload=True))
-    executor.model(rows()).sum().backward()
-    assert not any(stats.out_bytes for stats in executor.runtime.stats().values())
-
-
 def test_two_wrapped_models_have_a_runtime_each_and_leave_the_default_one_alone():
     before = default_runtime().stats()
     first, second = (wrapped(force(enable_offloading=True, async_config=EVERYTHING)) for _ in range(2))
@@ -238,12 +213,6 @@ def test_the_cap_is_of_ram_that_an_accelerators_tensors_take(gigabytes, expected
     again = pickle.loads(pickle.dumps(executor.model))
     for model in (executor.model, copy.deepcopy(executor.model), again):
         assert ms.profile(model, rows(), loss=lambda y, _: y.square().mean(), hardware="a100-40").by_tier == expected
-
-
-def test_without_an_accelerator_the_cap_is_none_of_the_disk():
-    executor = wrapped(force(enable_offloading=True, async_config=EVERYTHING, max_cpu_offload_gb=0))
-    train(executor.model, rows(), steps=1)
-    assert moved(executor.runtime)[0] > 0
 
 
 # ------------------------------------------------------------------------------------------------- where it cannot
@@ -305,38 +274,7 @@ def test_the_environment_cannot_make_wrap_fail(somewhere_else, monkeypatch, capl
     assert "nothing is offloaded" in wrap(model, Config(enable_checkpointing=False))._memscale_executor.skipped
 
 
-def test_a_model_without_numbers_is_not_asked_where_it_will_train():
-    executor = wrap(stack().to("meta"), force(async_offload=True))._memscale_executor
-    assert transforms(executor) == {BOTH}
-    assert executor.runtime.stats() == {}
-
-
 # --------------------------------------------------------------------------------------------------- skip, and proof
-
-
-def test_a_step_that_fits_is_left_alone_and_has_no_runtime():
-    executor = wrapped(Config(async_offload=True, async_config=EVERYTHING), sample_input=rows())
-    assert executor.skipped.startswith("the step fits: ")
-    assert (len(executor.plan), executor.runtime) == (0, None)
-    assert "offloaded so far" not in str(executor)
-    assert wrapped(executor.config, sample_input=rows()).runtime is None
-
-
-def test_without_either_transform_the_report_says_what_would_add_one():
-    skipped = wrapped(force(enable_checkpointing=False)).skipped
-    assert skipped == (
-        "enable_checkpointing is False and nothing is offloaded: no transform is left; async_offload=True adds one"
-    )
-    assert wrapped(force(enable_checkpointing=False, async_offload=True)).skipped is None
-
-
-def test_verify_correctness_runs_the_step_that_moves():
-    config = force(async_offload=True, async_config=EVERYTHING, verify_correctness=True)
-    executor = wrapped(config, sample_input=rows())
-    out_bytes, in_bytes, live_bytes = moved(executor.runtime)
-    assert out_bytes > 0
-    assert in_bytes > 0
-    assert live_bytes == 0
 
 
 def test_verify_correctness_catches_bytes_that_came_back_wrong(monkeypatch):
@@ -402,18 +340,6 @@ def test_a_graph_outlives_the_detach():
     assert moved(runtime)[2] == 0
 
 
-def test_optimize_offloads_alike(monkeypatch):
-    model = stack()
-    before = traces(model)
-    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", "1")
-    with optimize(model, config=force(async_config=EVERYTHING)) as executor:
-        runtime = executor.runtime
-        assert depth(runtime) == 2
-        model(rows()).sum().backward()
-    assert traces(model) == before
-    assert moved(runtime)[0] > 0
-
-
 def test_a_deep_copy_shares_the_runtime():
     model = wrap(stack(), force(enable_offloading=True, async_config=EVERYTHING))
     runtime = model._memscale_executor.runtime
@@ -430,36 +356,7 @@ def test_a_deep_copy_shares_the_runtime():
     assert moved(runtime)[0] == 2 * out_bytes
 
 
-def test_a_pickle_has_a_runtime_of_its_own_with_the_same_settings():
-    model = wrap(stack(), force(async_offload=True, async_config=AsyncOffloadConfig(min_bytes=0, prefetch_depth=3)))
-    train(model, rows(), steps=1)
-    before = moved(model._memscale_executor.runtime)
-    other = pickle.loads(pickle.dumps(model))
-    runtime = other._memscale_executor.runtime
-    assert runtime not in (model._memscale_executor.runtime, default_runtime())
-    assert depth(runtime) == 3
-    assert equal(train(other, rows(), steps=1), train(copy.deepcopy(detached(model)), rows(), steps=1))
-    assert moved(runtime)[0] > 0, "the regions use the runtime that the executor shows"
-    assert moved(model._memscale_executor.runtime) == before
-    detach(other)
-    assert not any({"forward", "_memscale_executor"} & module.__dict__.keys() for module in other.modules())
-
-
 def detached(model):
     other = copy.deepcopy(model)
     detach(other)
     return other
-
-
-def test_a_pickled_runtime_keeps_its_settings_and_the_default_one_stays_the_default(tmp_path):
-    assert pickle.loads(pickle.dumps(default_runtime())) is default_runtime()
-    runtime = Runtime(EVERYTHING, disk_directory=tmp_path / "gone", disk_bytes=1 << 20, host_bytes=5)
-    other = pickle.loads(pickle.dumps(runtime))
-    assert other is not runtime
-    assert other.config == EVERYTHING
-    fn = ms.offload().on(other)(lambda x: (x * 2).sin().sin())
-    with pytest.raises(RuntimeUnavailable, match=f"no file can be made in '{tmp_path / 'gone'}'"):
-        fn(torch.ones(1024, requires_grad=True))
-    full = pickle.loads(pickle.dumps(Runtime(AsyncOffloadConfig(min_bytes=0, prefetch_depth=0), disk_bytes=0)))
-    with pytest.warns(RuntimeWarning, match="keeps a tensor of 4096 bytes on the device"):
-        ms.offload().on(full)(lambda x: (x * 2).sin().sin())(torch.ones(1024, requires_grad=True))

@@ -166,32 +166,6 @@ def test_a_forward_that_is_never_called_is_told(caplog: pytest.LogCaptureFixture
     assert "saw no call of this Sequential's forward" in caplog.text
 
 
-def test_regions_that_run_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = ms.wrap(blocks(), FORCE)
-    with caplog.at_level(logging.WARNING, logger="memscale"):
-        step(model)
-    assert not caplog.records
-    assert model._memscale_executor.regions_that_ran == ("0", "1", "2")
-
-
-def test_whose_an_optimizer_is_takes_one_walk_over_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    walks = []
-    model, other = ms.wrap(blocks(), FORCE), blocks()
-    ours, theirs = (torch.optim.SGD(each.parameters(), 0.1) for each in (model, other))
-    parameters = model.parameters
-    monkeypatch.setattr(model, "parameters", lambda: walks.append(1) or parameters())
-    for _ in range(3):
-        model(torch.ones(2, 8)).sum().backward()
-        ours.step()
-    assert len(walks) == 1
-    executor = model._memscale_executor
-    executor.before_call((torch.ones(2, 8),), {})
-    theirs.step()
-    assert not executor._plans.between_steps  # another model's step ends none of this one
-    ours.step()
-    assert executor._plans.between_steps
-
-
 def test_what_recomputes_or_replicates_outside_of_wrap_is_refused() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -13,7 +13,6 @@ from torch import nn
 import memscale as ms
 from memscale.algebra import chain
 from memscale.hardware.device import Hardware
-from memscale.planning import engine
 from tests.legacy.test_legacy import equal, gpt2, gpt2_batch, traces, train
 from tests.support.models import Block
 
@@ -77,18 +76,6 @@ def test_a_budget_takes_the_place_of_a_share_of_the_device(device, budget):
     assert later._memscale_executor.plan == executor.plan
     with pytest.raises(ms.ConfigError, match="budget='much' must be"):
         ms.wrap(stack(), config(), budget="much")
-
-
-def test_a_plan_that_is_known_is_only_proven(device, monkeypatch):
-    device(11)
-    plans = []
-    for _ in range(2):
-        model = ms.wrap(stack(), config())
-        model(rows(1024)).sum().backward()
-        plans.append(model._memscale_executor.plan)
-        monkeypatch.setattr(engine, "Search", None)  # the second time nothing is searched
-    assert plans[0] == plans[1] != ms.Plan()
-    assert plans[1].evidence == plans[0].evidence
 
 
 def test_without_a_batch_the_first_call_of_the_loop_plans(device, caplog):
@@ -188,29 +175,6 @@ def test_larger_batches_are_planned_for_between_steps_and_smaller_ones_are_serve
     assert planned_rows(model) == 2**12 + 1  # which the last one serves, too
 
 
-class Short(nn.Sequential):
-    """Has positions for a hundred rows."""
-
-    def forward(self, x):
-        return super().forward(x) + torch.zeros(100, WIDTH)[: len(x)]
-
-
-@pytest.mark.deep
-def test_where_no_power_of_two_is_taken_lengths_between_are_planned_for(device):
-    device(1000)
-    model = ms.wrap(Short(*stack(1)), config())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    planned = []
-    for count in (50, 60, 70, 80, 90, 84, 95, 96, 97, 98, 99, 100):
-        model(rows(count)).sum().backward()
-        optimizer.step()
-        planned.append(planned_rows(model))
-    assert all(
-        length >= count for length, count in zip(planned, (50, 60, 70, 80, 90, 84, *range(95, 101)), strict=True)
-    )
-    assert list(dict.fromkeys(planned)) == [50, 64, 99, 100]
-
-
 def test_a_larger_batch_gets_the_plan_that_it_needs(device):
     device(11)
     model = ms.wrap(stack(), config(), rows(100))
@@ -230,33 +194,6 @@ def test_what_does_not_fit_at_all_runs_under_the_smallest_plan_with_a_warning(de
     assert "MiB, above the 1.00 MiB allowed: checkpoint on " in capsys.readouterr().out
     assert model._memscale_executor.plan
     assert equal(train(model, rows(1024)), train(stack(2), rows(1024)))
-
-
-class Twice(nn.Module):
-    """Two layers that work on each row alone, and have a temporary that is larger than what goes in and out."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = stack(1)[0], stack(1)[0]
-
-    def forward(self, x):
-        return x + self.other(self.one(x))
-
-
-@pytest.mark.deep
-def test_the_mode_and_the_switches_say_what_a_plan_is_made_of(device):
-    speeds = {"host_to_device_bytes_per_second": 1e12, "device_to_host_bytes_per_second": 1e12}
-    device(9, **speeds)
-    for fields, allowed in (
-        ({"mode": "conservative"}, {"checkpoint"}),
-        ({"mode": "aggressive", "enable_checkpointing": False}, {"tile", "offload"}),
-        ({"enable_tiling": True, "enable_checkpointing": False, "enable_offloading": False}, {"tile"}),
-        ({"use_mixed_precision": True, "enable_checkpointing": False}, {"cast"}),
-    ):
-        model = nn.Sequential(Twice(), Twice())
-        plan = ms.wrap(model, config(**fields), rows(1024))._memscale_executor.plan
-        assert plan, fields
-        assert spellings(plan) <= allowed, fields
 
 
 def test_force_is_the_rule_for_what_fits_with_what_is_asked_for_by_name(device):
@@ -320,15 +257,6 @@ def test_under_functorch_and_a_compiler_nothing_is_planned(device):
     assert not model._memscale_executor.plan
     torch.compile(model, backend="eager", fullgraph=True)(rows(1024)).sum().backward()
     assert not model._memscale_executor.plan
-
-
-def test_arguments_and_keywords_of_a_call_are_one_batch(device):
-    transformers = pytest.importorskip("transformers", reason="GPT-2 comes from transformers")
-    assert transformers
-    device(1000)
-    model, batch = ms.wrap(gpt2(), config()), gpt2_batch()
-    model(batch["input_ids"], labels=batch["labels"]).loss.backward()
-    assert model._memscale_executor.profile is not None
 
 
 def test_the_second_step_is_compared_with_what_was_predicted(device, caplog):

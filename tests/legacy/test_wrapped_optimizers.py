@@ -121,21 +121,6 @@ def test_exact_rules_leave_no_trace_in_the_training(how, make):
     assert run(ms.Plan({"*": ms.checkpoint(), "": how})) == run(ms.Plan({"*": ms.checkpoint()}))
 
 
-def test_an_exception_in_a_backward_that_steps_leaves_a_plain_optimizer():
-    model = stack(2)
-    optimizer = adamw(model)
-    executor = wrapped(
-        model, config(), sample_input=None, plan=ms.Plan({"": ms.step_in_backward()}), optimizer=optimizer
-    )
-    model[0].up.weight.register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(rows(2)).sum().backward()
-    executor.detach()
-    assert type(optimizer) is torch.optim.AdamW
-    assert not any("Spent" in repr(parameter.grad) for parameter in model.parameters())
-    optimizer.step()
-
-
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("how", EXACT.values(), ids=EXACT)
 def test_a_step_that_was_taken_from_the_optimizer_before_is_the_one_of_the_block(how, make):
@@ -159,24 +144,6 @@ def test_a_step_that_was_taken_from_the_optimizer_before_is_the_one_of_the_block
         return bits(dict(model.state_dict())), bits(optimizer.state_dict()), seen
 
     assert run(ms.Plan({"*": ms.checkpoint(), "": how})) == run(ms.Plan({"*": ms.checkpoint()}))
-
-
-def test_a_scheduler_and_a_bound_step_of_the_block_go_on_after_it():
-    model = stack(2)
-    optimizer = adamw(model)
-    with ms.optimize(model, optimizer, SMALL):
-        step = optimizer.step
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        train(model, optimizer, range(1), scheduler)
-    other, expected = copy.deepcopy((model, optimizer))
-    train(model, optimizer, range(1, 2), scheduler)
-    model(rows(8)).square().mean().backward()
-    step()
-    train(other, expected, range(1, 2))
-    expected.param_groups[0]["lr"] = scheduler.get_last_lr()[0]
-    other(rows(8)).square().mean().backward()
-    expected.step()
-    assert bits(dict(model.state_dict())) == bits(dict(other.state_dict()))
 
 
 def test_wrap_learns_the_optimizer_by_its_first_step_and_detach_gives_it_back():

@@ -11,7 +11,6 @@ from memscale.optimizers import offloaded, on_host
 from memscale.runtime import Runtime
 from memscale.runtime.backends.host import HostBackend
 from memscale.simulation.measured import training_roles
-from tests.support.checking.checked_engine import CheckedRuntime
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
 
 ADAMW = OPTIMIZERS["AdamW"]
@@ -67,15 +66,6 @@ def test_no_state_is_left_in_memory_after_a_step(how, new):
     ours, _, optimizer = grown(how)
     assert plain - ours == (states if new else 0)
     assert sum(tensor.nbytes for tensor in moments(optimizer.state_dict())) == states
-
-
-def test_new_states_leave_before_the_next_are_made(monkeypatch):
-    monkeypatch.setattr(offloaded, "_GROUP_BYTES", 1)
-    parameters = [nn.Parameter(torch.randn(SIZE, SIZE)) for _ in range(8)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = HOW(torch.optim.AdamW(parameters, fused=True))
-    assert ms.measure(optimizer.step).growth_bytes < 3 * SIZE * SIZE * 4
 
 
 def test_a_state_that_the_optimizer_replaces_is_moved_again():
@@ -175,14 +165,6 @@ def test_profile_counts_what_is_left_on_the_device(there):
         assert expected.by_category["optimizer state"] >= 2 * weights
         assert found.by_category["optimizer state"] < 100
         assert expected.peak_bytes - found.peak_bytes >= 2.6 * weights
-
-
-def test_a_runtime_is_no_part_of_the_value():
-    runtime = Runtime()
-    assert HOW.on(None) == HOW
-    assert repr(HOW.on(runtime)).startswith("offload_states().on(<memscale.runtime.runtime.Runtime")
-    with pytest.raises(ms.ConfigError, match=r"offload_states\(tier=\.\.\.\) must be the name of a memory tier"):
-        ms.offload_states(tier="nvme")
 
 
 # ---------------------------------------------------------------------------------------------------------- on disk
@@ -292,20 +274,6 @@ def test_a_step_that_must_run_for_real_is_not_profiled_with_states_on_disk():
     with pytest.raises(ms.ConfigError, match="would change states that are on disk, which cannot be put back"):
         ms.profile(model, batch(0), optimizer=optimizer, loss=lambda y, _: y[y > y.mean()].sum())
     assert numbers(model, optimizer) == before
-
-
-def test_a_checked_runtime_finds_nothing_wrong_with_states_on_disk():
-    """Nor where some are read in vain, for a parameter without a gradient, or for a `state_dict`."""
-    runtime = CheckedRuntime()
-    parameters = [nn.Parameter(torch.randn(3000)) for _ in range(6)]
-    optimizer = ms.offload_states(tier="disk").on(runtime)(torch.optim.AdamW(parameters))
-    for used in (6, 6, 4, 6):
-        for parameter in parameters[:used]:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.state_dict()
-    assert runtime.engine(torch.empty(0)).backend.hazards == []
 
 
 class _Scaled(torch.Tensor):

@@ -127,17 +127,6 @@ def test_what_is_small_or_no_moment_stays_and_the_report_says_which():
     }
 
 
-def test_a_small_parameter_stays_also_where_it_is_most_of_all():
-    weight = nn.Parameter(torch.randn(60, 60, generator=torch.Generator().manual_seed(0)))
-    optimizer = HOW(torch.optim.AdamW([weight]))
-    for _ in range(2):
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        assert {value.dtype for value in optimizer.state[weight].values()} == {torch.float32}
-        optimizer.load_state_dict(optimizer.state_dict())
-    assert "for fewer than 4096 numbers: parameter 0 of group 0 [60, 60]" in optimizer.report()
-
-
 @pytest.mark.parametrize(("dtype", "last_place"), [(torch.float32, 0.0), (torch.bfloat16, 2**-8)])
 def test_states_that_an_optimizer_has_in_8_bits_itself_stay_as_they_are(dtype, last_place, monkeypatch):
     monkeypatch.setattr(quantized, "_LEAST_BYTES", 1)  # else in one piece

@@ -10,10 +10,12 @@ from torch import nn
 import memscale as ms
 from memscale.optimizers import in_float32
 from tests.support.checks import bits
+from tests.support.coverings import taking_turns
 from tests.support.optimizers import OPTIMIZERS, batch, network
 
 EXACT, CHANCE = ms.compensate_rounding(), ms.round_stochastically(seed=3)
-BOTH = pytest.mark.parametrize("how", [EXACT, CHANCE], ids=["compensated", "stochastic"])
+HOWS = {"compensated": EXACT, "stochastic": CHANCE}
+BOTH = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 
 
 def nearest(values):
@@ -117,8 +119,7 @@ def test_small_steps_count_over_300_of_them():
     assert last_loss(torch.bfloat16, ms.compose(ms.step_in_backward(), CHANCE)) == pytest.approx(expected, rel=0.05)
 
 
-@BOTH
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@taking_turns(how=HOWS, make=OPTIMIZERS)
 def test_it_goes_on_from_a_state_dict_a_copy_and_a_pickle_as_it_would(how, make):
     model = network().bfloat16()
     optimizer = how(make(model.parameters()))
@@ -137,18 +138,16 @@ def test_it_goes_on_from_a_state_dict_a_copy_and_a_pickle_as_it_would(how, make)
     plain.step()
 
 
-@BOTH
-@pytest.mark.parametrize(
-    "other",
-    [
-        ms.offload_states(),
-        ms.offload_states(tier="disk"),
-        ms.step_in_backward(),
-        ms.step_in_groups(group_bytes=64),
-        ms.compose(ms.step_in_backward(), ms.offload_states()),
-    ],
-    ids=str,
-)
+OTHERS = [
+    ms.offload_states(),
+    ms.offload_states(tier="disk"),
+    ms.step_in_backward(),
+    ms.step_in_groups(group_bytes=64),
+    ms.compose(ms.step_in_backward(), ms.offload_states()),
+]
+
+
+@taking_turns(how=HOWS, other={str(other): other for other in OTHERS})
 def test_others_around_and_inside_of_it_change_nothing(how, other):
     def run(both):
         model = network().bfloat16()

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.optimizers import offloaded, quantized
+from tests.support.coverings import pairwise
 from tests.support.optimizers import numbers
 
 SMALL = ms.quantize_states(block=64)
@@ -67,10 +69,9 @@ def taken_over(make, how, dtype, *, loads):
     return model, optimizer
 
 
-@pytest.mark.parametrize("loads", [False, True], ids=["made of it", "loads it"])
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize(("outer", "inner"), COMPOSED.values(), ids=COMPOSED)
-def test_training_goes_on_from_a_plain_optimizer_to_the_same_numbers_wherever_states_are(outer, inner, make, loads):
+@pytest.mark.parametrize(("how", "maker", "loads"), pairwise(itertools.product(COMPOSED, MAKERS, [False, True])))
+def test_training_goes_on_from_a_plain_optimizer_to_the_same_numbers_wherever_states_are(how, maker, loads):
+    (outer, inner), make = COMPOSED[how], MAKERS[maker]
     expected = numbers(*taken_over(make, inner, torch.bfloat16, loads=loads))
     model, optimizer = taken_over(make, ms.compose(outer, inner), torch.bfloat16, loads=loads)
     assert numbers(model, optimizer) == expected

@@ -47,7 +47,3 @@ def test_it_goes_through_each_parameter_once_in_order(monkeypatch):
 def test_values_out_of_range_are_refused(size):
     with pytest.raises(ms.ConfigError, match=r"step_in_groups: group_bytes=.* must be"):
         ms.step_in_groups(group_bytes=size)
-
-
-def test_bytes_are_a_number_or_a_text():
-    assert ms.step_in_groups(group_bytes="64MiB") == ms.step_in_groups(group_bytes=2**26)

@@ -1,7 +1,6 @@
 """What holds for every transform of an optimizer: the numbers, and that the result is an optimizer like any other."""
 
 import copy
-import itertools
 import pickle
 
 import bitsandbytes
@@ -13,7 +12,7 @@ from transformers.optimization import Adafactor as HFAdafactor
 import memscale as ms
 from memscale.optimizers import offloaded
 from tests.support.checks import bits
-from tests.support.coverings import pairwise, taking_turns
+from tests.support.coverings import in_turn, taking_turns
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
 
 ADAMW = OPTIMIZERS["AdamW"]
@@ -25,7 +24,6 @@ TRANSFORMS = {
     "on disk in backward": ms.compose(ms.step_in_backward(), ms.offload_states(tier="disk")),
     "all": ms.compose(ms.step_in_backward(), ms.step_in_groups(group_bytes=256), ms.offload_states()),
 }
-IN_PLACE = {title: how for title, how in TRANSFORMS.items() if "offload_states" not in repr(how)}
 every_transform = pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 in_turns = taking_turns(make=OPTIMIZERS, how=TRANSFORMS)
@@ -59,16 +57,6 @@ def test_the_original_keeps_its_states_its_options_and_its_hooks(make, how):
     assert bits(original.state_dict()) == before
     assert original.param_groups is groups
     assert not original._optimizer_step_pre_hooks
-
-
-@pytest.mark.parametrize("how", IN_PLACE.values(), ids=IN_PLACE)
-def test_states_are_not_there_twice_once_the_original_is_dropped(how):
-    model, original = trained(ADAMW, 1)
-    there = {id(tensor) for states in original.state.values() for tensor in states.values()}
-    optimizer = how(original)
-    del original
-    train(model, optimizer, range(1, 2))
-    assert {id(tensor) for states in optimizer.state.values() for tensor in states.values()} == there
 
 
 @in_turns
@@ -137,18 +125,6 @@ def test_frozen_and_unused_parameters_stay_and_one_that_thaws_trains(how):
         return numbers(model, optimizer)
 
     assert run(how) == run(ms.identity)
-
-
-@every_transform
-def test_gradients_that_were_assigned_step_with_the_others(how):
-    (plain, expected), (model, optimizer) = twins(ADAMW, how)
-    for net, each in ((plain, expected), (model, optimizer)):
-        for parameter in net[0].parameters():
-            parameter.grad = torch.ones_like(parameter)
-        each.step()
-        each.zero_grad(set_to_none=False)
-        assert net[0].weight.grad.count_nonzero() == 0
-    assert numbers(model, optimizer) == numbers(plain, expected)
 
 
 LATE = {title: how for title, how in TRANSFORMS.items() if "step_in_backward" not in repr(how)}
@@ -228,14 +204,6 @@ def test_methods_of_the_class_have_all_states_and_may_change_them(how):
         each.forget()
         train(net, each, [3, 4])
     assert numbers(model, optimizer) == numbers(plain, expected)
-
-
-@every_transform
-def test_methods_of_the_class_leave_the_states_of_the_original(how):
-    _, original = trained(lambda p: Averages(p, lr=0.05), 2)
-    before = bits(original.state_dict())
-    how(original).swap()
-    assert bits(original.state_dict()) == before
 
 
 class SharesOneNorm(torch.optim.SGD):
@@ -343,7 +311,7 @@ SIX = [
 ]
 
 
-RATED = pairwise(itertools.product(RATES, (torch.bfloat16, torch.float16, torch.float32), (5e-5, 1e-8, 0.0)))
+RATED = in_turn(RATES, (torch.bfloat16, torch.float16, torch.float32), (5e-5, 1e-8, 0.0, 5e-5))
 
 
 @pytest.mark.parametrize(("name", "dtype", "rate"), RATED)
@@ -361,14 +329,6 @@ def test_any_rate_and_type_of_parameters_can_be_transformed_and_steps_to_the_sam
     assert len({repr(stepped(how)) for how in (ms.identity, *exact)}) == 1
     for how in rounds:
         stepped(how)
-
-
-@pytest.mark.parametrize("rate", [1e-8, 0.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_norm_over_all_gradients_is_found_also_where_no_parameter_of_this_type_would_move(dtype, rate):
-    optimizer = SharesOneNorm(network().to(dtype).parameters(), lr=rate)
-    with pytest.raises(ms.TransformError, match="does not treat each parameter alone"):
-        ms.step_in_backward()(optimizer)
 
 
 @every_transform
@@ -398,9 +358,7 @@ def test_dropping_it_leaves_nothing_on_the_parameters(how):
     assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters()), hooks
 
 
-@pytest.mark.parametrize(
-    ("title", "steps", "hardware"), pairwise(itertools.product(TRANSFORMS, [0, 2], [None, "h100"]))
-)
+@pytest.mark.parametrize(("title", "steps", "hardware"), in_turn(TRANSFORMS, [0, 2, 2], [None, "h100"]))
 def test_a_profile_changes_nothing_that_training_goes_on_with(title, steps, hardware):
     how = TRANSFORMS[title]
     (plain, expected), (model, optimizer) = twins(ADAMW, how, steps=steps)

@@ -36,21 +36,6 @@ def test_each_parameter_trains_under_its_own_rules_from_the_middle_of_training_o
     assert repr(other) == repr(optimizer)
 
 
-def test_rules_for_one_parameter_compose_and_a_parameter_of_several_modules_is_under_all_of_theirs():
-    model = network()
-    model[3].weight = nn.Parameter(torch.zeros(8, 6))
-    model[0].weight = model[3].weight
-    plan = {"0": IN_BACKWARD, "": IN_GROUPS, "3": OFFLOADED}
-    _, optimizer = ms.transform(model, plan, optimizer=torch.optim.AdamW(model.parameters()))
-    tied = ms.compose(OFFLOADED, IN_GROUPS, IN_BACKWARD)
-    assert [optimizer._assigned.how(p) for p in (model[0].weight, model[0].bias, model[1].weight, model[3].bias)] == [
-        tied,
-        ms.compose(IN_GROUPS, IN_BACKWARD),
-        IN_GROUPS,
-        ms.compose(OFFLOADED, IN_GROUPS),
-    ]
-
-
 def test_a_loop_with_all_that_an_optimizer_can_do():
     def run(plan):
         model, new = network(), nn.Parameter(torch.ones(2))
@@ -94,14 +79,6 @@ def test_a_plan_with_rules_for_optimizers_is_data_and_says_how_it_is_applied():
     assert names["plan"] == PLAN
     assert names["optimizer"]._assigned.how(names["model"][3].weight) == OFFLOADED
     assert names["fit"][0].weight is names["model"][0].weight
-
-
-def test_without_rules_for_it_an_optimizer_comes_back_as_it_is():
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters())
-    fit, same = ms.transform(model, {"0": ms.checkpoint()}, optimizer=optimizer)
-    assert same is optimizer
-    assert fit is not model
 
 
 WRONG = {

@@ -272,10 +272,11 @@ def test_a_second_server_on_the_same_file_is_refused_and_a_backup_while_writing_
         assert (elsewhere / "server.db").stat().st_mode & 0o777 == 0o600
         again = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
         assert (again.returncode, "exists" in again.stderr) == (2, True)
-    with running(elsewhere) as (base, log, _):
-        assert set(before) <= set(kept(elsewhere))
-        assert send(base, token, 0) == 200  # the team's token is in it, too
-        assert "/setup/" not in log.read_text()
+    assert set(before) <= set(kept(elsewhere))
+    if DEEP:
+        with running(elsewhere) as (base, log, _):
+            assert send(base, token, 0) == 200  # the team's token is in it, too
+            assert "/setup/" not in log.read_text()
 
 
 def test_a_newer_database_is_refused_with_the_remedy_and_an_older_one_is_kept_before_it_is_changed(tmp_path):
@@ -285,7 +286,7 @@ def test_a_newer_database_is_refused_with_the_remedy_and_an_older_one_is_kept_be
         connection.execute(
             "INSERT INTO django_migrations (app, name, applied) VALUES ('server', '0999_later', '2030-01-01')"
         )
-    for word in ("run", "migrate"):
+    for word in ("run", "migrate") if DEEP else ("run",):
         done = subprocess.run(
             [sys.executable, "-m", "memscale", "server", word],
             env=environment(tmp_path),
@@ -361,6 +362,7 @@ def test_a_way_to_start_that_is_not_safe_is_refused(memscale, words, message):
     assert (status, message in said) == (2, True)
 
 
+@pytest.mark.deep
 def test_the_api_answers_no_5xx_to_what_its_schema_allows_and_to_what_it_does_not():
     schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
     from hypothesis import HealthCheck, given, settings

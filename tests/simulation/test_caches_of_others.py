@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from tests.support.coverings import in_turn
+from tests.support.coverings import DEEP, in_turn
 
 
 def table(n, device=None):
@@ -255,10 +255,13 @@ def drawn():
 
 
 KINDS = [
-    unbounded, bounded, bounded_tuple, by_shape_and_device, views_of_one, attribute_of_function, attribute_of_class,
-    dict_of_class, attribute_of_object, slot_of_object, dict_of_another_file, name_of_another_file, objects_in_list,
-    deque, weak_keys, weak_values, thread_local, hidden_in_a_cell, autograd_function, filled_in_place, of_a_batch,
+    unbounded, bounded_tuple, views_of_one, attribute_of_function, attribute_of_object, slot_of_object,
+    dict_of_another_file, objects_in_list, weak_values, thread_local, hidden_in_a_cell, autograd_function, of_a_batch,
     of_a_weight, drawn,
+]  # fmt: skip
+ALIKE = [
+    bounded, by_shape_and_device, attribute_of_class, dict_of_class, name_of_another_file, deque, weak_keys,
+    filled_in_place,
 ]  # fmt: skip
 
 
@@ -287,7 +290,7 @@ WAYS = {
     "wrap": lambda model, x: ms.wrap(model, sample_input=x),
     "plan": lambda model, x: ms.plan(model, x, loss=mean, budget="2GiB", optimizer=None, hardware="h100"),
 }
-CASES = in_turn(KINDS, WAYS)
+CASES = in_turn([*KINDS, *ALIKE] if DEEP else KINDS, WAYS)
 
 
 def mean(y, _):

@@ -3,6 +3,7 @@
 Each program runs in a process of its own, for it counts what the whole process has.
 """
 
+import re
 import textwrap
 
 from tests.support import processes
@@ -120,156 +121,144 @@ def test_loops_of_other_threads_train_as_in_a_quiet_process():
     )
 
 
-def test_a_loop_that_draws_goes_on_drawing_as_if_nobody_simulated():
-    run(
-        """
-        def drawn(count):
-            return [(torch.rand(3).tolist(), random.random(), float(np.random.rand()), random.randint(0, 9),
-                     random.gauss(0, 1), np.random.permutation(5).tolist()) for _ in range(count)]
+# Functions of one process: the start of a process takes as long as one of them.
+TOGETHER = """
+def a_loop_that_draws_goes_on_drawing_as_if_nobody_simulated():
+    def drawn(count):
+        return [(torch.rand(3).tolist(), random.random(), float(np.random.rand()), random.randint(0, 9),
+                 random.gauss(0, 1), np.random.permutation(5).tolist()) for _ in range(count)]
 
-        def seeded():
-            torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    def seeded():
+        torch.manual_seed(3), random.seed(3), np.random.seed(3)
 
-        class Draws(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = nn.Linear(8, 8)
-            def forward(self, x):
-                torch.manual_seed(random.randrange(5))
-                return self.layer(x * torch.rand(()) * random.random() * float(np.random.uniform(1, 2)))
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+        def forward(self, x):
+            torch.manual_seed(random.randrange(5))
+            return self.layer(x * torch.rand(()) * random.random() * float(np.random.uniform(1, 2)))
 
-        model = Draws()
-        seeded()
-        quiet = drawn(3000)
-        seeded()
-        found, go, done = [], threading.Event(), threading.Event()
+    model = Draws()
+    seeded()
+    quiet = drawn(3000)
+    seeded()
+    found, go, done = [], threading.Event(), threading.Event()
 
-        def draw():
-            go.wait()
-            while not done.is_set() and len(found) < 2900:
-                found.extend(drawn(1))
-                time.sleep(0.001)
-            found.extend(drawn(3000 - len(found)))
+    def draw():
+        go.wait()
+        while not done.is_set() and len(found) < 2900:
+            found.extend(drawn(1))
+            time.sleep(0.001)
+        found.extend(drawn(3000 - len(found)))
 
-        thread = threading.Thread(target=draw)
-        thread.start()
-        go.set()
-        for hardware in (None, "h100", None, "h100"):
-            ms.profile(model, torch.ones(2, 8), loss=mean, hardware=hardware)
-        done.set()
-        thread.join()
-        assert found == quiet
-        """
-    )
+    thread = threading.Thread(target=draw)
+    thread.start()
+    go.set()
+    for hardware in (None, "h100", None, "h100"):
+        ms.profile(model, torch.ones(2, 8), loss=mean, hardware=hardware)
+    done.set()
+    thread.join()
+    assert found == quiet
 
+def nobody_else_sees_the_card():
+    import gc, os, sys
+    import torch.distributed as dist
+    hooks = sys.modules["torch.optim.optimizer"]
+    seen, done = set(), threading.Event()
+    here = torch.ones(2)
+    filters = list(warnings.filters)
 
-def test_nobody_else_sees_the_card():
-    run(
-        """
-        import gc, os, sys
-        import torch.distributed as dist
-        hooks = sys.modules["torch.optim.optimizer"]
-        seen, done = set(), threading.Event()
-        here = torch.ones(2)
-        filters = list(warnings.filters)
+    def look():
+        while not done.is_set():
+            time.sleep(0.0002)  # or the simulations take most of their time waiting for the interpreter
+            seen.add((
+                torch.cuda.is_available(), torch.ones(1).device.type, here.is_cuda, here.device.type,
+                here.to("cpu").device.type, torch.cuda.device_count(), gc.isenabled(), gc.get_threshold(),
+                gc.get_freeze_count(), dist.is_initialized(), len(hooks._global_optimizer_pre_hooks),
+                torch.get_default_device().type, torch.is_autocast_enabled("cuda"), torch.is_grad_enabled(),
+                torch._C._only_lift_cpu_tensors(), warnings.filters == filters, len(os.environ),
+                torch._dynamo.eval_frame._stance.stance,
+                torch.get_rng_state().sum().item(), random.getstate()[1][-1],
+            ))
 
-        def look():
-            while not done.is_set():
-                time.sleep(0.0002)  # or the simulations take most of their time waiting for the interpreter
-                seen.add((
-                    torch.cuda.is_available(), torch.ones(1).device.type, here.is_cuda, here.device.type,
-                    here.to("cpu").device.type, torch.cuda.device_count(), gc.isenabled(), gc.get_threshold(),
-                    gc.get_freeze_count(), dist.is_initialized(), len(hooks._global_optimizer_pre_hooks),
-                    torch.get_default_device().type, torch.is_autocast_enabled("cuda"), torch.is_grad_enabled(),
-                    torch._C._only_lift_cpu_tensors(), warnings.filters == filters, len(os.environ),
-                    torch._dynamo.eval_frame._stance.stance,
-                    torch.get_rng_state().sum().item(), random.getstate()[1][-1],
-                ))
+    simulated()  # loads what is loaded when it is needed
+    torch.manual_seed(5), random.seed(5)
+    filters = list(warnings.filters)
+    count = gc.get_freeze_count()
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(ROUNDS):
+        simulated()
+    with torch.device("meta"):
+        model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.empty(2, 8)
+    ms.profile(model, batch, loss=mean, parallel="fsdp2", world=4, hardware="h100")
+    ms.profile(model, batch, loss=mean, parallel="ddp", world=4)
+    done.set()
+    thread.join()
+    assert len(seen) == 1, seen
 
-        simulated()  # loads what is loaded when it is needed
-        torch.manual_seed(5), random.seed(5)
-        filters = list(warnings.filters)
-        count = gc.get_freeze_count()
-        thread = threading.Thread(target=look)
-        thread.start()
-        for _ in range(ROUNDS):
-            simulated()
-        with torch.device("meta"):
-            model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.empty(2, 8)
-        ms.profile(model, batch, loss=mean, parallel="fsdp2", world=4, hardware="h100")
-        ms.profile(model, batch, loss=mean, parallel="ddp", world=4)
-        done.set()
-        thread.join()
-        assert len(seen) == 1, seen
-        """
-    )
+def two_threads_simulate_at_once():
+    said = simulated()
+    call, patches = nn.Module.__call__, [(torch.cuda, "is_available"), (torch.Tensor, "device"), (F, "linear")]
+    before = [getattr(*patch) for patch in patches]
+    found, errors = [], []
 
+    def fail(y, _):
+        raise ArithmeticError("on purpose")
 
-def test_two_threads_simulate_at_once():
-    run(
-        """
-        said = simulated()
-        call, patches = nn.Module.__call__, [(torch.cuda, "is_available"), (torch.Tensor, "device"), (F, "linear")]
-        before = [getattr(*patch) for patch in patches]
-        found, errors = [], []
-
-        def fail(y, _):
-            raise ArithmeticError("on purpose")
-
-        def both():
+    def both():
+        try:
             try:
-                try:
-                    ms.profile(nn.Linear(4, 4), torch.ones(2, 4), loss=fail, hardware="h100")
-                except ms.MemscaleError:
-                    pass
-                found.append(simulated())
-            except BaseException as error:
-                errors.append(repr(error))
-                raise
+                ms.profile(nn.Linear(4, 4), torch.ones(2, 4), loss=fail, hardware="h100")
+            except ms.MemscaleError:
+                pass
+            found.append(simulated())
+        except BaseException as error:
+            errors.append(repr(error))
+            raise
 
-        threads = [threading.Thread(target=both) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors, errors
-        assert found == [said] * 2
-        import gc
-        assert not torch.cuda.is_available() and nn.Module.__call__ is call and gc.isenabled()
-        assert before == [getattr(*patch) for patch in patches]
-        """
-    )
+    threads = [threading.Thread(target=both) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert found == [said] * 2
+    import gc
+    assert not torch.cuda.is_available() and nn.Module.__call__ is call and gc.isenabled()
+    assert before == [getattr(*patch) for patch in patches]
+
+def threads_that_a_step_starts_are_the_simulations():
+    from concurrent.futures import ThreadPoolExecutor
+
+    class Parts(nn.Module):
+        def __init__(self, way):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
+            self.way = way
+        def forward(self, x):
+            found = [None, None]
+            def run(at):
+                found[at] = self.parts[at](x) * 2
+            if self.way == "in turn":
+                run(0), run(1)
+            elif self.way == "threads":
+                threads = [threading.Thread(target=run, args=(at,)) for at in range(2)]
+                for thread in threads:
+                    thread.start()
+                    thread.join()
+            else:
+                with ThreadPoolExecutor(1) as pool:
+                    list(pool.map(run, range(2)))
+            return found[0] + found[1]
+
+    for hardware in (None, "h100"):
+        peaks = [ms.profile(Parts(way), torch.ones(64, 256), loss=mean, hardware=hardware).peak_bytes
+                 for way in ("in turn", "threads", "pool")]
+        assert len(set(peaks)) == 1, peaks
+"""
 
 
-def test_threads_that_a_step_starts_are_the_simulations():
-    run(
-        """
-        from concurrent.futures import ThreadPoolExecutor
-
-        class Parts(nn.Module):
-            def __init__(self, way):
-                super().__init__()
-                self.parts = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
-                self.way = way
-            def forward(self, x):
-                found = [None, None]
-                def run(at):
-                    found[at] = self.parts[at](x) * 2
-                if self.way == "in turn":
-                    run(0), run(1)
-                elif self.way == "threads":
-                    threads = [threading.Thread(target=run, args=(at,)) for at in range(2)]
-                    for thread in threads:
-                        thread.start()
-                        thread.join()
-                else:
-                    with ThreadPoolExecutor(1) as pool:
-                        list(pool.map(run, range(2)))
-                return found[0] + found[1]
-
-        for hardware in (None, "h100"):
-            peaks = [ms.profile(Parts(way), torch.ones(64, 256), loss=mean, hardware=hardware).peak_bytes
-                     for way in ("in turn", "threads", "pool")]
-            assert len(set(peaks)) == 1, peaks
-        """
-    )
+def test_a_loop_that_draws_one_that_looks_and_another_simulation_see_nothing_of_a_simulation():
+    run(TOGETHER + "\n".join(f"{name}()" for name in re.findall(r"^def (\w+)", TOGETHER, re.MULTILINE)))

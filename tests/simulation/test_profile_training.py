@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memscale as ms
+from tests.support.coverings import pairwise
 from tests.support.profiled import ROWS, Forward, mlp, train, x
 from tests.support.steps import NUMBERS_BYTES, Training, assert_equal_bytes, assert_exact, mean, real_peaks
 
@@ -137,15 +139,16 @@ def test_an_output_that_the_loop_keeps(plan):
     assert abs(keeps.taken_bytes - real) <= NUMBERS_BYTES
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "let-go"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+LOOP_PLANS = {"plain": None, "checkpoint": {"*": ms.checkpoint()}, "tile": {"1": ms.tile(chunks=3)}}
+LOSSES = {"mean": mean, "classes": lambda y, _: F.cross_entropy(y, y.detach().argmax(-1))}
+
+
 @pytest.mark.parametrize(
-    "plan", [None, {"*": ms.checkpoint()}, {"1": ms.tile(chunks=3)}], ids=["plain", "ckpt", "tile"]
+    ("plan", "loss", "keeps", "accumulate"),
+    pairwise(itertools.product(LOOP_PLANS, LOSSES, [True, False], [1, 2])),
 )
-@pytest.mark.parametrize(
-    "loss", [mean, lambda y, _: F.cross_entropy(y, y.detach().argmax(-1))], ids=["mean", "classes"]
-)
-def test_both_loops_take_what_is_said_to_the_byte(keeps, accumulate, plan, loss):
+def test_both_loops_take_what_is_said_to_the_byte(plan, loss, keeps, accumulate):
+    plan, loss = LOOP_PLANS[plan], LOSSES[loss]
     model = nn.Sequential(mlp(48, 64), mlp(64, 48), mlp(48, 700))  # logits that are most of what the step holds
     assert_exact(train(model, x(ROWS, 48), loss=loss, accumulate=accumulate, plan=plan, keeps=keeps))
 

@@ -8,7 +8,6 @@ import random
 import re
 import sys
 import threading
-import time
 import weakref
 
 import pytest
@@ -18,15 +17,15 @@ from torch import nn
 from memscale.core.errors import RuntimeUnavailable, TransformError
 from memscale.runtime import Homes, Visit
 from memscale.runtime.backends import cuda, host_tiers
-from memscale.runtime.backends.cuda import CudaBackend, CudaEvent
+from memscale.runtime.backends.cuda import CudaBackend
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.storage.budget import HostBudget
-from memscale.runtime.storage.copy_pool import CopyFuture
 from memscale.runtime.storage.disk import DiskTierFull, FileIO
 from tests.support import processes
 from tests.support.checking.checked_engine import CheckedEngine
 from tests.support.checking.hazards import Checked
+from tests.support.coverings import DEEP
 from tests.support.fake_cuda import FakeCupy
 from tests.support.schedules import Program, results
 
@@ -158,55 +157,6 @@ def test_a_full_tier_passes_on_to_the_next_and_the_last_to_none(backend):
 # ---------------------------------------------------------------------------- the CUDA backend on a fake CuPy
 
 
-def test_a_copy_is_queued_and_ordered_by_events_alone(cupy, tmp_path):
-    backend = backend_on(tmp_path)
-    out_stream, in_stream = (backend._lanes[name].stream.ptr for name in ("out", "in"))
-    buffer, source = backend.allocate(1000, "auto"), noise(1000)
-    cupy.log.clear()
-    out = backend.copy(source, buffer, "out", after=[backend.record()])
-    target = noise(1000)
-    back = backend.copy(buffer, target, "in", after=[backend.record(), out])
-    assert isinstance(out, CudaEvent)
-    assert not out.done()
-    assert out.span() is None
-    assert cupy.log == [
-        ("record", 7),
-        ("copy", "out", 1000, out_stream),
-        ("record", 7),
-        ("copy", "in", 1000, in_stream),
-    ]
-    assert [kind for kind, *_ in cupy.queues[out_stream]] == ["wait", "record", "copy", "record"]
-    assert [kind for kind, *_ in cupy.queues[in_stream]] == ["wait", "wait", "record", "copy", "record"]
-    backend.wait(back)  # which waits for the copy out in turn
-    assert out.done()
-    assert torch.equal(target, source)
-    assert cupy.log[-1] == ("wait", 7)
-
-
-def test_the_current_stream_is_asked_for_at_each_use(cupy, tmp_path):
-    backend = backend_on(tmp_path)
-    buffer, source = backend.allocate(1000, "auto"), noise(1000)
-    cupy.log.clear()
-    cupy.compute_stream = 8
-    event = backend.copy(source, buffer, "out", after=[backend.record()])
-    cupy.compute_stream = 9
-    backend.wait(event)
-    assert [call for call in cupy.log if call[0] in ("record", "wait")] == [("record", 8), ("wait", 9)]
-
-
-def test_events_and_streams_belong_to_the_device_of_the_backend(cupy, tmp_path):
-    backend = backend_on(tmp_path, device=torch.device("cuda", 1))
-    assert backend.device == torch.device("cuda", 1)
-    assert {lane.stream.device for lane in backend._lanes.values()} == {1}
-    for tier in backend.tiers:
-        event = backend.copy(noise(10), backend.allocate(10, tier), "out", after=[])
-        backend.wait(event)
-        if isinstance(event, CudaEvent):
-            assert (event._begin.device, event.end.device) == (1, 1)
-    assert backend.record().end.device == 1
-    assert backend_on(tmp_path).device == torch.device("cuda", 0)
-
-
 def test_the_default_stream_is_that_of_the_backends_device(cupy, tmp_path):
     """Its pointer is 0 on every device, so the one that is current decides."""
     backend = backend_on(tmp_path, device=torch.device("cuda", 1))
@@ -218,13 +168,6 @@ def test_the_default_stream_is_that_of_the_backends_device(cupy, tmp_path):
     assert cupy.device() == 0
     calls = [call for call in cupy.log if call[0] in ("record", "wait")]
     assert calls == [("record", "the default of 1"), ("wait", "the default of 1")] * 2
-
-
-def test_memory_of_one_stream_is_lent_to_another_by_pytorchs_own_means(cupy, tmp_path):
-    backend, tensor = backend_on(tmp_path), noise(10)
-    cupy.compute_stream = 8
-    backend.lend(tensor)
-    assert cupy.log[-1] == ("record_stream", tensor.data_ptr(), 8)
 
 
 def test_the_time_for_which_the_thread_waits_is_exposed(cupy, tmp_path):
@@ -259,17 +202,6 @@ def test_the_time_for_which_the_thread_waits_is_exposed(cupy, tmp_path):
     assert engine.stats().exposed_seconds == 6.0
 
 
-def test_what_has_no_memory_on_the_device_any_more_ends_with_its_handle(cupy, tmp_path, monkeypatch):
-    """Its load may still be under way, which the slot waits for and nobody else has to."""
-    engine = Engine(backend_on(tmp_path), depth=0)
-    handle = engine.stash(torch.ones(1000))
-    engine.look_again()
-    monkeypatch.setattr(CudaEvent, "done", lambda self: False)
-    assert engine.fetch(handle).sum() == 1000
-    del handle
-    assert engine._moved == {}
-
-
 def test_pinned_memory_is_exact_registered_once_and_for_all_devices(cupy, tmp_path):
     backend = backend_on(tmp_path, pinned_bytes=100 * 4096)
     held = [backend.allocate(nbytes, "pinned") for nbytes in (5, 4096, 100_000)]
@@ -283,19 +215,6 @@ def test_pinned_memory_is_exact_registered_once_and_for_all_devices(cupy, tmp_pa
         ("unregister", 100 * 4096),
         ("register", (512 + 4096 + 100_352 + 4095) // 4096 * 4096, 1),
     ]
-
-
-def test_a_slot_is_reused_only_after_its_last_copy(cupy, tmp_path):
-    backend = backend_on(tmp_path, pinned_bytes=4096, budget=budget(4096), disk_bytes=0)
-    buffer, source, target = backend.allocate(4096, "auto"), noise(4096), noise(4096)
-    out = backend.copy(source, buffer, "out", after=[])
-    back = backend.copy(buffer, target, "in", after=[out])
-    backend.free(buffer, after=[out, back])
-    assert backend.allocate(1, "auto") is None
-    backend.wait(out)
-    assert backend.allocate(1, "auto") is None
-    backend.wait(back)
-    assert backend.allocate(1, "auto") is not None
 
 
 def test_what_the_system_does_not_pin_is_pageable_and_then_on_disk(cupy, tmp_path):
@@ -320,35 +239,6 @@ def test_the_budget_counts_pinned_memory_and_gets_it_back(cupy, tmp_path):
     first.allocate(1, "auto")  # what was more than a step needs goes
     assert shared.reserved_bytes == 352_256
     assert second.allocate(240_000, "auto") is not None
-
-
-def test_copies_of_a_lane_keep_their_order(cupy, tmp_path, monkeypatch):
-    """One that needs no help waits behind one that does, which is in the thread."""
-    gate = threading.Event()
-
-    class Slow(FileIO):
-        def write(self, descriptor, buffers, offset):
-            assert gate.wait(30)
-            return super().write(descriptor, buffers, offset)
-
-    monkeypatch.setattr(host_tiers, "DiskSlab", lambda *args, **options: _host_tiers_disk(*args, io=Slow(), **options))
-    gate.set()
-    backend = backend_on(tmp_path)
-    on_disk, pinned = backend.allocate(100, "disk"), backend.allocate(100, "pinned")
-    gate.clear()
-    first = backend.copy(noise(100), on_disk, "out", after=[])
-    second = backend.copy(noise(100), pinned, "out", after=[])
-    time.sleep(0.05)
-    assert [event.done() for event in (first, second)] == [False, False]
-    other = backend.copy(pinned, noise(100), "in", after=[])  # the other lane is free
-    assert isinstance(other, CudaEvent)
-    behind = backend.copy(pinned, noise(100), "in", after=[second])  # which has no event in any stream
-    assert isinstance(behind, CopyFuture)
-    gate.set()
-    backend.wait(second)
-    assert [event.done() for event in (first, second)] == [True, True]
-    backend.wait(behind)
-    assert isinstance(backend.copy(noise(100), pinned, "out", after=[first]), CudaEvent)
 
 
 def test_the_time_in_a_queue_is_no_time_of_a_copy(cupy, tmp_path):
@@ -412,16 +302,6 @@ def test_a_disk_that_fails_is_the_events_error_and_loses_nothing(cupy, tmp_path,
     assert torch.equal(target.cpu(), expected.cpu())
 
 
-def test_a_buffer_on_disk_is_freed_after_its_events(cupy, tmp_path):
-    backend = backend_on(tmp_path, pinned_bytes=0, budget=budget(0), disk_bytes=4096)
-    buffer, late = backend.allocate(100, "auto"), threading.Event()
-    late.done = late.is_set
-    backend.free(buffer, after=[late])
-    assert backend.allocate(100, "auto") is None
-    late.set()
-    assert backend.allocate(100, "auto") is not None
-
-
 def test_no_disk_to_be_had_is_a_tier_without_room_unless_it_was_named(cupy, tmp_path, monkeypatch):
     monkeypatch.setattr("memscale.core.host.is_in_memory", lambda folder: True)
     backend = backend_on(tmp_path, disk_directory=None, disk_bytes=None)
@@ -436,17 +316,6 @@ def test_no_disk_to_be_had_is_a_tier_without_room_unless_it_was_named(cupy, tmp_
 
 def _raise_full(*args, **options):
     raise DiskTierFull("no room")
-
-
-def test_a_backend_that_is_dropped_unregisters_its_memory_after_its_copies(cupy, tmp_path):
-    backend = backend_on(tmp_path)
-    source = noise(1000)
-    buffer = backend.allocate(1000, "pinned")
-    backend.copy(source, buffer, "out", after=[])
-    assert sum(cupy.registered.values()) == MIB
-    del backend, buffer
-    gc.collect()
-    assert cupy.registered == {}  # and the fake refuses to do that under a copy
 
 
 def test_capture_is_refused(cupy, tmp_path):
@@ -524,6 +393,7 @@ refusals()
 """
 
 
+@pytest.mark.deep  # the import of CuPy takes five seconds
 @pytest.mark.skipif(not CUPY_HAS_A_WHEEL, reason="there is no CuPy wheel for this platform")
 def test_the_real_cupy_without_a_device_is_refused_quietly():
     done = processes.run(WITHOUT_A_DEVICE, stops_at_warnings=True, CUDA_VISIBLE_DEVICES="")
@@ -557,7 +427,7 @@ class Moody(CudaBackend):
                 self.fake.step(self.draw.choice(busy))
 
 
-@pytest.mark.parametrize("chunk", range(5))
+@pytest.mark.parametrize("chunk", range(20 if DEEP else 3))
 @pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
 def test_random_programs_through_the_engine(cupy, tmp_path, chunk):
     """Bitwise the results of PyTorch, no hazard and no leak."""

@@ -3,7 +3,6 @@
 import inspect
 import os
 import random
-import re
 import sys
 import textwrap
 
@@ -12,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memscale.core.errors import CorrectnessError
 from memscale.runtime.engine import engine as _engine
-from memscale.runtime.engine import entry, loader, transfers
+from memscale.runtime.engine import loader, transfers
 from tests.support.adversarial_device import AdversarialDevice, Deadlock, LinkSpeed
 from tests.support.checking import hazards
 from tests.support.checking.checked_engine import CheckedEngine
@@ -22,12 +20,12 @@ from tests.support.checking.hazards import Checked
 from tests.support.schedules import NBYTES, Program, results, run_case
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
-CHUNK, CHUNKS = 100, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 2
+CHUNK, CHUNKS = 100, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 1
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_programs_on_random_devices(chunk):
-    """200 cases, 40 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
+    """100 cases, 40 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         assert run_case(seed) == [], f"case {seed}"
 
@@ -145,69 +143,7 @@ def test_the_checker_catches_the_mutant(hazard, edits, monkeypatch):
     assert any(hazard in hazards_of(seed) for seed in range(400))
 
 
-def engine_on(caps, choose=lambda n: n - 1, **options):
-    """By default nothing runs before somebody waits for it."""
-    return CheckedEngine(Checked(AdversarialDevice(choose, caps)), **options)
-
-
-def test_the_checker_catches_moving_what_the_caller_still_holds(monkeypatch):
-    monkeypatch.setattr(entry.Entry, "is_last_keeper", lambda self: True)
-    engine, held = engine_on({"pinned": 4096}, depth=1), torch.ones(8, 8)
-    handle = engine.stash(held)
-    with pytest.raises(CorrectnessError, match=hazards.SOURCE_OVERWRITTEN):
-        engine.stash(held.add_(1))
-    del handle
-
-
-def test_a_hazard_names_both_call_sites(monkeypatch):
-    not_let_go = (LOADER, "let_go", "self._transfers.no_longer(item.arrival)", "pass")  # which waits, too
-    mutate(monkeypatch, [*MUTANTS["a load is not waited for"][1], not_let_go])
-    engine = engine_on({"pinned": 4096}, depth=0)
-    handle = engine.stash(torch.ones(8, 8))
-    engine.look_again()
-    with pytest.raises(CorrectnessError) as raised:
-        engine.fetch(handle)
-    message = str(raised.value)
-    here, there = r"at \S+test_adversarial_device\.py:\d+ in test_a_hazard_\w+", r"is \S+transfers\.py:\d+ in start"
-    assert re.search(rf"{hazards.USED_EARLY}: torch\.float32\[8, 8\], {here}; the other side {there}$", message)
-
-
 # ----------------------------------------------------------------------------------------------- the device itself
-
-
-def test_bytes_that_have_not_arrived_are_poison():
-    backend = AdversarialDevice(lambda n: n - 1, {"pinned": 4096})
-    source = torch.arange(8, dtype=torch.uint8)
-    buffer = backend.allocate(8, "auto")
-    out = backend.copy(source, buffer, "out", after=[backend.record()])
-    target = backend.empty(8, source)
-    back = backend.copy(buffer, target, "in", after=[out])
-    assert target.tolist() == [255] * 8
-    backend.wait(back)
-    assert target.tolist() == list(range(8))
-    backend.free(buffer, after=[back])
-    other = backend.allocate(8, "auto")
-    backend.wait(backend.copy(other, target, "in", after=[]))
-    assert target.tolist() == [255] * 8, "the bytes of a slot that was given back"
-
-
-def test_a_copy_whose_source_was_freed_copies_poison():
-    backend = AdversarialDevice(lambda n: n - 1, {"pinned": 4096})
-    source, buffer = torch.zeros(8, dtype=torch.uint8), backend.allocate(8, "auto")
-    out = backend.copy(source, buffer, "out", after=[])
-    del source
-    target = torch.zeros(8, dtype=torch.uint8)
-    backend.wait(backend.copy(buffer, target, "in", after=[out]))
-    assert target.tolist() == [255] * 8
-
-
-def test_waiting_for_what_can_never_happen_is_a_deadlock():
-    backend = AdversarialDevice(lambda n: n - 1, {"pinned": 4096})
-    other = AdversarialDevice(lambda n: n - 1, {"pinned": 4096})
-    never = other.copy(torch.zeros(8, dtype=torch.uint8), other.allocate(8, "auto"), "out", after=[])
-    stuck = backend.copy(torch.zeros(8, dtype=torch.uint8), backend.allocate(8, "auto"), "out", after=[never])
-    with pytest.raises(Deadlock, match="waits for a copy that nothing will ever start"):
-        backend.wait(stuck)
 
 
 def test_the_virtual_clock_overlaps_copies_with_compute():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.runtime import Homes, Runtime
+from memscale.runtime import Runtime
 from memscale.runtime.backends.cuda import CudaBackend
 from memscale.runtime.engine import entry, loader, transfers
 from memscale.runtime.engine.engine import Engine
@@ -295,38 +295,3 @@ def test_parameters_on_streams_that_change_at_every_region(tmp_path, monkeypatch
 def test_parameters_notice_the_mutant(mutant, tmp_path, monkeypatch):
     mutate(monkeypatch, MUTANTS[mutant])
     assert any(notices(streamed_races_of, seed, tmp_path, monkeypatch) for seed in range(20))
-
-
-def test_a_gradient_that_was_not_written_is_copied_after_the_stream_that_computed_it(tmp_path, monkeypatch):
-    fake = FakeCupy()
-    fake.install(monkeypatch)
-    engine = Engine(CudaBackend(pinned_bytes=0, disk_bytes=MIB, disk_directory=tmp_path), depth=2)
-    gradients = Homes(engine, {}).gradients
-    parameter, gradient = nn.Parameter(torch.zeros(100)), torch.arange(100.0)
-    monkeypatch.setattr(engine.backend, "_carry", None)  # calling which fails
-    monkeypatch.setattr(gradients, "_let_go", lambda: None)  # as if it failed later
-    fake.compute_stream = 7
-    with torch.no_grad():
-        sent = gradients.send(parameter, "disk", gradient)
-    fake.compute_stream = 8
-    fake.log.clear()
-    gradients.received(sent)
-    assert fake.log == [("record", 7), ("wait", 8)]
-    assert torch.equal(sent, torch.arange(100.0))
-
-
-def test_what_has_left_the_device_is_free_before_the_next_gradient_leaves(tmp_path, monkeypatch):
-    """Whenever the thread that waits for it comes to that."""
-    FakeCupy().install(monkeypatch)
-    engine = Engine(CudaBackend(pinned_bytes=0, disk_bytes=MIB, disk_directory=tmp_path), depth=2)
-    gradients, parameter = Homes(engine, {}).gradients, nn.Parameter(torch.zeros(100))
-    with torch.no_grad():
-        sources = [torch.arange(100.0), torch.arange(100.0)]
-        left = weakref.ref(sources[0].untyped_storage())
-        first = gradients.send(parameter, "disk", sources.pop(0))
-        engine.transfers.synchronize(gradients._arriving[first.untyped_storage()._cdata].copy.need())
-        second = gradients.send(parameter, "disk", sources.pop())
-    assert left() is None
-    for sent in (second, first):
-        gradients.received(sent)
-        assert torch.equal(sent, torch.arange(100.0))

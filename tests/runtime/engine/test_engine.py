@@ -13,11 +13,10 @@ from memscale.runtime import Homes, Runtime
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.trace import TraceBackend
 from memscale.runtime.engine.engine import Engine
-from memscale.runtime.engine.entry import Entry
 from memscale.runtime.engine.loader import State
 from memscale.runtime.storage.copy_pool import CopyFuture
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
-from tests.support.checking.checked_engine import CheckedEngine, CheckedRuntime
+from tests.support.checking.checked_engine import CheckedEngine
 from tests.support.checking.hazards import Checked
 from tests.support.checks import bits
 from tests.support.coverings import DEEP
@@ -84,12 +83,6 @@ def test_any_strided_tensor_comes_back_as_it_was(engine, make):
     assert bits(found.resolve_conj().resolve_neg()) == bits(expected.resolve_conj().resolve_neg())
 
 
-def test_a_tensor_without_elements_stays(engine):
-    handles = stashed(engine, lambda: torch.randn(64), lambda t: t[:0].view(0, 3))
-    assert out_bytes(engine) == 0
-    assert engine.fetch(handles[0]).shape == (0, 3)
-
-
 def test_views_move_once_and_come_back_as_views_of_one_storage(engine):
     handles = stashed(engine, lambda: torch.arange(1024.0), lambda t: t[:512], lambda t: t[256:].view(3, 256).t())
     assert out_bytes(engine) == NBYTES
@@ -136,13 +129,6 @@ def test_what_something_else_keeps_is_not_moved_until_it_lets_go(engine, keep):
     assert torch.equal(engine.fetch(handle), torch.arange(1024.0))
 
 
-def test_what_was_held_to_the_end_is_counted(engine):
-    tensor = torch.arange(1024.0)
-    handle = engine.stash(tensor)
-    del handle
-    assert engine.stats().held_bytes == NBYTES
-
-
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_change_in_place_is_the_error_of_autograd(engine, moved):
     tensor = torch.ones(4, 4)
@@ -159,16 +145,6 @@ def test_a_change_in_place_is_the_error_of_autograd(engine, moved):
 
 
 # --------------------------------------------------------------------------------------------------- lifetimes
-
-
-def test_bytes_belong_to_the_handles(engine):
-    first, second = stashed(engine, lambda: torch.randn(1024), lambda t: t, lambda t: t[:8])
-    assert sum(engine.stats().live_bytes.values()) == NBYTES
-    del first
-    assert sum(engine.stats().live_bytes.values()) == NBYTES
-    del second
-    assert sum(engine.stats().live_bytes.values()) == 0
-    assert engine.backend.finish() == []
 
 
 def test_a_handle_that_goes_while_the_engine_works_is_let_go_afterwards(engine):
@@ -329,22 +305,6 @@ def test_the_order_of_backward_is_learned():
     assert engine.backend.finish() == []
 
 
-def test_loading_ahead_without_memory_is_put_off(monkeypatch):
-    backend = AdversarialDevice(lambda n: 0, {"pinned": 1 << 20})
-    engine, empty, asked = CheckedEngine(Checked(backend), depth=2), backend.empty, []
-
-    def scarce(nbytes, like):
-        asked.append(nbytes)
-        if len(asked) % 2 == 0:
-            raise torch.OutOfMemoryError
-        return empty(nbytes, like)
-
-    backend.empty = scarce
-    chain_step(engine, backend, range(9, -1, -1))
-    assert len(asked) > 10
-    assert engine.backend.finish() == []
-
-
 def test_the_tail_of_the_forward_stays_from_the_second_step_on():
     engine = CheckedEngine(Checked(HostBackend(disk_bytes=1 << 24)), depth=2)
     moved = []
@@ -356,18 +316,6 @@ def test_the_tail_of_the_forward_stays_from_the_second_step_on():
         del handles
     assert moved == [5, 3, 3]
     assert engine.stats().resident_bytes == 4 * NBYTES
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_what_leaves_is_gone_once_more_regions_ran_than_copies_may_be_under_way(depth):
-    """Also at the end of a forward, where nothing else leaves: what comes then, a loss, needs the memory."""
-    engine = Engine(AdversarialDevice(lambda n: n - 1, {"pinned": 1 << 20}), depth=depth)
-    handles = stashed(engine, lambda: torch.ones(1024))  # a region ends at the end of this
-    gone = []
-    for _ in range(depth + 1):
-        engine.look_again()
-        gone.append(handles[0].entry.state is State.AWAY)
-    assert gone == [*[False] * depth, True]
 
 
 # ------------------------------------------------------------------------------------------- other backends, reports
@@ -432,20 +380,6 @@ def test_a_step_can_be_written_for_a_trace_viewer(tmp_path):
     assert copies[0]["ts"] + copies[0]["dur"] <= copies[1]["ts"]
 
 
-def test_a_checked_runtime_checks_every_copy_and_logs_it(caplog):
-    runtime = CheckedRuntime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0), disk_bytes=1 << 20)
-    with caplog.at_level("DEBUG", "tests.support.checking"):
-        ms.offload().on(runtime)(lambda x: (x * 2).sin())(torch.ones(1024, requires_grad=True)).sum().backward()
-    assert [record.getMessage().split(", for")[0] for record in caplog.records] == [
-        "out: 4096 bytes, disk",
-        "in: 4096 bytes, disk",
-    ]
-    engine = runtime.engine(torch.ones(1))
-    engine.backend.hazards.append("a hazard")
-    with pytest.raises(ms.CorrectnessError, match="a hazard"):
-        engine.stash(torch.ones(1))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -466,67 +400,7 @@ def test_a_device_without_a_backend_is_named():
         Runtime().engine(tensor)
 
 
-def test_meta_tensors_are_counted():
-    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0))
-    x = torch.ones(1024, device="meta", requires_grad=True)
-    out = ms.offload().on(runtime)(lambda x: (x * 2).sin())(x)
-    assert runtime.stats()["meta"].out_bytes == {"pinned": NBYTES}
-    out.sum().backward()
-    assert runtime.stats()["meta"].live_bytes == {"pinned": 0}
-
-
-def test_what_the_caller_holds_costs_a_stash_the_same_however_often_it_was_stashed(engine, monkeypatch):
-    """A cache that every layer is given waits with as many records as layers; each stash asks whether it may move."""
-    cache = [torch.randn(8, 8) for _ in range(4)]
-    handles = [engine.stash(tensor) for _ in range(16) for tensor in cache]
-    counted, live = [], Entry.live
-    monkeypatch.setattr(Entry, "live", lambda entry: counted.append(entry) or live(entry))
-    handles.append(engine.stash(torch.randn(8, 8)))
-    assert {entry.key for entry in counted}.isdisjoint(tensor.untyped_storage()._cdata for tensor in cache)
-    expected = cache[0].clone()
-    del handles[:32]  # half of its handles
-    cache.clear()
-    engine.look_again()
-    assert all(handle.entry.state is State.AWAY for handle in handles[:-1])
-    assert torch.equal(engine.fetch(handles[0]), expected)
-
-
 # ------------------------------------------------------------------------------------------- stashed many times
-
-
-def test_a_tensor_that_is_stashed_again_has_one_record_and_its_bytes_stay_until_all_have_asked(engine):
-    tensor = torch.arange(NBYTES // 4)
-    expected = tensor.clone()
-    handles = [engine.stash_all([tensor])[0] for _ in range(3)]
-    assert len({id(handle.record) for handle in handles}) == 1
-    del tensor
-    engine.look_again()
-    assert handles[0].entry.state is State.AWAY
-    weight = torch.ones((), requires_grad=True)
-
-    class Ask(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            for _ in range(3):
-                assert bits(engine.fetch(handles.pop())) == bits(expected)
-            return gradient
-
-    Ask.apply(weight).backward()
-    assert sum(engine.stats().in_bytes.values()) == expected.nbytes  # once
-    assert engine.stats().live_bytes.get("disk", 0) == 0
-
-
-def test_one_handle_of_many_keeps_the_bytes(engine):
-    tensor = torch.arange(NBYTES // 4)
-    expected = tensor.clone()
-    first, second = engine.stash_all([tensor]) + engine.stash_all([tensor])
-    del first, tensor
-    engine.look_again()
-    assert bits(engine.fetch(second)) == bits(expected)
 
 
 def test_a_tensor_that_was_changed_between_two_stashes_has_two_records(engine):

@@ -1,6 +1,5 @@
 """The disk tier: bytes come back as they went whatever the system calls do, and a fault loses nothing."""
 
-import contextlib
 import errno
 import gc
 import os
@@ -18,7 +17,6 @@ from memscale.core import host
 from memscale.core.errors import CorrectnessError, RuntimeUnavailable
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
-from memscale.runtime.storage.copy_pool import CopyPool
 from memscale.runtime.storage.disk import DiskSlab, DiskTierError, DiskTierFull, FileIO
 from tests.support import processes
 
@@ -290,22 +288,6 @@ def test_full(make):
     assert slab.reserve(10 * PAGE_BYTES) is not None
 
 
-def test_the_file_grows_to_its_cap_and_no_further(make):
-    asked = []
-
-    class Watched(Buffered):
-        def preallocate(self, descriptor, offset, nbytes):
-            asked.append((offset // PAGE_BYTES, nbytes // PAGE_BYTES))
-            super().preallocate(descriptor, offset, nbytes)
-
-    slab = make(Watched(), cap_bytes=11 * PAGE_BYTES, first_bytes=2 * PAGE_BYTES)
-    for _ in range(11):
-        assert slab.reserve(PAGE_BYTES) is not None
-    assert slab.reserve(PAGE_BYTES) is None
-    assert asked == [(0, 2), (2, 2), (4, 4), (8, 3)]
-    assert os.fstat(slab._file._descriptor).st_size == 11 * PAGE_BYTES
-
-
 def test_a_disk_that_fills_up_gives_what_it_has(make):
     class Small(FileIO):
         room = 5 * PAGE_BYTES
@@ -339,20 +321,6 @@ def test_a_filesystem_without_preallocation(make):
     slab = make(Sparse(), first_bytes=PAGE_BYTES)
     round_trip(slab, noise(50_000))
     assert os.fstat(slab._file._descriptor).st_size >= 50_000
-
-
-def test_pieces_of_an_extent(make):
-    slab = make()
-    source, into = noise(10_000), noise(10_000)
-    extent = slab.reserve(10_000)
-    for at in (8192, 0, 4096):
-        slab.write(source[at : at + 4096], extent, at=at).result()
-    for at in (0, 4096, 8192):
-        slab.read(extent, into[at : at + 4096], at=at).result()
-    assert torch.equal(into, source)
-    for at, nbytes in ((1, 10), (-4096, 10), (8192, 4096)):
-        with pytest.raises(AssertionError, match="bytes for byte"):
-            slab.write(noise(nbytes), extent, at=at)
 
 
 def test_what_was_not_written_cannot_be_read(make):
@@ -392,17 +360,6 @@ def test_an_extent_freed_while_it_is_read_is_reused_only_afterwards(make):
     assert slab.reserve(2 * PAGE_BYTES) is not None
 
 
-def test_what_was_started_cannot_be_cancelled(make):
-    slab = make(io := Held(), threads=1)
-    io.gate.clear()
-    futures = [written(slab, noise(100)) for _ in range(2)]
-    assert [future.cancel() for future in futures] == [False, False]
-    io.gate.set()
-    for future in futures:
-        slab.free(future.result())
-    assert used_bytes(slab) == 0
-
-
 def test_a_transfer_lets_go_of_its_tensor(make):
     for io in (FileIO(), Faulty(write=["EIO"])):
         slab, source = make(io), noise(100)
@@ -418,18 +375,6 @@ def test_a_transfer_lets_go_of_its_tensor(make):
         assert future.exception() is None or isinstance(io, Faulty)
         del future
         assert alive() is None
-
-
-def test_a_future_that_has_a_result_keeps_nothing_of_its_work():
-    pool, gate = CopyPool(1, "test"), threading.Event()
-    tensor = noise(10)
-    alive, seen = weakref.ref(tensor), []
-    future = pool.submit(lambda tensor=tensor: gate.wait(30) and int(tensor[0] * 0))
-    del tensor
-    future.add_done_callback(lambda future: seen.append((future.result(), alive())))
-    gate.set()
-    pool.submit(int).result()  # whose thread is done with the first one
-    assert seen == [(0, None)]
 
 
 def test_a_slab_that_is_dropped_closes_its_file_after_its_last_transfer(tmp_path):
@@ -470,27 +415,6 @@ def test_a_fork_is_refused_and_frees_nothing_of_its_parent(make):
     assert torch.equal(into, source)
 
 
-def test_misuse_is_told_apart(make):
-    slab, other = make(), make()
-    extent = written(slab, noise(100)).result()
-    with pytest.raises(AssertionError, match="was freed"):
-        other.read(extent, noise(100))
-    slab.free(extent)
-    with pytest.raises(AssertionError, match="was freed twice"):
-        slab.free(extent)
-    with pytest.raises(AssertionError, match="was freed"):
-        slab.read(extent, noise(100))
-    with pytest.raises(AssertionError, match="was freed"):
-        slab.write(noise(100), extent)
-
-
-def test_bad_arguments(make, tmp_path):
-    with pytest.raises(RuntimeUnavailable, match=r"no file can be made in .*nowhere.*; pass a directory"):
-        DiskSlab(tmp_path / "nowhere", cap_bytes=CAP)
-    with pytest.raises(AssertionError, match=r"5000 bytes for byte 0 on of an extent of 4999"):
-        (slab := make()).read(slab.reserve(4999), noise(5000))
-
-
 def mount(monkeypatch, tmp_path, filesystem):
     device = os.stat(tmp_path).st_dev
     line = f"36 35 {os.major(device)}:{os.minor(device)} / /x rw master:1 - {filesystem} {filesystem} rw\n"
@@ -508,30 +432,6 @@ def test_a_directory_in_ram_is_not_taken_by_itself_and_warned_of(monkeypatch, tm
     monkeypatch.setattr(host, "is_in_memory", lambda folder: True)
     with pytest.raises(RuntimeUnavailable, match=r"are in RAM, .* set TMPDIR to one"):
         DiskSlab(cap_bytes=CAP)
-
-
-def test_threads_share_a_slab(make):
-    slab = make(cap_bytes=64 * PAGE_BYTES, threads=3)
-    failed = []
-
-    def work(seed):
-        try:
-            for step in range(20):
-                source = torch.full((1 + 997 * ((seed + step) % 9),), seed, dtype=torch.uint8)
-                extent = written(slab, source).result()
-                slab.read(extent, into := torch.empty_like(source)).result()
-                assert torch.equal(into, source)
-                slab.free(extent)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-    assert used_bytes(slab) == 0
 
 
 # ------------------------------------------------------------------------------------------- used in place
@@ -578,33 +478,6 @@ def test_transfers_of_a_mapped_extent_are_copies_of_its_memory(make, is_held):
         slab.free(extent)
 
 
-def test_pieces_of_a_mapped_extent(make):
-    slab = make()
-    extent, tensor = mapped(slab, 10_000)
-    tensor.copy_(noise(10_000))
-    into = torch.empty(5000, dtype=torch.uint8)
-    slab.read(extent, into, at=4096).result()  # a piece that no write made
-    assert torch.equal(into, tensor[4096:9096])
-    before = tensor.clone()
-    slab.write(into.zero_(), extent, at=4096).result()
-    before[4096:9096] = 0
-    assert torch.equal(tensor, before)
-    for at, nbytes in ((1, 10), (-4096, 10), (8192, 4096)):
-        with pytest.raises(AssertionError, match="bytes for byte"):
-            slab.read(extent, noise(nbytes), at=at)
-
-
-def test_a_tensor_of_more_dimensions_is_its_bytes(make):
-    slab = make()
-    extent, tensor = mapped(slab, 600)
-    source = noise(600).view(20, 30)
-    slab.write(source, extent).result()
-    assert torch.equal(tensor, source.view(-1))
-    into = torch.empty(10, 60, dtype=torch.uint8)
-    slab.read(extent, into).result()
-    assert torch.equal(into.view(-1), tensor)
-
-
 def test_a_mapping_goes_with_the_last_array_of_it(make):
     slab = make()
     extent, tensor = mapped(slab, 5000)
@@ -645,82 +518,6 @@ def test_a_transfer_holds_the_mapping_until_it_is_done(make):
     assert torch.equal(into, source)
 
 
-def descriptors_below(folder):
-    """How many of the process's descriptors are of files in `folder`, also of those that have no name any more."""
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sum(target.startswith(f"{folder}/") for target in found)
-
-
-def test_mappings_take_no_descriptors(tmp_path):
-    slab = DiskSlab(tmp_path, cap_bytes=CAP)
-    before = descriptors_below(tmp_path)
-    assert before > 0
-    held = [mapped(slab, 100) for _ in range(50)]
-    assert descriptors_below(tmp_path) == before
-    for index, (_, tensor) in enumerate(held):
-        tensor.fill_(index)
-    del slab
-    gc.collect()
-    assert descriptors_below(tmp_path) == before - 1
-    assert [tensor.unique().tolist() for _, tensor in held] == [[index] for index in range(50)]
-
-
-def test_an_extent_is_mapped_once_before_any_transfer_and_while_it_is_there(make):
-    slab = make(io := Held())
-    for before in ("map", "write", "start", "free"):
-        extent = slab.reserve(100)
-        if before == "map":
-            array = slab.map(extent)
-        elif before == "write":
-            slab.write(noise(100), extent).result()
-        elif before == "start":
-            io.gate.clear()
-            future = slab.write(noise(100), extent)
-        else:
-            slab.free(extent)
-        with pytest.raises(AssertionError, match="was freed" if before == "free" else "was mapped or copied before"):
-            slab.map(extent)
-    io.gate.set()
-    assert future.result().nbytes == len(array)
-
-
-def test_a_mapped_extent_that_is_freed_under_a_transfer_is_reused_only_afterwards(make):
-    slab, gate = make(cap_bytes=2 * PAGE_BYTES, threads=1), threading.Event()
-    extent, tensor = mapped(slab, 2 * PAGE_BYTES)
-    tensor.copy_(source := noise(2 * PAGE_BYTES))
-    into = noise(2 * PAGE_BYTES)
-    slab._copy_pool.submit(lambda: gate.wait(30))
-    reading = slab.read(extent, into)
-    slab.free(extent)
-    assert slab.reserve(1) is None
-    gate.set()
-    reading.result()
-    assert torch.equal(into, source)
-    assert slab.reserve(2 * PAGE_BYTES) is not None
-
-
-def test_places_go_from_mapped_to_not_and_back_and_neighbours_stay(make):
-    """What a mapping left in the page cache is no newer than what was written past it later."""
-    slab = make(cap_bytes=3 * PAGE_BYTES)
-    left, right = (written(slab, noise(PAGE_BYTES).fill_(value)).result() for value in (1, 2))
-    for value in range(3, 9):
-        extent, tensor = mapped(slab, PAGE_BYTES - 7)
-        tensor.fill_(value)
-        del tensor
-        slab.free(extent)
-        extent = written(slab, source := noise(PAGE_BYTES)).result()
-        os.fsync(slab._file._descriptor)
-        slab.read(extent, into := noise(PAGE_BYTES)).result()
-        assert torch.equal(into, source)
-        slab.free(extent)
-        for around, expected in ((left, 1), (right, 2)):
-            slab.read(around, into).result()
-            assert into.unique().tolist() == [expected]
-
-
 def test_a_part_without_blocks_is_not_mapped(make):
     """Where the disk may be full when a page is first written, that would be a signal and not an error."""
 
@@ -740,13 +537,6 @@ def test_a_part_without_blocks_is_not_mapped(make):
         slab.write(source := noise(100), extent).result()  # it serves as before
         slab.read(extent, into := noise(100)).result()
         assert torch.equal(into, source)
-
-
-def test_blocks_are_there_before_they_are_mapped(make):
-    slab = make(Buffered(), first_bytes=PAGE_BYTES)
-    extent, _ = mapped(slab, CAP // 2)
-    facts = os.fstat(slab._file._descriptor)
-    assert facts.st_blocks * 512 >= extent.offset + extent.nbytes
 
 
 def test_a_system_that_maps_no_more_says_so_and_the_extent_serves_otherwise(make):

@@ -323,25 +323,8 @@ def test_what_remains_at_the_end():
     assert replay([]) == Replay(0, 0, 0, 0, 0, 0, None)
 
 
-@pytest.mark.parametrize(("nbytes", "rounding"), [(41 * MIB, 20 * MIB), (40 * MIB, 40 * MIB)])
-def test_an_oversize_block_counts_whole(nbytes, rounding):
-    settings = AllocatorSettings(max_split_size_bytes=40 * MIB, max_non_split_rounding_bytes=rounding)
-    assert replay(stream(60 * MIB, ~0, nbytes), settings=settings).allocated_end_bytes == 60 * MIB
-
-
 def test_an_empty_tensor_has_no_block():
     assert replay([(1, 0), (1, 0), (2, 512)]) == replay([(2, 512)])
-
-
-def test_the_fragmentation_is_that_of_the_reserved_peak():
-    # Reserved grows to 50 MiB with 30 in use; later the same 50 are all in use.
-    result = replay(stream(20 * MIB, ~0, 30 * MIB, 20 * MIB))
-    assert summary(result) == (50 * MIB, 50 * MIB, 20 * MIB, 2, None)
-
-
-def test_a_replay_ends_at_the_event_that_does_not_fit():
-    result = replay([(1, 60 * MIB), (2, 60 * MIB), (1, -1), (3, 2 * MIB)], capacity_bytes=100 * MIB)
-    assert (result.out_of_memory_at, result.allocated_end_bytes) == (1, 60 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -364,60 +347,9 @@ def test_a_bad_capacity_is_named():
         replay([], capacity_bytes=0)
 
 
-def next_step(nbytes, steps):
-    """The least size not below ``nbytes`` on a grid of ``steps`` between two powers of two."""
-    power = 1 << (nbytes.bit_length() - 1)
-    return min(size for size in range(power, 2 * power + 1, max(1, power // steps)) if size >= nbytes)
-
-
-@pytest.mark.parametrize("steps", [2, 4])
-@pytest.mark.parametrize("nbytes", [1, 511, 512, 1200, 2048, 2049, 4096, 5000, 1200 * KIB, 3 * MIB + 1, 100_000_000])
-def test_rounding_to_steps_between_powers_of_two(nbytes, steps):
-    rounded = AllocatorSettings(roundup_power2_divisions=(steps,) * 16).rounded_bytes(nbytes)
-    # Only where the steps are wider than 512 bytes.
-    plain = max(512, (nbytes + 511) // 512 * 512)
-    assert rounded == (next_step(nbytes, steps) if nbytes > 512 * steps else plain)
-
-
-@pytest.mark.parametrize(("nbytes", "interval"), [(600 * KIB, 0), (1100 * KIB, 0), (2200 * KIB, 1), (2**40 + 1, 15)])
-def test_each_interval_has_its_own_steps(nbytes, interval):
-    divisions = tuple(8 if index == interval else 0 for index in range(16))
-    assert AllocatorSettings(roundup_power2_divisions=divisions).rounded_bytes(nbytes) == next_step(nbytes, 8)
-    others = tuple(0 if index == interval else 8 for index in range(16))
-    assert AllocatorSettings(roundup_power2_divisions=others).rounded_bytes(nbytes) == (nbytes + 511) // 512 * 512
-
-
-def test_one_step_is_none():
-    assert AllocatorSettings(roundup_power2_divisions=(1,) * 16).rounded_bytes(3 * MIB + 1) == 3 * MIB + 512
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"garbage_collection_threshold": 1.0},
-        {"garbage_collection_threshold": -0.1},
-        {"memory_fraction": 1.5},
-        {"memory_fraction": -0.5},
-        {"roundup_power2_divisions": (4,)},
-        {"roundup_power2_divisions": (-4,) * 16},
-        {"max_split_size_bytes": 20 * MIB - 1},
-        {"max_non_split_rounding_bytes": 20 * MIB - 1},
-        {"large_segment_bytes": 10 * MIB},
-    ],
-)
-def test_values_out_of_range_are_named(fields):
-    (name,) = fields
-    with pytest.raises(ConfigError, match=rf"AllocatorSettings\({name}=.*\) must be"):
-        AllocatorSettings(**fields)
-
-
 def test_all_values_out_of_range_are_named_at_once():
     with pytest.raises(ConfigError, match=r"(?s)max_split_size_bytes=1\).*memory_fraction=2"):
         AllocatorSettings(max_split_size_bytes=1, memory_fraction=2)
-
-
-def test_the_ends_of_the_ranges_are_allowed():
-    AllocatorSettings(memory_fraction=0, garbage_collection_threshold=0.999, large_segment_bytes=11 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -470,13 +402,6 @@ BAD = {
 def test_bad_settings_are_named(text):
     with pytest.raises(ConfigError, match=BAD[text]):
         AllocatorSettings.from_env(text)
-
-
-def test_unknown_settings_get_a_suggestion():
-    with pytest.raises(ConfigError, match="did you mean 'expandable_segments'"):
-        AllocatorSettings.from_env("expandable_segment:True")
-    with pytest.raises(ConfigError, match="known are"):
-        AllocatorSettings.from_env("zzz:1")
 
 
 def test_the_drivers_allocator_is_not_replayed():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import memscale as ms
-from memscale.core import internals
 from memscale.simulation.kernels.cuda_scratch import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
@@ -76,10 +75,6 @@ def scratch(op, *args, capability=A100, **options):
     return scratch_bytes(op, args, None, capability, **options)
 
 
-def test_ops_without_a_formula_take_nothing():
-    assert scratch_bytes("aten.mm.default", (meta(8, 8), meta(8, 8)), None, A100) == 0
-
-
 def test_every_operator_with_a_rule_exists():
     pytest.importorskip("bitsandbytes.functional", reason="the operators in few bits are of bitsandbytes")
     for name in RULES:
@@ -113,24 +108,6 @@ def test_embedding_backward_sums_up_to_ten_rows_at_a_time():
     assert embedding((4, 1024), 50304, 512, by_frequency=True) - embedding((4, 1024), 50304, 512) == 4096 * 8
     assert embedding((1, 512), 50304, 512, by_frequency=True) > 0
     assert embedding((4, 1024), 50304, 512, index=torch.int32) < embedding((4, 1024), 50304, 512)
-
-
-@pytest.mark.skipif(internals.TORCH_VERSION < (2, 11), reason="PyTorch has this kernel since 2.11")
-def test_embedding_backward_of_few_long_segments_adds_them_up_in_place():
-    sums = (4096 + 128) * 4096 * 4
-    in_place = embedding((4, 10240), 128, 4096)
-    assert in_place < sums < embedding((4, 10240), 128, 8192), "which has more blocks than the card runs at once"
-    assert embedding((4, 10240), 128, 4096, dtype=BF16) > in_place + 2**20, "a sum in float32 besides"
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert embedding((4, 10240), 128, 4096) > sums
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_embedding_backward_copies_a_gradient_that_is_not_contiguous():
-    grad = meta(8, 16, 4).transpose(0, 1)
-    assert scratch("aten.embedding_dense_backward.default", grad, meta(16, 8, dtype=torch.int64), 9, -1, False) == 2048
 
 
 def test_index_put_sorts_only_to_accumulate():
@@ -261,57 +238,6 @@ def test_efficient_backward_accumulates_in_float_tiles(capability, dtype, head, 
     assert efficient_backward((2, 4, 256, head), dtype, capability=capability, keys=100) == blocks(row_sums, 8 * floats)
 
 
-def test_efficient_backward_goes_by_the_larger_head():
-    floats = 2 * tile(128, 128)  # and not 4 * tile(64, 64)
-    assert efficient_backward((2, 4, 256, 64), value_head=72) == blocks(8 * 256 * 4, 8 * floats)
-
-
-def test_efficient_backward_splits_the_keys_less_for_many_heads():
-    spilled = 2 * 64 * 128 * 4
-    # 25 heads leave at most 200 // 25 = 8 of the 16 blocks of keys, and 256 heads one.
-    for batch, heads, keys, splits in ((5, 5, 1024, 8), (5, 5, 256, 4), (1, 67, 1024, 2), (16, 16, 1024, 1)):
-        floats = 4 * tile(64, 64) + splits * spilled
-        found = efficient_backward((batch, heads, 128, 128), capability=RTX5090, keys=keys)
-        assert found == blocks(batch * heads * 128 * 4, batch * heads * floats)
-    torch.use_deterministic_algorithms(True)
-    try:
-        once = efficient_backward((2, 4, 128, 128), capability=RTX5090)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert once == blocks(8 * 128 * 4, 8 * (4 * tile(64, 64) + spilled))
-    # Before sm70 keys are never split.
-    assert efficient_backward((2, 4, 128, 128), F16, capability=(6, 1)) == once
-    # Heads of 64 fit in registers.
-    volta = efficient_backward((2, 4, 128, 64), F16, capability=(7, 0), keys=256)
-    assert volta == blocks(8 * 128 * 4, 8 * 2 * tile(64, 64))
-
-
-@pytest.mark.parametrize(
-    ("capability", "head", "rows"),
-    [(A100, 64, 64), (A100, 72, 128), (L4, 72, 64), (T4, 64, 64), ((7, 0), 64, 64), ((6, 1), 64, 64)],
-)
-def test_efficient_backward_multiplies_float32_outside_the_kernel(capability, head, rows):
-    # First the product of gradient and output and its sums, then those sums in order and the tiles.
-    row_sums = 8 * 256 * 4
-    product = blocks(8 * 256 * head * 4, row_sums)
-    # Before sm70 the gradient of the query is its own accumulator.
-    tiles = math.ceil(256 / rows) * math.ceil(head / 64) * tile(rows, 64) if capability >= (7, 0) else 0
-    found = efficient_backward((2, 4, 256, head), F32, capability=capability)
-    assert found == blocks(row_sums) + max(product, blocks(8 * tiles))
-
-
-def test_efficient_backward_keeps_the_larger_of_product_and_tiles():
-    # 40 rows fill two thirds of their tiles, and 300 rows of 512 most of theirs.
-    assert efficient_backward((2, 4, 40, 64), F32) == blocks(8 * 40 * 4, 8 * tile(64, 64))
-    assert efficient_backward((2, 4, 256, 512), F32) == blocks(*[8 * 256 * 4] * 2, 8 * 256 * 512 * 4)
-
-
-def test_efficient_backward_on_volta_casts_halves_first():
-    row_sums = 256 * 128 * 4
-    assert efficient_backward((16, 16, 128, 128), F16, capability=(7, 0)) == 3 * row_sums * 128 + 2 * row_sums
-    assert efficient_backward((16, 16, 128, 128), F16, capability=(7, 2)) == 3 * row_sums * 128 + 2 * row_sums
-
-
 @pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 def test_a_recurrent_layer_on_cuda_is_noted(layer, monkeypatch):
     def notes(device):
@@ -326,11 +252,6 @@ def test_a_recurrent_layer_on_cuda_is_noted(layer, monkeypatch):
     assert notes("cpu") == []
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     assert notes("h100") == []  # nothing of it is unknown then
-
-
-def test_a_model_without_recurrence_is_not_noted():
-    profile = ms.profile(torch.nn.Linear(8, 8), torch.ones(4, 8), loss=lambda y, _: y.mean(), hardware="h100")
-    assert profile.notes == ()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import memscale as ms
 from memscale import TransformError
 from tests.support.checks import bits
+from tests.support.coverings import in_turn
 
 
 def under_no_grad(weight):
@@ -31,6 +32,7 @@ def in_a_checkpoint(weight):
     checkpoint(lambda: weight.data.mul_(0.5).sum(), use_reentrant=False)
 
 
+QUICK = [by_a_view_of_data, in_a_checkpoint]  # the compiler takes half a second for each
 CHANGES = [under_no_grad, by_data, by_a_view_of_data, detached, in_a_checkpoint]
 
 
@@ -53,7 +55,10 @@ REGIONS = {
 @pytest.mark.usefixtures("cast_in_one_graph")
 @pytest.mark.parametrize(
     ("region", "change"),
-    [*(("module", change) for change in CHANGES), ("in checkpoint", by_data)],
+    [
+        *(pytest.param("module", change, marks=() if change in QUICK else pytest.mark.deep) for change in CHANGES),
+        ("in checkpoint", by_data),
+    ],
 )
 def test_a_change_of_a_copy_is_not_compiled(region, change):
     torch._dynamo.reset()
@@ -94,8 +99,8 @@ def of_its_own(weight):
     ("harmless", "grad"),
     [
         (reading, torch.enable_grad),
-        (of_its_own, torch.no_grad),
-        (reading, torch.inference_mode),
+        pytest.param(of_its_own, torch.no_grad, marks=pytest.mark.deep),
+        pytest.param(reading, torch.inference_mode, marks=pytest.mark.deep),
         pytest.param(of_its_own, torch.enable_grad, marks=pytest.mark.deep),
         pytest.param(reading, torch.no_grad, marks=pytest.mark.deep),
         pytest.param(of_its_own, torch.inference_mode, marks=pytest.mark.deep),
@@ -119,13 +124,13 @@ class Tied(nn.Module):
 
 
 @pytest.mark.usefixtures("cast_in_one_graph")
-@pytest.mark.parametrize("region", REGIONS.values(), ids=list(REGIONS))
+@pytest.mark.parametrize("region", [pytest.param("module", marks=pytest.mark.deep), "in checkpoint"])
 def test_the_gradient_of_a_tied_weight_is_added_up_in_the_same_dtype(region):
     """Cast twice, as it once was, the two parts of the gradient were added in float32 and not in bfloat16."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = Tied(), torch.randn(16, 8)
-    fit = region(model)
+    fit = REGIONS[region](model)
     [expected] = torch.autograd.grad(fit(x).square().sum(), [model.down.weight])
     traced = torch.compile(fit, backend="aot_eager", fullgraph=True)
     [grad] = torch.autograd.grad(traced(x).square().sum(), [model.down.weight])
@@ -170,8 +175,7 @@ class ReplacingEntry(Replacing):
 
 
 @pytest.mark.usefixtures("cast_in_one_graph")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-@pytest.mark.parametrize("kind", [Replacing, ReplacingEntry])
+@pytest.mark.parametrize(("kind", "dtype"), in_turn([Replacing, ReplacingEntry], [torch.float32, torch.int64]))
 def test_a_buffer_that_the_region_replaces_in_evaluation(kind, dtype):
     """The new value went to what stood in for the module, and was lost."""
     torch._dynamo.reset()
@@ -181,7 +185,7 @@ def test_a_buffer_that_the_region_replaces_in_evaluation(kind, dtype):
     assert not model.count.any()
 
 
-@pytest.mark.parametrize("region", ["module", "in checkpoint"])
+@pytest.mark.parametrize("region", ["module", pytest.param("in checkpoint", marks=pytest.mark.deep)])
 def test_where_the_compiler_lists_no_attributes(region, monkeypatch):
     """As Dynamo before torch 2.12: `fullgraph` says so, and without it the region runs as Python, to the same bits."""
     torch._dynamo.reset()
@@ -196,7 +200,7 @@ def test_where_the_compiler_lists_no_attributes(region, monkeypatch):
     assert bits(torch.compile(fit, backend="aot_eager")(x)) == bits(fit(x))
 
 
-@pytest.mark.parametrize("kind", [Replacing, ReplacingEntry])
+@pytest.mark.parametrize("kind", [pytest.param(Replacing, marks=pytest.mark.deep), ReplacingEntry])
 def test_a_replaced_buffer_of_another_kind_is_right_without_fullgraph(kind):
     torch._dynamo.reset()
     model, x = kind(torch.int64).eval(), torch.randn(2, 4)

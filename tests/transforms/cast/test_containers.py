@@ -165,7 +165,8 @@ def test_a_write_into_an_object_that_is_copied_is_refused_by_name():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.usefixtures("cast_in_one_graph")
-@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("fullgraph", [True, False])
 def test_under_torch_compile(fullgraph):
     torch._dynamo.reset()
     model, x = Mixture(), torch.randn(6, 4, requires_grad=True)

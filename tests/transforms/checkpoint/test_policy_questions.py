@@ -15,44 +15,6 @@ asked: list[tuple[str, str | None]] = []
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Sines(policies.Policy):
-    """Keeps what `sin` makes, and what is labelled."""
-
-    spelling: ClassVar[str] = "Sines"
-
-    def verdict(self, site: policies.Site) -> policies.Verdict:
-        asked.append((site.op.name(), site.label))
-        keeps = site.label == "kept" or site.op is torch.ops.aten.sin.default
-        return policies.Save() if keeps else policies.Recompute()
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class SinesByOperator(Sines):
-    spelling: ClassVar[str] = "SinesByOperator"
-    sees_labels: ClassVar[bool] = False
-
-
-def _region(x: torch.Tensor) -> torch.Tensor:
-    return ms.name(x.sin().exp().sin().exp(), "kept").tanh() * x
-
-
-@pytest.mark.parametrize(
-    ("policy", "questions", "kept"), [(Sines(), 7, 3), (SinesByOperator(), 4, 2)], ids=["labels", "operators"]
-)
-def test_a_policy_is_asked_as_often_as_what_it_sees_needs(policy: policies.Policy, questions: int, kept: int) -> None:
-    x = torch.linspace(0, 1, 64, requires_grad=True)
-    region = ms.checkpoint(policy=policy)(_region)
-    asked.clear()
-    y = region(x)
-    assert len(asked) == questions
-    y.sum().backward()
-    (grad,) = torch.autograd.grad(_region(x).sum(), x)
-    assert torch.equal(x.grad, grad)
-    intermediate = [each for each in ms.saved_residuals(region, x) if each.source == "intermediate"]
-    assert [each.nbytes for each in intermediate] == [x.nbytes] * kept
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class Everything(policies.Policy):
     spelling: ClassVar[str] = "Everything"
 

@@ -307,7 +307,13 @@ def test_values_kept_inside_another_region_come_back_without_arguments_to_ask_fo
     assert bits(torch.autograd.grad(outer(fn)(numbers(2)).sum(), w, retain_graph=keep)) == bits(expected)
 
 
-@pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, id=name, marks=[pytest.mark.deep] * (at % 3 > 0))
+        for at, (name, how) in enumerate(TRANSFORMS.items())
+    ],
+)
 def test_backwards_of_one_graph_in_several_threads(how, monkeypatch):
     # PyTorch keeps for the whole process whether a mode is active, and threads that leave theirs at once leave it set.
     for name in [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]:

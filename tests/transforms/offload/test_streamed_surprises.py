@@ -1,5 +1,6 @@
 """offload(what="params") where something unusual happens: no memory, inference mode, other runtimes, shared memory."""
 
+import itertools
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from memscale.runtime import Runtime, home_of
 from memscale.runtime.parameters.home import is_used
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
+from tests.support.coverings import pairwise
 from tests.support.layers import (
     LAYER,
     LAYERS,
@@ -29,9 +31,10 @@ from tests.support.layers import (
 )
 
 
-@pytest.mark.parametrize("failing", range(1, 5))
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("how", [PARAMS, compose(PARAMS, checkpoint())], ids=repr)
+@pytest.mark.parametrize(
+    ("how", "depth", "failing"),
+    pairwise(itertools.product([PARAMS, compose(PARAMS, checkpoint())], [0, 2], range(1, 5))),
+)
 def test_a_step_without_memory_does_not_spoil_the_next(how, depth, failing):
     def train(model, fail):
         optimizer = torch.optim.SGD(model.parameters(), 0.5)

@@ -142,14 +142,6 @@ def test_heads(make, taken):
     assert len(taken) == 1
 
 
-def test_sequences(taken):
-    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16, 3, 4)
-    as_right_as_untiled(model, tiled(model), x, lambda z: F.cross_entropy(wide(z).transpose(1, 2), y))
-    rows = tiled(model)(x).transpose(1, 2)
-    assert F.cross_entropy(rows, y, reduction="none").shape == (3, 4)
-    assert len(taken) == 1
-
-
 def test_only_the_head_is_trained(taken):
     model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
     model.body.requires_grad_(False)
@@ -276,12 +268,6 @@ def test_when(make, dtype, chunks, expected, taken):
     model, (x, y) = make().to(dtype), sixteen_bit(dtype, 64)
     trained(tiled(model, chunks), x, lambda logits: F.cross_entropy(logits, y))
     assert len(taken) == expected
-
-
-def test_one_piece_is_not_cut_otherwise(taken):
-    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
-    trained(tiled(model, chunks=1), x, mean(y))
-    assert not taken
 
 
 def test_hooks_of_the_surroundings_see_what_waits_for_backward_only():

@@ -49,13 +49,6 @@ def test_pieces_of_one_kind_may_be_of_any_length():
     torch.testing.assert_close(tile(size=2, out_dims=0)(fn)(ONE_ROW), fn(ONE_ROW), rtol=0, atol=0)
 
 
-def test_lengths_that_the_compiler_keeps_open():
-    how = tile(size=2, dim=1)
-    fn = torch.compile(how(torch.tanh), backend="eager", fullgraph=True, dynamic=True)
-    for x in (torch.randn(4, 7, 3), torch.randn(5, 9, 4)):
-        assert torch.equal(fn(x), torch.tanh(x))
-
-
 def test_another_length_is_no_other_graph():
     graphs = []
 

@@ -135,7 +135,7 @@ def test_where_every_gradient_is_looked_at(at_once):
     assert same(fit, wanted)
 
 
-@pytest.mark.parametrize("why", ["untied", "a small weight"])
+@pytest.mark.parametrize("why", ["untied", pytest.param("a small weight", marks=pytest.mark.deep)])
 def test_where_nothing_waits(why, made):
     fit, _, ids = pair(tied=why != "untied")
     loss(fit, ids if why == "untied" else ids.repeat(CLASSES // ROWS)).backward()
