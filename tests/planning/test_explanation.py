@@ -86,11 +86,6 @@ def test_what_was_not_decided_is_refused_with_what_was(plan, engine):
         engine.plan("1GiB").explain("layers.0")
 
 
-def test_a_rule_outside_of_the_parts_is_told_by_its_path(plan):
-    cut = ProvenPlan(ms.Plan({"head": ms.tile(chunks=4)}), plan.evidence)
-    assert cut.explain("head") == cut.explain("")
-
-
 def test_a_runner_up_over_the_budget_is_called_that(plan):
     one = next(each for each in plan.evidence.decisions if each.chosen != "as it is")
     for peak, says in (
@@ -118,13 +113,6 @@ def test_diff_names_the_modules_that_change(plan, engine):
     by_hand = ms.Plan({f"layers.{at}": whole.rules[0].transform for at in range(6)})
     assert whole.diff(by_hand) == "no difference"
     assert whole.diff(ms.Plan({"": ms.checkpoint()})).splitlines()[0] == "(root): as it is -> checkpoint()"
-
-
-def test_gaps_in_a_row_are_seen(plan):
-    rules = {f"h.{at}.{name}": ms.checkpoint() for at in (0, 1, 3) for name in ("attn", "mlp")}
-    assert ProvenPlan(ms.Plan(), plan.evidence).diff(ms.Plan(rules)).splitlines() == [
-        f"h.{row}: as it is -> checkpoint()" for row in ("0.attn to h.1.attn", "3.attn", "0.mlp to h.1.mlp", "3.mlp")
-    ]
 
 
 def test_the_script_runs_as_it_is_and_says_what_for(plan, engine):

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import json
 import os
 import re
 
@@ -224,19 +223,6 @@ def test_nothing_fits():
     assert steps.count("the step as it is") == 1  # what is known is not simulated again to say so
 
 
-@pytest.mark.deep  # by default in test_plan_cache.py: plans with and without
-def test_mixed_precision_only_where_it_is_allowed():
-    model, batch = _mlps(2), torch.ones(512, 64)
-    step = _step(model, batch)
-    # Cut finely enough, exact activations are no larger than what is cast.
-    config = ms.Config(mode="conservative")
-    allowed = ms.Config(mode="conservative", use_mixed_precision=True)
-    exact, mixed = (ms.DecisionEngine(model, config=each, **step).smallest() for each in (config, allowed))
-    assert "cast" not in repr(exact)
-    assert "cast" in repr(mixed)
-    assert mixed.evidence.planned.peak_bytes < exact.evidence.planned.peak_bytes
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -327,13 +313,6 @@ def test_every_process_makes_the_same_plan_and_knows_those_of_others(planned):
     assert len(said) == 2
 
 
-def test_the_script_of_a_plan_makes_the_same_module(planned):
-    scope = {"model": _mlps()}
-    exec(planned.to_python(), scope)
-    assert scope["plan"] == planned
-    assert json.loads(planned.to_json())["evidence"]["budget_bytes"] == BUDGET
-
-
 def test_a_card_without_units_for_a_dtype_is_planned_for():
     model = _mlps(2).to(torch.bfloat16)
     batch = torch.ones(4096, 64, dtype=torch.bfloat16)
@@ -342,16 +321,6 @@ def test_a_card_without_units_for_a_dtype_is_planned_for():
     smallest = engine.frontier(2)[0]
     assert smallest.peak_bytes < engine.plain.reserved_peak_bytes
     assert smallest.step_seconds > engine.plain.step_seconds
-
-
-def test_a_card_without_units_for_what_autocast_computes_in_is_planned_for():
-    class Autocast(nn.Linear):
-        def forward(self, x):
-            with torch.autocast("cuda", torch.bfloat16):
-                return super().forward(x)
-
-    engine = ms.DecisionEngine(Autocast(64, 64), torch.ones(64, 64), loss=_loss, hardware="t4")
-    assert engine.plain.step_seconds > 0
 
 
 def test_what_the_models_own_code_raises_is_one_error_of_ours():

@@ -100,16 +100,6 @@ def test_that_nothing_fits_is_known_too():
     assert found[0] == found[1]
 
 
-@pytest.mark.deep
-def test_frontiers_and_the_nearest_are_known():
-    first, second = Asked(), Asked()
-    curves = [each.engine.frontier(3).to_json() for each in (first, second)]
-    nearest = [Asked().engine.nearest(MIB).to_json() for _ in range(2)]
-    assert curves[0] == curves[1]
-    assert second.known
-    assert nearest[0] == nearest[1]
-
-
 def test_an_answer_depends_on_its_arguments_alone(monkeypatch):
     """Not on what was asked before, nor on what is known from disk."""
     budgets = (4 * MIB, int(3.8 * MIB), int(4.4 * MIB))
@@ -337,33 +327,6 @@ def test_settings_of_the_process_are_in_the_key(inside):
     with inside():
         other = key()
     assert {name for name in one if one[name] != other[name]} == {"settings"}
-
-
-def test_versions_are_in_the_key(monkeypatch):
-    one = key()
-    fingerprints.simulator.cache_clear()
-    monkeypatch.setattr(torch, "__version__", "3.0")
-    other = key()
-    fingerprints.simulator.cache_clear()
-    assert {name for name in one if one[name] != other[name]} == {"versions"}
-
-
-def test_what_decides_nothing_is_not_in_the_key():
-    one = key()
-    assert key(**_adamw(lr=0.5, betas=(0.1, 0.2))) == one
-    assert key(batch=torch.zeros(512, 64)) == one
-    assert key(config=ms.Config(log_file="x", enable_logging=False)) == one
-    assert key(hardware=ms.Hardware("box", "cpu", 2**36, free_bytes=3)) == one
-    assert key(**_changed(lambda made: made[0].up.weight.data.mul_(2))) == one
-
-
-@pytest.mark.deep
-def test_the_budget_and_the_passes_are_in_the_key():
-    Asked().plan()
-    for asked, budget in ((Asked(), 4 * MIB + 1), (Asked(accumulate=2), 4 * MIB), (Asked(streams=False), 4 * MIB)):
-        with contextlib.suppress(ms.BudgetError):  # two passes take more
-            asked.plan(budget)
-        assert not asked.known
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -77,25 +77,6 @@ def test_what_is_sharded_can_be_asked_for():
     assert peaks[0] == peaks[1] < peaks[2], "alone, the root gathers all at once"
 
 
-def test_more_processes_predict_less_memory_each():
-    model, step = made()
-    found = []
-    for ranks in ({}, {"parallel": "ddp", "world": 8}, {"parallel": "fsdp2", "world": 8}):
-        predictor = ms.OOMPredictor(model, **step, **ranks)
-        found.append(predictor.predict(batch(), recommend=False).peak_bytes)
-    assert found[1] > found[0] > found[2], "buckets, and shards"
-
-
-@pytest.mark.deep
-def test_recommendations_are_for_the_same_ranks():
-    model, step = made()
-    predictor = ms.OOMPredictor(model, **step, parallel="fsdp2", world=8)
-    peak = predictor.predict(batch(), recommend=False).peak_bytes
-    prediction = predictor.predict(batch(), budget=peak * 6 // 10)
-    plan = next(each.plan for each in prediction.recommendations if each.plan)
-    assert plan.parallel == Parallel("fsdp2", 8)
-
-
 class WithHead(nn.Module):
     def __init__(self):
         super().__init__()
@@ -145,20 +126,6 @@ def test_a_budget_below_what_an_update_holds_is_not_searched_for(monkeypatch):
     monkeypatch.setattr(engine, "_fastest", lambda limit: pytest.fail("it looked for a plan"))
     with pytest.raises(ms.BudgetError, match="no plan fits"):
         engine.plan(floor - 1)
-
-
-@pytest.mark.deep
-def test_a_tuned_size_is_one_processs():
-    model, step = made()
-    asked = {"objective": "batch", "at_least": 64, "at_most": 65}
-    step["config"] = ms.Config(mode="conservative")
-    ranks = {"parallel": "fsdp2", "world": 64}
-    peak = ms.OOMPredictor(model, **step, **ranks).predict(batch(64), recommend=False).peak_bytes
-    tuned = ms.AutoTuner(model, **step, **ranks).tune(batch, budget=peak + 2**20, **asked)
-    assert tuned.plan.parallel == Parallel("fsdp2", 64)
-    assert any("one process's of several (fsdp2 over 64 processes)" in note for note in tuned.notes)
-    with pytest.raises(ms.BudgetError):
-        ms.AutoTuner(model, **step).tune(batch, budget=peak + 2**20, **asked)
 
 
 MISTAKES = {

@@ -15,9 +15,9 @@ import memscale as ms
 from memscale.core import wrapped
 from memscale.core.units import budget_bytes
 from memscale.planning.parts.heads import loss_head
-from memscale.planning.prediction.largest import LargestBatch, largest_fitting
-from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk, Recommendation
-from memscale.planning.remedies import optimizer_options, planned, shorthands, split, summary
+from memscale.planning.prediction.largest import largest_fitting
+from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk
+from memscale.planning.remedies import shorthands, summary
 from memscale.simulation.measured.allocator_trace import measure, training_roles
 
 WIDTH = 64
@@ -179,20 +179,6 @@ def test_json_keeps_everything_and_says_the_verdict(critical):
         assert part in prediction.to_json()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nonsense", "the prediction is not JSON, or was cut off"),
-        ("[]", "the prediction has schema version None"),
-        ('{"memscale_prediction": 99}', "has schema version 99, and this version of memscale reads version 1"),
-        ('{"memscale_prediction": 1, "profile": {}}', "the profile has schema version None"),
-    ],
-)
-def test_json_that_is_none(text, message):
-    with pytest.raises(ms.ConfigError, match=message):
-        OOMPrediction.from_json(text)
-
-
 # -- recommendations ---------------------------------------------------------------------------------------------------
 
 
@@ -217,32 +203,6 @@ def test_the_recommended_plan_is_the_planners_and_frees_by_the_allocator_what_it
     assert told.step_seconds is None, "the box does not say how fast it is"
 
 
-@pytest.mark.deep
-def test_what_fits_nowhere_gets_the_smallest_plan_alone_and_in_parts():
-    model, batch = blocks(), rows(1024)
-    prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(MIB)).predict(batch)
-    told = {each.parts > 1: each for each in prediction.recommendations if each.plan and "cast" not in each.action}
-    with pytest.raises(ms.BudgetError) as caught:
-        ms.plan(model, batch, budget=MIB, loss=square, keeps_output=False, hardware=box(MIB))
-    assert told[False].plan == told[True].plan == caught.value.plan
-    assert told[False].peak_bytes == caught.value.peak_bytes > told[True].peak_bytes
-    assert told[True].action.endswith(f" equal parts of the batch, and apply the plan: {summary(caught.value.plan)}")
-
-
-@pytest.mark.deep
-def test_a_config_says_what_the_recommended_plan_may_use():
-    def told(**fields):
-        predictor = ms.OOMPredictor(
-            Speaker(), loss=next_token, keeps_output=False, hardware=box(MIB), config=ms.Config(**fields)
-        )
-        return {
-            repr(rule.transform) for each in predictor.predict(tokens(8)).recommendations for rule in each.plan or ()
-        }
-
-    assert any("tile" in each for each in told(mode="aggressive"))
-    assert not any("tile" in each for each in told(mode="conservative"))
-
-
 def test_recommendations_free_something_and_come_best_first():
     prediction = ms.OOMPredictor(Speaker(), loss=next_token, keeps_output=False, hardware=box(MIB)).predict(tokens(8))
     freed = [each.freed_bytes for each in prediction.recommendations]
@@ -250,43 +210,6 @@ def test_recommendations_free_something_and_come_best_first():
     assert freed == sorted(freed, reverse=True)
     assert freed[-1] > 0
     assert all(each.freed_bytes + each.peak_bytes == prediction.peak_bytes for each in prediction.recommendations)
-
-
-@pytest.mark.deep
-def test_a_loop_is_not_tried_where_the_peak_is_not_the_optimizers():
-    model, said = blocks(), []
-    predictor = ms.OOMPredictor(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        loss=square,
-        keeps_output=False,
-        hardware=box(8 * MIB),
-        progress=lambda what, *_: said.append(what),
-    )
-    prediction = predictor.predict(rows(1024))
-    assert prediction.recommendations[0].peak_bytes <= 8 * MIB
-    assert {"the step as it is", "candidates", "a plan"} <= set(said)
-    assert not any("optimizer" in what for what in said)
-
-
-@pytest.mark.deep
-def test_the_optimizers_loops_are_tried_and_its_groups_are_as_before():
-    model = blocks(2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    before = [list(group.items())[1:] for group in optimizer.param_groups]
-    prediction = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware="h100").predict(
-        rows(2), recommend=True
-    )
-    for options in ({"fused": True}, {"foreach": False}):
-        (key, value) = next(iter(options.items()))
-        other = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-        peak = ms.profile(
-            model, rows(2), optimizer=other, loss=square, keeps_output=False, hardware="h100"
-        ).reserved_peak_bytes
-        told = [each for each in prediction.recommendations if each.action == f"build the optimizer with {key}={value}"]
-        assert [each.peak_bytes for each in told] == ([peak] if peak < prediction.peak_bytes else [])
-    assert [list(group.items())[1:] for group in optimizer.param_groups] == before
-    assert not optimizer.state
 
 
 def test_the_foreach_loop_costs_what_is_said():
@@ -304,36 +227,6 @@ def test_the_foreach_loop_costs_what_is_said():
         )
         assert each.peak_bytes == profile.peak_bytes == prediction.peak_bytes - each.freed_bytes
     assert optimizer.param_groups[0]["foreach"] is True
-
-
-@pytest.mark.deep
-def test_a_loop_beside_the_plan_is_told_where_it_frees_more():
-    optimizer = torch.optim.AdamW((model := blocks(2)).parameters(), foreach=True)
-    prediction = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(MIB)).predict(
-        rows(1024)
-    )
-    plan = next(each for each in prediction.recommendations if each.plan is not None and not each.optimizer_options)
-    assert plan.peak_bytes > MIB  # or no loop is tried
-    beside = [each for each in prediction.recommendations if each.plan == plan.plan and each.optimizer_options]
-    assert all(each.peak_bytes < plan.peak_bytes for each in beside)
-
-
-def test_options_of_an_optimizer_are_put_back_also_where_they_were_not_there():
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), fused=False)
-    del optimizer.param_groups[0]["foreach"]
-    before = dict(optimizer.param_groups[0])
-    options = {"fused": True, "foreach": False}
-
-    def use():
-        with optimizer_options(optimizer, options):
-            assert optimizer.param_groups[0].items() >= options.items()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        use()
-    assert list(optimizer.param_groups[0].items()) == list(before.items())
-    with optimizer_options(None, {}):
-        pass
 
 
 def test_accumulation_takes_as_few_parts_as_fit():
@@ -377,32 +270,6 @@ def test_a_simulation_is_not_compared_with_real_steps():
     )
 
 
-def test_parts_end_where_smaller_ones_free_no_more():
-    # In 4 parts the peak is in the optimizer, which does not see the batch.
-    model, batch = nn.Sequential(*[nn.Linear(200, 200) for _ in range(8)]), torch.ones(512, 200)
-    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    half, quarter, eighth = (
-        ms.profile(
-            model, split(batch, parts), optimizer=optimizer, loss=square, keeps_output=False, accumulate=2
-        ).peak_bytes
-        for parts in (2, 4, 8)
-    )
-    assert half > quarter == eighth
-    prediction = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(1)).predict(batch)
-    (told,) = [each for each in prediction.recommendations if each.parts > 1 and each.plan is None]
-    assert (told.parts, told.peak_bytes) == (4, quarter)
-
-
-def test_a_batch_is_split_along_what_its_first_tensor_begins_with():
-    mask, table, number = torch.ones(6, 2), torch.ones(5, 6), 7
-    part = split({"x": torch.arange(6), "mask": mask, "table": table, "number": number, "none": None}, 3)
-    assert part["x"].tolist() == [0, 1]
-    assert (part["mask"].shape, part["table"], part["number"], part["none"]) == ((2, 2), table, number, None)
-    assert split(torch.ones(6), 4) is None
-    assert split(torch.ones(0), 2) is None
-    assert split((torch.tensor(1.0), "text"), 2) is None
-
-
 @pytest.mark.deep
 def test_the_recommended_plan_takes_the_place_of_the_callers():
     own = {"layers.*": ms.checkpoint()}
@@ -428,13 +295,6 @@ def test_a_card_without_bfloat16_is_told_to_compute_in_float16():
     assert "cast" not in shorthands(blocks().bfloat16(), box(1))
 
 
-def test_names_of_transforms_make_a_plan():
-    rules = shorthands(Speaker(), box(1))
-    moved = ms.compose(ms.offload(), ms.checkpoint(), ms.cast())
-    assert planned(rules) == ms.Plan({"layers.*": moved, "head": ms.tile(chunks=8), "": ms.cast()})
-    assert planned({"offload": rules["offload"]}) == ms.Plan({"layers.*": ms.offload()})
-
-
 @pytest.mark.parametrize(
     ("model", "path"),
     [
@@ -447,10 +307,6 @@ def test_names_of_transforms_make_a_plan():
 )
 def test_the_loss_head_is_the_last_of_the_widest_linear_layers(model, path):
     assert loss_head(model, ["layers.0", "layers.1", "layers.2"]) == path
-
-
-def test_layers_inside_blocks_are_no_heads():
-    assert loss_head(blocks(), ["0", "1", "2"]) == "3.0"
 
 
 def test_what_cannot_be_simulated_is_a_note():
@@ -572,20 +428,6 @@ def test_a_plan_and_accumulation_count_in_the_largest_batch():
     assert fit.n > 1.5 * ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(6 * MIB)).largest(rows).n
 
 
-def test_the_largest_of_a_range():
-    predictor = ms.OOMPredictor(blocks(1), loss=square, keeps_output=False, hardware=box(100 * MIB))
-    top = predictor.largest(rows, at_least=3, at_most=20)
-    assert (top.n, top.next_peak_bytes) == (20, None)
-    assert "the most that was asked for" in str(top)
-    only = predictor.largest(rows, at_least=7, at_most=7)
-    assert (only.n, only.simulations) == (7, 1)
-
-
-def test_it_prints_the_proof():
-    largest = LargestBatch(n=7, peak_bytes=3 * MIB, next_peak_bytes=5 * MIB, capacity_bytes=4 * MIB, simulations=4)
-    assert str(largest) == "7 fits: 3.00 MiB of 4.00 MiB; 8 would take 5.00 MiB (4 sizes simulated)"
-
-
 def search(peak, capacity, at_least=1, at_most=2**20):
     asked = []
 
@@ -624,17 +466,6 @@ def test_a_parabola_takes_few_simulations(line, capacity):
     n, asked = search(lambda n: base + slope * n + bend * n * n, capacity, at_most=10**12)
     # 1 and 2, strides of 16 up to the answer, three points make the curve, the answer, and one more.
     assert asked <= 6 + np.log(n) / np.log(16)
-
-
-def test_a_cliff_is_found_by_halving():
-    n, asked = search(lambda n: 10 if n < 10**6 else 10**9, 100)
-    assert n == 10**6 - 1
-    assert asked <= 40
-
-
-def test_a_step_that_hides_the_slope_is_looked_beyond():
-    assert search(lambda n: max(10**6, 999 * n), 10**7) == (10010, 9)
-    assert search(lambda n: 5, 4) == (None, 1)
 
 
 # -- nothing is changed, and bad input ---------------------------------------------------------------------------------
@@ -884,13 +715,6 @@ def test_a_budget_is_called_what_the_verb_calls_it():
         budget_bytes("x", 1, argument="max_cpu")
 
 
-def test_recommendations_are_values():
-    one = Recommendation("act", 1, 2, ms.Plan({"*": ms.checkpoint()}))
-    assert one == Recommendation("act", 1, 2, ms.Plan({"*": ms.checkpoint()}), {}, 1, None)
-    with pytest.raises(AttributeError):
-        one.freed_bytes = 2
-
-
 VARIED = (700, 2900, 300, 1800, 3000, 1100, 2400)
 
 
@@ -911,11 +735,6 @@ def test_batches_that_differ_in_size_reserve_more_than_the_largest():
     assert not predictor.predict_steps(batches, budget=largest.peak_bytes).fits
     with pytest.raises(ms.ConfigError, match="at least one batch"):
         predictor.predict_steps([])
-
-
-def test_a_device_without_an_allocator_reserves_nothing():
-    predictor = ms.OOMPredictor(*_mlp("cpu"), loss=lambda y, _: y.square().mean())
-    assert predictor.predict_steps([torch.ones(8, 512), torch.ones(4, 512)]).profile.reserved_peak_bytes is None
 
 
 @pytest.mark.cuda

@@ -1,7 +1,5 @@
 """The tuner: the best size of all, within the budget on the real allocator, with nothing left of the search."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,12 +8,10 @@ from torch import nn
 
 import memscale as ms
 from memscale.planning import Confirmation
-from memscale.planning.prediction.sizes import Sizes
 from memscale.planning.tuning import tuner
 from memscale.planning.tuning.rates import TOLERANCE, Pace, fastest_size
 from tests.support.checks import bits
 
-MIB = 2**20
 BOX = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**36)
 ROWS = 45  # of a size, so that a few sizes make a difference
 MOST, BUDGET = 10, 400_000
@@ -146,18 +142,6 @@ def test_the_longest_sequence_counts_tokens():
         ms.plan(batch=ids(best.size + 1), budget=900_000, **made)
 
 
-@pytest.mark.deep
-def test_a_range_and_a_count_of_the_callers_own():
-    best = tuning("1GiB", objective="batch", at_least=3, at_most=5, count=lambda batch: 7 * len(batch))
-    assert best.size == 5
-    assert best.unit == "counted"
-    assert best.per_second == 7 * 5 * ROWS / best.plan.evidence.planned.step_seconds
-    assert best.too_large is None
-    only = tuning("1GiB", at_least=2, at_most=2)
-    assert [trial.size for trial in only.trials] == [2]
-    assert only.bound_per_second == only.per_second
-
-
 def test_accumulated_batches_count():
     one, two = (tuning("1GiB", at_least=4, at_most=4, made=step(accumulate=passes)) for passes in (1, 2))
     assert two.per_second == 2 * 4 / two.plan.evidence.planned.step_seconds
@@ -204,16 +188,6 @@ def test_nothing_is_left_of_a_search():
     assert torch.equal(state, torch.get_rng_state())
     assert not optimizer.state
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.deep
-def test_the_second_time_nothing_is_searched():
-    first, second = [], []
-    results = [tuning(900_000, said=said, at_least=5, at_most=6).to_json() for said in (first, second)]
-    assert any("candidates" in what for what in first)
-    assert not any("candidates" in what for what in second)
-    one, two = (dataclasses.replace(ms.Tuning.from_json(each), confirmation=None, simulations=0) for each in results)
-    assert one == two
 
 
 @pytest.mark.parametrize("objective", ["throughput", "batch"])
@@ -269,31 +243,6 @@ def test_without_the_device_a_note_says_why_nothing_is_confirmed(monkeypatch):
     assert on_meta.confirmation is elsewhere.confirmation is full.confirmation is None
 
 
-def test_tensors_on_meta_are_made_real_for_the_real_step():
-    best = tuning("1GiB", lambda size: torch.empty(ROWS * size, 32, device="meta"), at_least=4, at_most=4)
-    same = tuning("1GiB", at_least=4, at_most=4)
-    assert best.plan == same.plan
-    assert best.confirmation.peak_bytes == same.confirmation.peak_bytes
-
-
-@pytest.mark.deep
-def test_no_batch_is_made_that_cannot_fit(monkeypatch):
-    asked = []
-
-    def counted(size):
-        asked.append(size)
-        return rows(size)
-
-    tuning(450_000, counted, objective="batch")
-    assert max(asked) * ROWS * 32 * 4 <= 450_000
-    monkeypatch.setattr("memscale.planning.prediction.sizes.available_host_bytes", lambda: 10_000)
-    sizes = Sizes(rows, 1, "tune")
-    sizes.batch(1)
-    sizes.batch(2)
-    with pytest.raises(ms.ConfigError, match=r"batch_fn\(9\) would take about 50\.6 KiB of the 9\.77 KiB.*on meta"):
-        sizes.batch(9)
-
-
 def test_a_size_that_fits_under_the_plan_of_another_fits(monkeypatch):
     """The planner does not find the smallest plan of every size."""
     find = ms.DecisionEngine.fastest
@@ -328,24 +277,6 @@ def test_no_size_is_slower_than_a_larger_one(monkeypatch):
     assert [each.size for each in best.trials] == [5, 6]
     assert seconds == sorted(seconds)
     assert "adopted" in best.trials[0].done or seconds[0] < seconds[1]
-
-
-class Jagged(nn.Sequential):
-    """Holds much more for an odd number of rows."""
-
-    def forward(self, x):
-        out = super().forward(x)
-        return out if (len(x) // ROWS) % 2 == 0 else out + torch.ones(200_000).sum()
-
-
-@pytest.mark.deep
-def test_peaks_that_fall_again_are_noticed():
-    made = step(Jagged(*mlps()))
-    best = tuning(900_000, made=made, objective="batch", at_least=2, at_most=7)
-    assert best.size == 6
-    assert "what a step takes does not only grow" in "".join(best.notes)
-    with pytest.raises(ms.BudgetError):
-        ms.plan(batch=rows(5), budget=900_000, **made)
 
 
 BAD = {

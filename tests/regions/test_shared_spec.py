@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 
-from memscale.regions import shared_spec as specs
 from memscale.regions.argument_spec import arguments
 from memscale.regions.captures import Captures
 from memscale.regions.shared_spec import SharedSpec, shared_spec
@@ -118,25 +117,6 @@ def test_every_call_is_remembered_as_it_was(last):
             assert kwargs["pair"][0] is args[0]
             args[1].layers, args[1].left = None, "by the rerun"
         assert seen(cache, {}) == now
-
-
-def test_only_what_has_changed_is_looked_through(monkeypatch):
-    cache, captures, marked = made(), Captures(torch.sin), []
-    mark = specs._ObjectSpec._marked
-
-    def noted(self, index, content, ids):
-        marked.append(content)
-        return mark(self, index, content, ids)
-
-    monkeypatch.setattr(specs._ObjectSpec, "_marked", noted)
-    shared_spec((cache,), {}, captures)
-    assert len(marked) == 7
-    shared_spec((cache,), {}, captures)
-    assert len(marked) == 7
-    cache.layers[0].count = 9
-    shared_spec((cache,), {}, captures)
-    assert len(marked) == 8
-    assert marked[-1] is cache.layers[0].__dict__
 
 
 def test_nothing_is_kept_alive():

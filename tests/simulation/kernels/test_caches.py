@@ -28,28 +28,11 @@ def _small(monkeypatch):
     monkeypatch.setattr(caches, "_MOST_BYTES", 8 * MIB)
 
 
-def test_reads_after_more_and_more_of_other_memory_say_what_is_missing():
-    found = caches.tried(Reads(1.0, 1.0, 2.0, 2.5, 3.0))
-    assert found == ((0, MIB, 2 * MIB, 4 * MIB, 8 * MIB), (0.0, 0.0, 0.5, 0.75, 1.0))
-    # What disturbed one read says nothing, and no less is missing after more.
-    assert caches.tried(Reads(1.0, 2.0, 1.5, 3.0, 2.0)).shares == (0.0, 0.5, 0.5, 1.0, 1.0)
-    assert caches.tried(Reads(1.0, 1.0, 1.0, 1.0, 1.0)).shares == (0.0, 0.0, 0.0, 0.0, 1.0)
-
-
 def test_trying_takes_an_eighth_of_the_memory_that_is_free(monkeypatch):
     monkeypatch.setattr(caches, "available_host_bytes", lambda: 16 * MIB)
     assert caches.tried(Reads(1.0, 2.0, 2.0)).nbytes == (0, MIB, 2 * MIB)
     monkeypatch.setattr(caches, "available_host_bytes", lambda: 0)
     assert caches.tried(Reads(1.0, 2.0)).nbytes == (0, MIB)
-
-
-def test_a_flush_leaves_half_or_less():
-    own = caches.Caches((0, MIB, 2 * MIB, 8 * MIB), (0.0, 0.2, 0.6, 1.0))
-    assert own.flush().nbytes == 2 * MIB
-    assert own.lost(0, own.flush().nbytes) == 0.6
-    # Of what is used again and again a part is missing each time, which is none of what is lost beside.
-    assert own.lost(MIB, 2 * MIB) == pytest.approx(0.5)
-    assert own.lost(2 * MIB, MIB) == own.lost(9 * MIB, 16 * MIB) == 0.0
 
 
 def test_what_was_found_is_remembered_on_disk(monkeypatch, tmp_path):

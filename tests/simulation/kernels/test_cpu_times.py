@@ -8,7 +8,6 @@ from torch import nn
 
 import memscale as ms
 from memscale.hardware import Seconds, Work
-from memscale.simulation.dispatch.host_time import HostTime, Own
 from memscale.simulation.kernels import cpu_times
 from memscale.simulation.kernels.caches import Caches
 from memscale.simulation.kernels.cpu_times import CallTimer, CpuTimes
@@ -50,25 +49,6 @@ def test_a_call_is_timed_with_its_operands_cached_and_not(monkeypatch):
     assert seconds == (5.0, pytest.approx(13.0, rel=0.1))
 
 
-def test_calls_with_page_faults_that_others_do_not_have_are_left_out(monkeypatch):
-    faults = iter([0, 0, *[0, 0], *[0, 2000], *[2000, 2000], *[2000] * 100])
-    monkeypatch.setattr(cpu_times, "_page_faults", lambda: next(faults))
-    tiny = torch.empty(4)
-    assert CallTimer(Ticks(100.0, 6.0, 5.0, 7.0)).seconds(aten.add.Tensor, (tiny, tiny), {}) == (6.0, 6.0)
-
-
-def test_a_long_kernel_is_timed_again_when_the_step_comes_to_it_again(monkeypatch):
-    a, work = torch.empty(64, 64), Work(2 * 64**3, 1, "float32")
-    times = CpuTimes()
-    takes = iter([3.0, 1.0, 9.0, 2.0, 8.0])
-    monkeypatch.setattr(times._timer, "seconds", lambda *_: Seconds(seconds := next(takes), seconds))
-    assert [times.get(aten.mm.default, (a, a), {}, work).cached for _ in range(7)] == [3, 1, 3, 2, 3, 3, 3]
-    takes = iter([1e-3])
-    assert {times.get(aten.sin.default, (a,), {}, work).cached for _ in range(3)} == {1e-3}
-    times.save()
-    assert CpuTimes().get(aten.mm.default, (a, a), {}, work).cached == 3.0
-
-
 def test_times_are_remembered_on_disk():
     a = torch.empty(64, 64)
     times = CpuTimes()
@@ -77,17 +57,6 @@ def test_times_are_remembered_on_disk():
     again = CpuTimes(budget_seconds=0.0)
     assert again.get(aten.mm.default, (a, a), {}, Work(2 * 64**3, 1, "float32")) == found
     assert again.estimated == {}
-
-
-def test_without_time_the_nearest_call_of_the_operator_is_scaled():
-    a, b = torch.empty(64, 64), torch.empty(128, 64)
-    times = CpuTimes()
-    found = times.get(aten.sin.default, (a,), {}, Work(0, 1000, "float32"))
-    times._left_seconds = 0.0
-    assert times.get(aten.sin.default, (b,), {}, Work(0, 2000, "float32")) == found.times(2.0)
-    # Nothing is known of this one but what it moves.
-    assert times.get(aten.cos.default, (b,), {}, Work(0, 500, "float32")) == (found.uncached / 2,) * 2
-    assert list(times.estimated) == ["aten::sin", "aten::cos"]
 
 
 def test_a_profile_says_what_was_not_timed(monkeypatch):
@@ -153,25 +122,6 @@ def test_python_between_the_operators_counts():
 
     assert 0.02 <= seconds(Slow) < 0.03
     assert seconds(nn.Linear) < 0.005
-
-
-def test_the_least_of_several_steps_counts():
-    host, found = HostTime(Own(), Ticks(9.0, 8.0, 3.0, 2.0, 1.0, 4.0, 5.0)), []
-    for op in ("mm", "add", "add", "add", "exp", "add"):  # each in a step of its own
-        with host.running():
-            host.stands()
-            found.append(host.taken(op))
-    assert found == [9.0, 8.0, 3.0, 2.0, 1.0, 2.0]  # the first step does not count, nor does another operator's time
-
-
-def test_the_host_stands_while_the_simulation_works():
-    host = HostTime(Own(), Ticks(1.0))
-    with host.running():
-        with host.interrupted():
-            pass
-        host.stands()
-        assert host.taken("mm") == 2.0  # before the interruption, and after it
-    assert Seconds(1.0, 3.0).at(0.25) == 1.5
 
 
 def test_steps_simulated_again_for_their_time_read_no_oftener():

@@ -10,7 +10,6 @@ from torch import nn
 
 import memscale as ms
 from memscale.hardware import COLLECTIVES
-from memscale.simulation.schedule.clock import CAUSES, Clock
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
@@ -135,31 +134,6 @@ def group():
     dist.destroy_process_group()
 
 
-def test_hybrid_sharding_uses_both_links_at_once(group):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("replicate", "shard"))
-    with torch.device("meta"):
-        model = Model()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    x = torch.empty(64, WIDTH, device="meta")
-    profile = ms.profile(model, x, loss=lambda y, _: y.sum(), hardware=CARD)
-    gathered, reduced = of(profile, "all-gather"), of(profile, "all-reduce")
-    assert ({each.size for each in gathered}, {each.size for each in reduced}) == ({8}, {2})
-    block = next(each for each in reduced if each.nbytes == BLOCK_BYTES // 8)
-    # One process of each node takes part, over its own adapter.
-    rate = 0.94 * CARD.network_bytes_per_second
-    assert block.seconds == pytest.approx(2 * (1 / 2) * block.nbytes / rate, rel=0.1)
-    assert any(
-        each.begin < one.begin + one.seconds and one.begin < each.begin + each.seconds
-        for each in reduced
-        for one in of(profile, "reduce-scatter")
-    )
-
-
 def test_a_functional_collective_is_waited_for_where_its_result_is_used(group):
     from torch.distributed import _functional_collectives as functional
 
@@ -194,16 +168,6 @@ def test_what_is_not_known_of_links_is_told():
     assert not any("taken to be" in note or "not known" in note for note in profiled(world=16).notes)
 
 
-def test_a_processor_waits_itself():
-    cpu = ms.Hardware(
-        name="CPU", device_type="cpu", memory_bytes=1 << 40, flops_per_second={"float32": 1e12},
-        bandwidth_bytes_per_second=1e11, devices_per_node=1, network_bytes_per_second=1e9, measured=True,
-    )  # fmt: skip
-    profile = profiled(card=cpu, rows=256)
-    sent = sum(each.seconds for each in profile.schedule.collectives)
-    assert profile.exposed_seconds["all-gather"] + profile.exposed_seconds["reduce-scatter"] == pytest.approx(sent)
-
-
 def test_the_schedule_is_written_drawn_and_said(tmp_path):
     profile = profiled(card=linked(0.1))
     assert ms.Profile.from_json(profile.to_json()) == profile
@@ -214,18 +178,3 @@ def test_the_schedule_is_written_drawn_and_said(tmp_path):
     assert "waits for reduce-scatter" in text
     profile.html(tmp_path / "step.html")
     assert "waits for all-gather" in (tmp_path / "step.html").read_text()
-
-
-def test_a_host_whose_launches_wait_for_a_device_that_waits_for_links_is_not_late():
-    clock = Clock(CARD)
-    clock.begin_step()
-    for at in range(4000):
-        if at % 400 == 0:  # more operators than the queue of launches takes wait behind it
-            clock.wait(clock.collective("all-gather", "all", 8, 1, 5e-3), None)
-        clock.calls(1e-6)
-        clock.operator(1e-5)
-    clock.end_step()
-    waits = {cause: sum(each.end - each.begin for each in clock.stalls if each.cause == cause) for cause in CAUSES}
-    assert waits["all-gather"] == pytest.approx(10 * 5e-3, rel=0.01)
-    assert clock.end == pytest.approx(4000 * 1e-5 + waits["all-gather"], rel=0.01)
-    assert waits["host"] < 1e-4

@@ -77,16 +77,6 @@ def test_a_stretch_begins_in_one_row_and_ends_in_the_next(cuts):
     )
 
 
-def test_rows_in_a_row_keep_what_one_row_does():
-    x = torch.rand(4, 3, 12, 12)
-
-    def kept(model, cuts):
-        found = ms.saved_residuals(ms.transform(model, {"": ms.checkpoint(cuts=cuts)}), x)
-        return sum(each.nbytes for each in found if each.source == "intermediate")
-
-    assert kept(rows_in_a_row(), ((0, 1), (2, 0, 1), (2, 2))) == kept(row(), (1, 5, 7))
-
-
 def test_what_runs_around_the_children_of_a_row_is_not_passed_over():
     fit = ms.transform(rows_in_a_row(), {"": ms.checkpoint(cuts=((0, 1),))})
     handle = fit[0].register_forward_hook(lambda *_: None)

@@ -215,26 +215,6 @@ def test_a_moved_value_that_the_region_changed_raises_as_autograd_does():
 # ----------------------------------------------------------------------------------------------- what it refuses
 
 
-LEVELS = {
-    "grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
-    "vmap": lambda f: torch.func.vmap(f),
-    "vmap(grad)": lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x).sum())),
-    "jacrev": lambda f: torch.func.jacrev(f),
-    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
-def test_inside_torch_func_a_checkpoint_around_it_leaves_it_nothing_to_do(level):
-    def fn(x):
-        return x.sin().exp()
-
-    x = torch.randn(3, 3)
-    how = compose(checkpoint(), offload(min_bytes=0))
-    assert bits(level(how(fn))(x)) == bits(level(checkpoint()(fn))(x))
-
-
 def test_torch_func_inside_it_is_refused_by_name():
     with pytest.raises(ms.TransformError, match=r"the region of offload\(\) uses a transform of torch\.func"):
         offload()(lambda x: torch.func.grad(lambda y: y.sin().sum())(x) * x)(numbers(3))
@@ -267,18 +247,6 @@ def test_nested_tensors_come_back_right(make):
         return [bits(part) for part in grad.unbind()]
 
     assert gradient(offload()) == gradient(identity)
-
-
-def test_vmap_inside_a_region_is_right():
-    x, w = numbers(4, 8), numbers(8)
-
-    def fn(x, w):
-        return torch.func.vmap(lambda row: (row * w).sin().exp())(x)
-
-    runtime = synchronous()
-    found = torch.autograd.grad(offload().on(runtime)(fn)(x, w).sum(), (x, w))
-    assert bits(found) == bits(torch.autograd.grad(fn(x, w).sum(), (x, w)))
-    assert totals(runtime)[0] > 0
 
 
 # ------------------------------------------------------------------------------------------------------ subclasses

@@ -9,7 +9,7 @@ from torch import nn
 
 import memscale as ms
 from memscale import checkpoint, compose
-from memscale.runtime import Runtime, home_of
+from memscale.runtime import Runtime
 from memscale.runtime.engine.ahead import Ahead
 from memscale.runtime.engine.engine import Engine
 from memscale.simulation.measured.allocator_trace import measure
@@ -86,20 +86,6 @@ def test_with_loads_ahead_the_last_region_stays_for_the_backward_that_begins_wit
     trained(fit)
     in_bytes, out_bytes = (now - then for now, then in zip(moved(runtime)[:2], before[:2], strict=True))
     assert (in_bytes, out_bytes) == (LAYERS * LAYER + (LAYERS - 2) * WEIGHT, LAYERS * LAYER)
-
-
-def test_what_is_loaded_ahead_is_noted_before_the_wait_for_it():
-    fit, runtime = streamed(depth=1)
-    trained(fit)
-    mover = runtime.homes(torch.empty(0))
-    asked, enter, load = [], mover.enter, mover._loader.load
-    names = {home_of(p): name for name, p in fit.named_parameters()}
-    mover._loader.load = lambda home, **options: (asked.append(names[home]), load(home, **options))[1]
-    mover.enter = lambda *given: (asked.append("enter"), enter(*given))[1]
-    with torch.no_grad():
-        fit(rows())
-    order = [(f"{layer}.weight", f"{layer}.bias") for layer in range(LAYERS)]
-    assert asked == ["enter", *order[0], *order[1], "enter", *order[2], "enter", *order[3], "enter"]
 
 
 # ------------------------------------------------------------------------------------------- on the virtual clock
@@ -194,11 +180,6 @@ class Scaled(nn.Module):
         return x + self.weight * 2.0
 
 
-@pytest.mark.parametrize(("depth", "exposed"), [(0, 6.0), (2, 1.0)])
-def test_gradients_leave_while_the_next_region_computes(depth, exposed):
-    check_gradients_leave_while_the_next_region_computes(depth, exposed)
-
-
 def check_the_cpu_waits_for_each_gradient():
     """What a hook, or an optimizer, reads must be there, which the compute stream's own wait does not promise."""
     backend = AdversarialDevice(lambda n: n - 1, {"pinned": 1 << 22})
@@ -213,10 +194,6 @@ def check_the_cpu_waits_for_each_gradient():
     assert seen == list(range(1, 2 * LAYERS + 1))
 
 
-def test_the_cpu_waits_for_each_gradient():
-    check_the_cpu_waits_for_each_gradient()
-
-
 def check_as_many_regions_are_ahead_as_in_a_simulation():
     """Whatever copies take: three of the regions to come beside the one that runs."""
     peaks = {}
@@ -228,10 +205,6 @@ def check_as_many_regions_are_ahead_as_in_a_simulation():
         assert forward() == pytest.approx(0.1 if copy_seconds == 0.1 else 10.0 + 5 * 9.0)
     assert peaks == {0.1: 4, 10.0: 4}
     assert measure(on_the_clock(0, 0.1)[2]).peak_bytes // WEIGHT == 1
-
-
-def test_as_many_regions_are_ahead_as_in_a_simulation():
-    check_as_many_regions_are_ahead_as_in_a_simulation()
 
 
 class Done(NamedTuple):
@@ -257,10 +230,6 @@ def check_depth_follows_the_measured_times():
         assert ahead.depth() == depth
 
 
-def test_depth_follows_the_measured_times():
-    check_depth_follows_the_measured_times()
-
-
 def loads(seconds):
     """A link with copies of a second each, which are asked for one after the other, and needed in so many seconds."""
     backend = Punctual(1.0)
@@ -281,10 +250,6 @@ def check_what_is_needed_at_once_overtakes_what_is_loaded_ahead():
     assert engine.stats().exposed_seconds == pytest.approx(3.0), "behind the two that the stream was given"
 
 
-def test_what_is_needed_at_once_overtakes_what_is_loaded_ahead():
-    check_what_is_needed_at_once_overtakes_what_is_loaded_ahead()
-
-
 def check_the_earliest_deadline_goes_first():
     backend, engine, copies, targets = loads([60.0] * 6 + [3.0])
     for _ in range(3):
@@ -292,10 +257,6 @@ def check_the_earliest_deadline_goes_first():
         engine.transfers.pump()
     engine.transfers.arrive(copies[-1], targets[-1])
     assert engine.stats().exposed_seconds == pytest.approx(0.0)
-
-
-def test_the_earliest_deadline_goes_first():
-    check_the_earliest_deadline_goes_first()
 
 
 def check_memory_of_a_home_waits_for_the_load_that_reads_it():

@@ -4,14 +4,13 @@ import copy
 import gc
 import io
 import pickle
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import memscale as ms
-from memscale import identity, offload
+from memscale import identity
 from memscale.runtime import Runtime
 from memscale.runtime.backends.host import HostBackend
 from memscale.simulation.measured.allocator_trace import measure
@@ -19,7 +18,6 @@ from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits, fingerprint
 from tests.support.coverings import taking_turns
 from tests.support.layers import (
-    BIAS,
     HOWS,
     LAYER,
     LAYERS,
@@ -151,14 +149,6 @@ def test_what_something_else_refers_to_stays_and_is_still_shared(hold):
     assert float(fit[0].weight.detach().reshape(-1)[0]) == 0.0
 
 
-@pytest.mark.filterwarnings("ignore:.*leaves every parameter on the device")
-@pytest.mark.parametrize(("min_bytes", "names"), [(None, "weight"), (BIAS, "weight bias"), (WEIGHT + 1, "")])
-def test_small_parameters_stay(min_bytes, names):
-    fit, _ = streamed(offload(what="params", min_bytes=min_bytes), min_bytes=WEIGHT)
-    trained(fit)
-    assert at_home(fit) == [f"{layer}.{name}" for layer in range(LAYERS) for name in names.split()]
-
-
 def test_without_room_parameters_stay_with_one_warning():
     runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0), disk_bytes=2 * (WEIGHT + 4096))
     fit = ms.transform(layers(), {"*": PARAMS}, runtime=runtime)
@@ -244,11 +234,6 @@ def change(model):
 def replace(model):
     for layer in model:
         layer.weight = nn.Parameter(layer.weight.detach() * 0.5)
-
-
-def become_parts(model):
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
 
 
 CHANGES = {
@@ -357,12 +342,6 @@ def test_another_type(dtype):
         found.append(bits(gradients(model)))
     assert found[0] == found[1]
     assert len(at_home(fit)) == 2 * LAYERS
-
-
-def test_nothing_warns_in_an_ordinary_step():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trained(streamed(depth=2)[0], 2)
 
 
 class Clipped(nn.Module):

@@ -102,24 +102,6 @@ def test_a_region_without_gradients_takes_the_kernels_of_one_that_stays(mode):
     assert ran == [{"aten::mm"}] * 3
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        return self.head(self.embedding(ids))
-
-
-def test_two_rules_for_one_module_leave_alone_what_others_use():
-    rules = [("embedding", PARAMS), ("*embedding", offload(what="params", tier="disk"))]
-    fit = ms.transform(Tied(), rules, runtime=runtime_of())
-    fit(torch.arange(4)).sum().backward()
-    assert at_home(fit) == []
-
-
 def test_a_parameter_at_home_in_another_runtime_is_streamed_by_that_one():
     model = layers()
     _, first = streamed(model=model)
@@ -176,30 +158,3 @@ def test_a_layer_that_is_exchanged_is_not_loaded_ahead():
     model[1] = layers()[1]
     model.zero_grad()
     assert trained(model) == trained(layers())
-
-
-@pytest.mark.parametrize(
-    ("does", "error", "says"),
-    [
-        (
-            lambda model, _: model.zero_grad(),
-            ms.TransformError,
-            r"reads or sets \.grad, or requires_grad, of p",
-        ),
-        (lambda model, _: model.requires_grad_(False), ms.TransformError, r"requires_grad, of parameter"),
-        (lambda _, optimizer: optimizer.step(), ms.CorrectnessError, "changed where it lives while a region"),
-    ],
-    ids=["zero_grad", "freezes", "steps"],
-)
-def test_what_only_the_parameter_at_home_has_is_not_asked_of_what_stands_for_it(does, error, says):
-    class Asks(nn.Linear):
-        def forward(self, x):
-            does(self, optimizer)
-            return super().forward(x)
-
-    model = Asks(WIDTH, WIDTH)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(error, match=says):
-        ms.transform(model, {"": PARAMS}, runtime=runtime_of(0))(rows())

@@ -8,8 +8,6 @@ from torch import nn
 
 import memscale as ms
 from memscale import compose, tile
-from memscale.runtime import Runtime
-from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
 from tests.support.coverings import DEEP, in_turn, taking_turns
 from tests.support.layers import (
@@ -58,17 +56,6 @@ def test_optimizers(make, set_to_none):
         return [optimizer.step(closure) for _ in range(3)]
 
     assert len(at_home(same(train))) == 2 * LAYERS
-
-
-def test_gradients_accumulate_where_they_are():
-    def train(model):
-        for _ in range(3):
-            loss_of(model).backward()
-
-    fit = same(train)
-    addresses = [gradient.data_ptr() for gradient in gradients(fit)]
-    train(fit)
-    assert [gradient.data_ptr() for gradient in gradients(fit)] == addresses
 
 
 def test_a_gradient_of_before_the_first_call_moves_too():
@@ -181,14 +168,6 @@ WAYS = [
 )
 def test_ways_of_going_backward(way, how, depth):
     same(way, plan={"*": HOWS[how]}, depth=depth)
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-def test_anomaly_detection_sees_gradients_that_have_arrived():
-    """On a device that copies nothing before somebody waits for it, and where bytes to come are NaN until then."""
-    config = ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2)
-    runtime = Runtime(config, backend=AdversarialDevice(lambda n: n - 1, {"pinned": 1 << 20}))
-    under_anomaly_detection(ms.transform(layers(), {"*": PARAMS}, runtime=runtime))
 
 
 @taking_turns(how=HOWS, depth={"0": 0, "2": 2})

@@ -197,22 +197,9 @@ def test_a_hook_on_a_gradient_is_refused():
         ms.tile(size=2)(_Hooked())(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True))
 
 
-def test_other_dimensions_than_the_first_are_proven():
-    x = torch.randn(1, TOKENS, WIDTH)
-    with proven_rows():
-        torch.testing.assert_close(ms.tile(chunks=2, dim=1)(INDEPENDENT["products"])(x), INDEPENDENT["products"](x))
-        with pytest.raises(ms.TransformError):
-            ms.tile(chunks=2, dim=1)(lambda x: x / x.shape[1])(x)
-
-
 def test_a_batch_norm_is_refused():
     with proven_rows(), pytest.raises(ms.TransformError):
         ms.tile(size=2)(nn.BatchNorm1d(TOKENS))(torch.randn(ROWS, TOKENS, WIDTH))
-
-
-def test_what_was_asked_for_needs_no_proof():
-    x = torch.ones(ROWS, TOKENS, WIDTH)
-    assert torch.equal(ms.tile(size=2)(COUPLED["what no rule speaks of"])(x), torch.cdist(x, x))
 
 
 class _Block(nn.Module):

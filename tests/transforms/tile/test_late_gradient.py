@@ -91,14 +91,6 @@ def test_it_adds_to_what_is_there(at_once):
     assert torch.equal(fit.embed.weight.grad, one + two)
 
 
-def test_two_losses_of_one_graph(made):
-    fit, model, ids = pair()
-    (loss(fit, ids) + loss(fit, ids.flip(0))).backward()
-    assert len(made) == 2
-    (loss(model, ids) + loss(model, ids.flip(0))).backward()
-    assert torch.allclose(fit.embed.weight.grad.double(), model.embed.weight.grad.double(), rtol=0.02, atol=1e-4)
-
-
 def test_another_tensor_keeps_its_own_gradient(made, at_once):
     """Both terms of a sum get one gradient from autograd, the same tensor."""
     fit, _, ids = pair()
@@ -225,17 +217,3 @@ def test_of_wider_numbers_it_is_late_where_that_is_asked_for(dtype, reduction, m
     if reduction == "mean":
         peaks = [ms.measure(lambda fit=fit: run(fit)).growth_bytes for fit in fits]
         assert peaks[1] < peaks[0] - 0.7 * model.head.weight.nbytes
-
-
-@pytest.mark.parametrize("why", ["untied", "a bias", "one piece"])
-def test_where_nothing_can_wait_the_option_changes_nothing(why, made):
-    torch.manual_seed(0)
-    model = Language(dtype=torch.float32, tied=why != "untied", bias=why == "a bias")
-    ids, gradients = torch.randint(0, CLASSES, (ROWS,)), []
-    for late_gradient in (False, True):
-        fit = ms.transform(model, {"head": ms.tile(chunks=2 - (why == "one piece"), late_gradient=late_gradient)})
-        loss(fit, ids).backward()
-        gradients.append(fit.head.weight.grad)
-        fit.zero_grad()
-    assert not made
-    assert torch.equal(*gradients)
