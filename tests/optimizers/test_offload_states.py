@@ -194,25 +194,6 @@ def test_states_are_read_before_their_step_and_written_after_it():
     assert not any(state.get("exp_avg") is not None for state in optimizer.state.values())
 
 
-def test_in_backward_it_reads_ahead_what_stepped_next_the_last_time():
-    class Watched(HostBackend):
-        def copy(self, source, target, stream, *, after):
-            seen.append(stream)
-            return super().copy(source, target, stream, after=after)
-
-    seen = []
-    (plain, expected), (model, optimizer) = twins(ADAMW, ms.step_in_backward())
-    optimizer = DISK.on(Runtime(backend=Watched()))(optimizer)
-    for each in ((plain, expected), (model, optimizer)):
-        train(*each, range(2, 4))
-    seen.clear()
-    train(model, optimizer, [4])
-    train(plain, expected, [4])
-    assert seen[:4] == ["in", "in", "in", "out"]
-    assert seen.count("in") == seen.count("out") == sum(parameter.nbytes >= 16 for parameter in model.parameters())
-    assert numbers(model, optimizer) == numbers(plain, expected)
-
-
 def test_a_parameter_that_was_read_ahead_and_has_no_gradient_keeps_its_states():
     (plain, expected), (model, optimizer) = twins(ADAMW, ms.compose(ms.step_in_backward(), DISK))
     for each in ((plain, expected), (model, optimizer)):
@@ -240,21 +221,6 @@ def test_a_disk_that_fails_is_an_error(stream):
     backend.fails = True
     with pytest.raises(ms.RuntimeUnavailable, match="the disk failed with OSError: the disk is gone; load the last"):
         train(model, optimizer, [1])
-
-
-def test_what_a_step_that_fails_was_reading_ahead_is_waited_for_when_it_is_let_go_of():
-    model, original = trained(ADAMW, 1)
-    runtime = Runtime()
-    optimizer = DISK.on(runtime)(original)
-    train(model, optimizer, [1])
-    first, *others = model.parameters()
-    for parameter in others:
-        parameter.grad = torch.ones_like(parameter)
-    first.grad = torch.ones_like(first).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
-    optimizer.let_go()
-    assert on_disk(runtime) == 0
 
 
 def test_a_step_that_must_run_for_real_is_not_profiled_with_states_on_disk():

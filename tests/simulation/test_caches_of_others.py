@@ -1,6 +1,5 @@
 """What a step caches on its first use, wherever: after a simulation it has what a process has that never simulated."""
 
-import collections
 import functools
 import multiprocessing
 import sys
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from tests.support.coverings import DEEP, in_turn
+from tests.support.coverings import in_turn
 
 
 def table(n, device=None):
@@ -30,10 +29,6 @@ class Slots:
     __slots__ = ("mask",)
 
 
-class Key:
-    pass
-
-
 def cached_by_dict(holder, key, make):
     if key not in holder:
         holder[key] = make()
@@ -45,19 +40,9 @@ def unbounded():
     return lambda n, x: cached(n)
 
 
-def bounded():
-    cached = functools.lru_cache(maxsize=4)(table)
-    return lambda n, x: cached(n)
-
-
 def bounded_tuple():
     cached = functools.lru_cache(maxsize=4)(lambda n: (table(n), {"also": table(n) * 2}))
     return lambda n, x: cached(n)[0] + cached(n)[1]["also"]
-
-
-def by_shape_and_device():
-    cache = {}
-    return lambda n, x: cached_by_dict(cache, (n, str(x.device), x.dtype), lambda: table(n, x.device))
 
 
 def views_of_one():
@@ -77,25 +62,6 @@ def attribute_of_function():
         return table(n) if get.mask is None else get.mask
 
     return get
-
-
-def attribute_of_class():
-    class Local:
-        mask = None
-
-    def get(n, x):
-        if Local.mask is None:
-            Local.mask = table(n)
-        return Local.mask
-
-    return get
-
-
-def dict_of_class():
-    class Local:
-        masks = {}  # noqa: RUF012
-
-    return lambda n, x: cached_by_dict(Local.masks, n, lambda: table(n))
 
 
 def attribute_of_object():
@@ -133,14 +99,6 @@ def dict_of_another_file():
     return get
 
 
-def name_of_another_file():
-    other = types.ModuleType("other_file")
-    code = "MASK = None\ndef get(n, table):\n    global MASK\n    if MASK is None:\n        MASK = table(n)\n"
-    code += "    return MASK"
-    exec(code, vars(other))
-    return lambda n, x: other.get(n, table)
-
-
 def objects_in_list():
     tables = []
 
@@ -151,24 +109,6 @@ def objects_in_list():
         tables.append(types.SimpleNamespace(n=n, mask=table(n)))
         return tables[-1].mask
 
-    return get
-
-
-def deque():
-    tables = collections.deque(maxlen=3)
-
-    def get(n, x):
-        if not tables:
-            tables.append((n, table(n)))
-        return tables[0][1]
-
-    return get
-
-
-def weak_keys():
-    key, cache = Key(), weakref.WeakKeyDictionary()
-    get = lambda n, x: cached_by_dict(cache, key, lambda: table(n))  # noqa: E731
-    get.key = key
     return get
 
 
@@ -225,18 +165,6 @@ def autograd_function():
     return lambda n, x: Times.apply(torch.ones(n, n, requires_grad=True), n).detach()
 
 
-def filled_in_place():
-    cache = {}
-
-    def make(n):
-        made = torch.empty(n, n)
-        made.fill_(1.5)
-        made.mul_(2).add_(torch.linspace(0, 1, n))
-        return made
-
-    return lambda n, x: cached_by_dict(cache, n, lambda: make(n))
-
-
 def of_a_batch():
     cache = {}
     return lambda n, x: cached_by_dict(cache, n, lambda: x.detach().mean() * torch.ones(n, n))
@@ -258,10 +186,6 @@ KINDS = [
     unbounded, bounded_tuple, views_of_one, attribute_of_function, attribute_of_object, slot_of_object,
     dict_of_another_file, objects_in_list, weak_values, thread_local, hidden_in_a_cell, autograd_function, of_a_batch,
     of_a_weight, drawn,
-]  # fmt: skip
-ALIKE = [
-    bounded, by_shape_and_device, attribute_of_class, dict_of_class, name_of_another_file, deque, weak_keys,
-    filled_in_place,
 ]  # fmt: skip
 
 
@@ -290,7 +214,7 @@ WAYS = {
     "wrap": lambda model, x: ms.wrap(model, sample_input=x),
     "plan": lambda model, x: ms.plan(model, x, loss=mean, budget="2GiB", optimizer=None, hardware="h100"),
 }
-CASES = in_turn([*KINDS, *ALIKE] if DEEP else KINDS, WAYS)
+CASES = in_turn(KINDS, WAYS)
 
 
 def mean(y, _):
