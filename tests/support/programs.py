@@ -105,7 +105,7 @@ OPERATORS = {
     "kept output": Operator("self.t# = h.detach()", "self.t# = None", ("kept",)),
     "auxiliary loss": Operator("self.auxiliary = torch.sin(h).square().sum()", "self.auxiliary = None", ("kept",)),
     "notes": Operator("notes.append(torch.sin(h).square().sum())", "", ("argument",)),
-    "cache": Operator("cache['k'] = torch.sin(cache.get('k', 1.0) * h)\nh = h + cache['k']", "", ("argument",)),
+    "cache": Operator("cache['k'] = torch.sin(cache.get('k', 1.0) + h)\nh = h + cache['k']", "", ("argument",)),
     "argument in place": Operator("h.mul_(0.75)\nh = torch.sin(h)", "", ("in place",)),
     "state argument in place": Operator("state.mul_(1.25)\nh = torch.sin(h * state)", "", ("in place", "buffer")),
     "piece in place": Operator("h = h * 1.0\nh[:, :2].mul_(0.5)\nh = torch.sin(h)"),
