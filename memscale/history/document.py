@@ -16,8 +16,15 @@ from memscale.history.run import Run
 _MOST_BYTES = 256 << 10
 _MOST_MODULES = 1000
 _MOST_NOTES = 50
-# Fields that a run and its document share.
-_ALIKE = ("id", "name", "made", "commit", "versions", "simulator", "decision_source", "measured", "model")
+# Fields that a run and its document share, and those of a run's profile.
+_ALIKE = (
+    *("id", "name", "made", "commit", "versions", "simulator", "decision_source", "measured", "model", "config"),
+    *("budget_bytes", "timeline"),
+)
+_PREDICTED = (
+    *("peak_bytes", "first_step_peak_bytes", "reserved_peak_bytes", "step_seconds", "flops", "by_category", "by_tier"),
+    "exposed_seconds",
+)
 _LONGEST = {"name": 200, "note": 2000, "path": 300, "config": 2000}
 
 
@@ -26,24 +33,17 @@ def document_of(run: Run) -> dict[str, Any]:
     profile, hardware = run.profile, run.profile.hardware
     document: dict[str, Any] = {
         "memscale_run_document": 1,
-        **{name: getattr(run, name) for name in ("id", "made", "commit", "simulator", "decision_source", "model")},
-        "name": run.name[: _LONGEST["name"]],
-        "config": run.config[: _LONGEST["config"]],
-        "versions": dict(run.versions),
+        **{name: _plain(getattr(run, name)) for name in _ALIKE},
+        **{name: getattr(run, name)[: _LONGEST[name]] for name in ("name", "config")},
         "shapes": list(run.shapes),
-        "budget_bytes": run.budget_bytes,
         "hardware": {name: getattr(hardware, name) for name in ("name", "device_type", "memory_bytes", "usable_bytes")},
         "predicted": {
-            **{name: getattr(profile, name) for name in ("peak_bytes", "first_step_peak_bytes", "reserved_peak_bytes")},
-            **{name: getattr(profile, name) for name in ("step_seconds", "flops")},
-            **{name: dict(getattr(profile, name)) for name in ("by_category", "by_tier", "exposed_seconds")},
+            **{name: _plain(getattr(profile, name)) for name in _PREDICTED},
             "moment": [profile.moment.op, profile.moment.path, profile.moment.phase],
             "by_module": _largest(profile.categories_by_module, _MOST_MODULES),
             "holdings": [dataclasses.asdict(each) for each in profile.holdings],
             "notes": [note[: _LONGEST["note"]] for note in profile.notes[:_MOST_NOTES]],
         },
-        "measured": dict(run.measured),
-        "timeline": run.timeline,
         "plan": json.loads(run.plan)["rules"] if run.plan else None,
     }
     most = _MOST_MODULES
@@ -61,10 +61,9 @@ def run_of(document: Mapping[str, Any], like: Run) -> Run:
     """
     try:
         predicted = document["predicted"]
-        names = ("peak_bytes", "first_step_peak_bytes", "reserved_peak_bytes", "step_seconds", "flops", "by_category")
         profile = dataclasses.replace(
             like.profile,
-            **{name: predicted[name] for name in (*names, "by_tier", "exposed_seconds")},
+            **{name: predicted[name] for name in _PREDICTED},
             moment=type(like.profile.moment)(*predicted["moment"]),
             categories_by_module=predicted["by_module"],
             holdings=(),
@@ -77,12 +76,13 @@ def run_of(document: Mapping[str, Any], like: Run) -> Run:
             profile=profile,
             plan=plan,
             shapes=tuple(document["shapes"]),
-            config=document["config"],
-            budget_bytes=document["budget_bytes"],
-            timeline=document["timeline"],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"the server's answer is no run: {error!r}; check the address") from error
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _largest(modules: Mapping[str, Mapping[str, int]], most: int) -> dict[str, dict[str, int]]:

@@ -6,6 +6,7 @@ import csv
 import importlib
 import io
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -44,14 +45,17 @@ def to_mlflow(runs: Sequence[Run]) -> None:
             mlflow.log_metrics(_metrics(run))
 
 
-def to_wandb(runs: Sequence[Run]) -> None:
-    """Logs each run to Weights & Biases; raises `RuntimeUnavailable` without wandb."""
-    _logged(_imported("wandb"), runs)
+def to_run_logger(runs: Sequence[Run], *, package: str) -> None:
+    """Logs each run to Weights & Biases, or to a tracker whose package has the same functions.
 
-
-def to_trackio(runs: Sequence[Run]) -> None:
-    """Logs each run to trackio; raises `RuntimeUnavailable` without it."""
-    _logged(_imported("trackio"), runs)
+    Raises:
+        RuntimeUnavailable: `package` is not installed.
+    """
+    tracker = _imported(package)
+    for run in runs:
+        tracker.init(project=_PROJECT, name=run.name, config=_texts(run))
+        tracker.log(_metrics(run))
+        tracker.finish()
 
 
 def to_tensorboard(runs: Sequence[Run]) -> None:
@@ -71,17 +75,9 @@ TEXTS: Mapping[str, Callable[[Sequence[Run]], str]] = {"json": to_json_lines, "c
 TRACKERS: Mapping[str, Callable[[Sequence[Run]], None]] = {
     "mlflow": to_mlflow,
     "tensorboard": to_tensorboard,
-    "trackio": to_trackio,
-    "wandb": to_wandb,
+    "trackio": partial(to_run_logger, package="trackio"),
+    "wandb": partial(to_run_logger, package="wandb"),
 }
-
-
-def _logged(tracker: ModuleType, runs: Sequence[Run]) -> None:
-    """Logs runs by the functions that W&B and compatible trackers have."""
-    for run in runs:
-        tracker.init(project=_PROJECT, name=run.name, config=_texts(run))
-        tracker.log(_metrics(run))
-        tracker.finish()
 
 
 def _metrics(run: Run) -> dict[str, float]:
