@@ -75,7 +75,7 @@ class Survey:
 
     def add(self, root: nn.Module) -> list[nn.Module]:
         """Sorts the new modules below `root`; returns those that are cast."""
-        start = len(self.cast)
+        start, inner = len(self.cast), len(self.inner)
         stack = [("", root)]
         while stack:
             path, module = stack.pop()
@@ -84,7 +84,6 @@ class Survey:
             self.seen.add(module)
             if self._is_inner(module):
                 self.inner.append(module)
-                self._skip(module)
             elif is_kept(module, path, self._keep):
                 self.kept.append((module, own_dtype(module)))
                 self._skip(module)
@@ -95,6 +94,8 @@ class Survey:
                 for name, child in module._modules.items():
                     if child is not None:
                         stack.append((f"{path}.{name}" if path else name, child))
+        for module in self.inner[inner:]:  # at the end: what lies outside of it too is cast there
+            self._skip(module)
         return self.cast[start:]
 
     def _skip(self, module: nn.Module) -> None:

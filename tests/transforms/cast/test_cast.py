@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -672,3 +673,16 @@ def test_an_error_of_the_region_itself_stays_what_it_is():
     with pytest.raises(RuntimeError, match="of its own") as error:
         cast()(fails)(torch.ones(1))
     assert type(error.value) is RuntimeError
+
+
+@pytest.mark.parametrize("inner", ["first", "second"])
+def test_a_module_in_a_nested_cast_and_outside_of_it_is_cast_in_both(inner):
+    """Whichever of the two places comes first."""
+    torch.manual_seed(0)
+    tied, x = nn.Linear(6, 6), torch.randn(4, 6)
+    model = nn.Sequential(OrderedDict(first=nn.Sequential(tied), second=nn.Sequential(tied)))
+    fit = ms.transform(model, {inner: cast(compute=torch.float64), "": cast(compute=torch.float64)})
+    output, expected = fit(x), copy.deepcopy(model).double()(x.double())
+    assert torch.equal(output, expected.float())
+    output.sum().backward()
+    assert tied.weight.grad is not None
