@@ -173,7 +173,10 @@ def accelerate():
 
 # Of the compiler, which reads `.grad` of what it traces; PyTorch says it once in a process.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("paths", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(
+    "paths",
+    [pytest.param(paths, id=name, marks=[pytest.mark.deep] * (name != "both")) for name, paths in PLANS.items()],
+)
 def test_accelerate_compiles_the_blocks(accelerate, paths):
     from accelerate.utils import compile_regions
 

@@ -340,7 +340,12 @@ def compiled_around(model):
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute")  # the compiler's own
 @pytest.mark.parametrize(
-    ("compiled", "path"), [(compiled_in_place, "*"), (compiled_around, "*"), (compiled_around, "*._orig_mod")]
+    ("compiled", "path"),
+    [
+        (compiled_in_place, "*"),
+        pytest.param(compiled_around, "*", marks=pytest.mark.deep),
+        (compiled_around, "*._orig_mod"),
+    ],
 )
 def test_modules_that_were_compiled_before_run_their_copies(compiled, path):
     """With the settings that they were compiled with, and no longer the original's own code without the plan."""
@@ -375,7 +380,7 @@ def test_what_is_compiled_in_an_unknown_way_is_refused():
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_a_compiled_step_notices_a_parameter_that_was_replaced(fullgraph):
     model = mlp()
     fit = ms.transform(model, {"*": checkpoint()})

@@ -222,7 +222,14 @@ def numbers(model: nn.Module) -> Any:
     return bits([parameter.detach() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize(("train", "precision"), in_turn(ALL, DTYPES))
+# A fit by the callback and one that is wrapped differ in who calls `wrap`, which the others show.
+AGAIN = (lightning_wrapped,)
+
+
+@pytest.mark.parametrize(
+    ("train", "precision"),
+    [pytest.param(*case, marks=[pytest.mark.deep] * (case[0] in AGAIN)) for case in in_turn(ALL, DTYPES)],
+)
 def test_with_defaults(train: Train, precision: str, verdicts: list[Verdict], caplog: pytest.LogCaptureFixture) -> None:
     if precision == "fp16" and train in (trainer, trainer_wrapped):
         pytest.skip("TrainingArguments(fp16=True) needs a GPU; accelerate, which does it, is tested")

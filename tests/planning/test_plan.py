@@ -214,6 +214,11 @@ def test_nothing_fits():
     assert asked != reached  # sizes that are told apart, however near
     again = ms.profile(model, **_step(model, batch), plan=caught.value.plan)
     assert max(again.peak_bytes, again.first_step_peak_bytes) == caught.value.peak_bytes == smallest
+
+
+@pytest.mark.deep  # by default `test_a_plan_changes_no_bit_unless_it_is_asked_to` has a case of it
+def test_a_budget_that_nothing_fits_is_told_which_switches_would_lower_it():
+    model, batch = _mlps(2), torch.ones(512, 64)
     config = ms.Config(enable_checkpointing=False, enable_offloading=False)
     steps = []
     step = {**_step(model, batch), "progress": lambda what, *_: steps.append(what)}
@@ -437,6 +442,7 @@ def test_an_interrupted_search_gives_the_best_that_it_has_simulated(monkeypatch)
     assert INTERRUPTED_SEARCH not in whole.evidence.notes
 
 
+@pytest.mark.deep
 def test_an_exact_plan_tells_what_a_head_in_pieces_would_give():
     """As much as it is, by the profile of that step; nothing where rounding is allowed, or gives less than 5 %."""
     torch.manual_seed(0)

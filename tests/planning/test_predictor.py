@@ -212,6 +212,7 @@ def test_recommendations_free_something_and_come_best_first():
     assert all(each.freed_bytes + each.peak_bytes == prediction.peak_bytes for each in prediction.recommendations)
 
 
+@pytest.mark.deep
 def test_the_foreach_loop_costs_what_is_said():
     # Wide enough that its temporaries are more than the allocator's granularity hides.
     model = blocks(3, 512)
@@ -493,7 +494,7 @@ def dropping():
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8)) for _ in range(2)])
 
 
-@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
+@pytest.mark.parametrize("trained", [pytest.param(False, marks=pytest.mark.deep), True], ids=["fresh", "trained"])
 def test_nothing_is_changed(trained):
     model = dropping()
     optimizer = torch.optim.Adam(model.parameters())

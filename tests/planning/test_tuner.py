@@ -190,7 +190,7 @@ def test_nothing_is_left_of_a_search():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("objective", ["throughput", "batch"])
+@pytest.mark.parametrize("objective", ["throughput", pytest.param("batch", marks=pytest.mark.deep)])
 def test_an_interrupt_leaves_the_best_so_far(objective):
     seen = []
 
