@@ -16,7 +16,7 @@ from typer import Argument, Option
 from memscale.cli.options import Shorthand, add, count
 from memscale.cli.predict import read_plan
 from memscale.cli.step import Step, StepOptions, batch_of, read_step
-from memscale.cli.terminal import DOES_NOT_FIT, show
+from memscale.cli.terminal import DOES_NOT_FIT, show, write
 from memscale.config import Config
 from memscale.core import ConfigError, aligned, budget_bytes, format_bytes, format_seconds
 from memscale.history import (
@@ -275,8 +275,5 @@ def export(
     elif out is None:
         print(TEXTS[to](runs), end="")
     else:
-        try:
-            out.write_text(TEXTS[to](runs), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
+        write({"out": out}, {"out": TEXTS[to](runs)})
     return 0

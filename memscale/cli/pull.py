@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from memscale.cli.options import file
+from memscale.cli.terminal import write
 from memscale.core import ConfigError
 from memscale.history import Remote
 
@@ -29,9 +30,6 @@ def pull(
     text = Remote(url).plan(name).to_json()
     if out is None:
         print(text)
-        return 0
-    try:
-        out.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
+    else:
+        write({"out": out}, {"out": text + "\n"})
     return 0

@@ -104,7 +104,7 @@ def write(files: Mapping[str, Path | None], contents: Mapping[str, Content]) -> 
                 else:
                     content(path)
             except OSError as error:
-                raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+                raise ConfigError(f"--{option} {str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
 def show(text: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import memscale as ms
+from memscale.cli import main
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.history import TRACKERS, Baseline, Comparison, History, Run, record, to_csv, to_json_lines
 
@@ -245,3 +246,12 @@ def test_trackers_get_names_and_figures(profile, tracker, monkeypatch):
     assert figures["memscale/peak_bytes/predicted"] == profile.peak_bytes
     assert figures["memscale/peak_bytes/measured"] == 7.0
     json.dumps([begun, figures])
+
+
+def test_an_export_is_written_to_its_file_or_one_line_says_why_not(profile, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MEMSCALE_HISTORY", str(tmp_path / "runs.db"))
+    run = record(profile, "layer")
+    assert main(["history", "export", "--to", "json", "--out", str(tmp_path / "runs.jsonl")]) == 0
+    assert Run.from_json((tmp_path / "runs.jsonl").read_text()) == run
+    assert main(["history", "export", "--to", "csv", "--out", str(tmp_path / "no" / "runs.csv")]) == 2
+    assert "no/runs.csv' cannot be written: No such file or directory\n" in capsys.readouterr().err
