@@ -72,8 +72,9 @@ memscale.regions: ArgumentSpec Attributes Captures Content Environment NOWHERE N
 memscale.reports: Axis COLOURS DrawnPoint PAGES PartOfPlan Price TriedSize byte_scale checked_target columns diff_text
     module_text placed plot_frontier plot_profile plot_sizes plot_timelines profile_text time_scale write_frontier
     write_html write_page write_sizes write_trace
-memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats
-    Visit default_runtime home_of home_on_device hooks_here is_alone is_plain runtime_for runtimes_replaced
+memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Hooks HostBackend HostParameter HostParameters
+    Residency Runtime Saved Stats default_runtime hooks_here host_parameter_of host_parameter_on_device is_alone
+    is_plain runtime_for runtimes_replaced
 memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend Trims
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: HostCopy Mapped MappedTensors is_movable

@@ -64,7 +64,7 @@ class History:
                 f"the history {chosen!r} is on {filesystem}, where processes of several machines would spoil it; use a "
                 "file on a disk of this machine, and `memscale history export` to share runs"
             )
-        with self._told():
+        with self._errors_explained():
             try:
                 self._open()
             except sqlite3.DatabaseError as error:
@@ -94,7 +94,7 @@ class History:
             ConfigError: the file cannot be written, or another process has locked it for several seconds.
         """
         row = (run.id, run.name, run.hardware, run.commit.removesuffix("+"), run.to_json())
-        with self._told(), self._writing():
+        with self._errors_explained(), self._writing():
             self._connection.execute("INSERT OR REPLACE INTO run VALUES (?, ?, ?, ?, ?)", row)
             stamp = time.time_ns()
             self._connection.execute("UPDATE delivery SET stamp = ?, done = 0 WHERE run = ?", (stamp, run.id))
@@ -103,14 +103,14 @@ class History:
 
     def queue(self, url: str) -> None:
         """Queues every run for `url` that was not queued for it before."""
-        with self._told(), self._writing():
+        with self._errors_explained(), self._writing():
             self._connection.execute(
                 "INSERT OR IGNORE INTO delivery SELECT id, ?, ?, 0 FROM run", (url, time.time_ns())
             )
 
     def waiting(self) -> list[tuple[Run, str, int]]:
         """Returns the queued runs, oldest first, each with its address and the stamp for `delivered`."""
-        with self._told():
+        with self._errors_explained():
             rows = self._connection.execute(
                 "SELECT document, url, stamp FROM delivery JOIN run ON run = id WHERE NOT done ORDER BY id"
             ).fetchall()
@@ -122,7 +122,7 @@ class History:
 
     def delivered(self, run: Run, url: str, stamp: int) -> None:
         """Marks the run as delivered to `url`, unless it has changed since `stamp`."""
-        with self._told(), self._writing():
+        with self._errors_explained(), self._writing():
             self._connection.execute(
                 "UPDATE delivery SET done = 1 WHERE run = ? AND url = ? AND stamp = ?", (run.id, url, stamp)
             )
@@ -165,7 +165,7 @@ class History:
         return found[0]
 
     def _found(self, which: str, *values: object) -> list[Run]:
-        with self._told():
+        with self._errors_explained():
             rows = self._connection.execute(f"SELECT document FROM run {which}", values).fetchall()
         return [Run.from_json(document) for (document,) in rows]
 
@@ -201,7 +201,7 @@ class History:
         self._connection.execute("COMMIT")
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors_explained(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:

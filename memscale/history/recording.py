@@ -84,8 +84,8 @@ def keep(
         return None
     shapes = ["x".join(map(str, tensor.shape)) for tensor in tensors(batch)[:_MOST_SHAPES]]
     kind = getattr(model, "__qualname__", type(model).__qualname__)
-    told = [f"{name}={value}" for name, value in options.items() if value not in (None, 1)]
-    words = [kind, *shapes, *([] if optimizer is None else [type(optimizer).__name__]), *told]
+    settings = [f"{name}={value}" for name, value in options.items() if value not in (None, 1)]
+    words = [kind, *shapes, *([] if optimizer is None else [type(optimizer).__name__]), *settings]
     try:
         run = Run.of(profile, " ".join(words), plan=plan, model=model, batch=batch, config=config)
     except Exception as error:  # for example a plan with a user's own policy, which has no JSON form

@@ -145,8 +145,8 @@ class Remote:
         except ValueError:
             data = {}
         if not 200 <= answer.status < 300:
-            told = [str(data[key]) for key in ("value", "rule", "remedy") if isinstance(data, dict) and key in data]
-            raise Refused(answer.status, f"{self.url} answered {answer.status}: {'; '.join(told) or answer.reason}")
+            parts = [str(data[key]) for key in ("value", "rule", "remedy") if isinstance(data, dict) and key in data]
+            raise Refused(answer.status, f"{self.url} answered {answer.status}: {'; '.join(parts) or answer.reason}")
         return data
 
 

@@ -58,12 +58,12 @@ def _send_quietly() -> None:
         _sending.release()
 
 
-def send(history: History, told: Callable[[Run, str, str], None]) -> int:
+def send(history: History, report: Callable[[Run, str, str], None]) -> int:
     """Sends every waiting run, and returns how many were newly acknowledged.
 
     Args:
         history: the file in which the runs wait.
-        told: called with each run, its address and the outcome.
+        report: called with each run, its address and the outcome.
 
     Raises:
         ConfigError: there is no token.
@@ -77,10 +77,10 @@ def send(history: History, told: Callable[[Run, str, str], None]) -> int:
         except Refused as refused:
             if refused.status in _FOR_NOW or refused.status >= 500:
                 raise
-            told(run, url, str(refused))  # the server rejects this run, so another attempt is useless
+            report(run, url, str(refused))  # the server rejects this run, so another attempt is useless
             history.delivered(run, url, stamp)
             continue
         history.delivered(run, url, stamp)
-        told(run, url, "new" if new else "was there")
+        report(run, url, "new" if new else "was there")
         sent += 1
     return sent

@@ -8,7 +8,7 @@ import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, device_type
 from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, in_turn
-from memscale.runtime import Runtime, home_of, runtime_for
+from memscale.runtime import Runtime, host_parameter_of, runtime_for
 from memscale.runtime.parameters import HostCopy, Mapped, MappedTensors
 
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # AdamW is a subclass of Adam
@@ -53,7 +53,7 @@ class Below:
 
     def _take(self, nbytes: int, parameter: torch.Tensor, tier: str) -> tuple[Mapped, torch.Tensor]:
         runtime = runtime_for(self._runtime)
-        home = home_of(parameter, runtime.at_home)
+        home = host_parameter_of(parameter, runtime.at_home)
         # A parameter that streams is a CPU tensor now; its tiers are those of the device that it streams to.
         like = parameter if home is None or home.like is None else home.like
         key = id(runtime), like.device

@@ -111,21 +111,21 @@ def profile_figure(profile: Profile, budget_bytes: int | None = None) -> Figure:
     if budget_bytes is not None:
         height = budget_bytes / scale
         axes.axhline(height, color=BUDGET, linewidth=1.2)
-        told = f"budget {format_bytes(budget_bytes)}"
-        label(axes, told, (1, height), ("axes fraction", "data"), offset=(-4, 4), ha="right", color=BUDGET)
+        text = f"budget {format_bytes(budget_bytes)}"
+        label(axes, text, (1, height), ("axes fraction", "data"), offset=(-4, 4), ha="right", color=BUDGET)
     _legend(figure, axes, len(shown))
     return figure
 
 
 def _draw_queues(axes: Axes, rows: Mapping[str, list[Bar]], seconds: float) -> None:
     """Draws one row of bars per queue."""
-    told: set[str] = set()
+    labelled: set[str] = set()
     for place, bars in enumerate(rows.values()):
         for what in dict.fromkeys(bar.what for bar in bars):
             spans = [(bar.begin / seconds, (bar.end - bar.begin) / seconds) for bar in bars if bar.what == what]
-            label = MEANINGS[what] if what not in told else None
+            label = MEANINGS[what] if what not in labelled else None
             axes.broken_barh(spans, (place - 0.35, 0.7), facecolors=QUEUE_COLOURS[what], linewidth=0, label=label)
-            told.add(what)
+            labelled.add(what)
     axes.set_yticks(range(len(rows)), [ROWS[row] for row in rows])
     axes.invert_yaxis()
     plain(axes)

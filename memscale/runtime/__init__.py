@@ -4,8 +4,14 @@ from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.config import AsyncOffloadConfig
 from memscale.runtime.engine.entry import Handle
 from memscale.runtime.parameters.gradients import is_alone
-from memscale.runtime.parameters.home import Home, Saved, Visit, home_of, home_on_device
-from memscale.runtime.parameters.homes import Homes
+from memscale.runtime.parameters.host_parameter import (
+    HostParameter,
+    Residency,
+    Saved,
+    host_parameter_of,
+    host_parameter_on_device,
+)
+from memscale.runtime.parameters.host_parameters import HostParameters
 from memscale.runtime.runtime import Runtime, default_runtime, runtime_for, runtimes_replaced
 from memscale.runtime.saved_tensors import Hooks, hooks_here, is_plain
 from memscale.runtime.stats import CopyTimeline, DeviceStats, Stats
@@ -15,18 +21,18 @@ __all__ = [
     "CopyTimeline",
     "DeviceStats",
     "Handle",
-    "Home",
-    "Homes",
     "Hooks",
     "HostBackend",
+    "HostParameter",
+    "HostParameters",
+    "Residency",
     "Runtime",
     "Saved",
     "Stats",
-    "Visit",
     "default_runtime",
-    "home_of",
-    "home_on_device",
     "hooks_here",
+    "host_parameter_of",
+    "host_parameter_on_device",
     "is_alone",
     "is_plain",
     "runtime_for",

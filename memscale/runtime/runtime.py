@@ -18,8 +18,8 @@ from memscale.runtime.backends.protocol import Backend
 from memscale.runtime.config import AsyncOffloadConfig
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.locks import new_lock
-from memscale.runtime.parameters.home import AT_HOME, Home
-from memscale.runtime.parameters.homes import Homes
+from memscale.runtime.parameters.host_parameter import HOST_PARAMETERS, HostParameter
+from memscale.runtime.parameters.host_parameters import HostParameters
 from memscale.runtime.stats import CopyTimeline, DeviceStats
 from memscale.runtime.storage.budget import KEPT_FREE_BYTES, HostBudget
 from memscale.runtime.storage.tiers import at_or_below
@@ -74,11 +74,11 @@ class Runtime:
         self._backend = backend
         self._lock = new_lock()
         self._engines: dict[torch.device, Engine] = {}
-        self._homes: dict[Engine, Homes] = {}
+        self._homes: dict[Engine, HostParameters] = {}
         # Engines of fake tensors, by fake mode: their counts belong to one simulation and end with it.
         self._fake: weakref.WeakKeyDictionary[Any, dict[torch.device, Engine]] = weakref.WeakKeyDictionary()
         self._timeline: CopyTimeline | None = None
-        self._told: set[str] = set()
+        self._warned_tiers: set[str] = set()
 
     def engine(self, tensor: torch.Tensor) -> Engine:
         """Returns the engine that moves `tensor`, made on first use.
@@ -96,7 +96,7 @@ class Runtime:
                 engine = engines[device] = self._new_engine(tensor)
             return engine
 
-    def homes(self, tensor: torch.Tensor) -> Homes:
+    def homes(self, tensor: torch.Tensor) -> HostParameters:
         """Returns the object that moves parameters between the tiers and the device of `tensor`.
 
         Raises:
@@ -110,9 +110,9 @@ class Runtime:
             return homes
 
     @property
-    def at_home(self) -> dict[int, Home]:
+    def at_home(self) -> dict[int, HostParameter]:
         """All host parameters of this process, by the address of their storage."""
-        return AT_HOME
+        return HOST_PARAMETERS
 
     def stats(self) -> DeviceStats:
         """Returns what was moved and what the tiers hold, by device; those of fake tensors are ``"fake cuda"`` etc."""
@@ -125,9 +125,9 @@ class Runtime:
     def tell_of_tier(self, engine: Engine, tier: str) -> None:
         """Warns once that a device lacks the requested tier, and which tier is used instead."""
         tiers = engine.backend.tiers
-        if tier == "auto" or tier in tiers or tier in self._told:
+        if tier == "auto" or tier in tiers or tier in self._warned_tiers:
             return
-        self._told.add(tier)
+        self._warned_tiers.add(tier)
         instead = next(iter(at_or_below(tiers, tier)), None)
         place = f"goes to {instead}" if instead else "stays where it is"
         self.tell(f"offload(tier={tier!r}): this device has only {', '.join(tiers)} below it, so what moves {place}")
@@ -206,8 +206,8 @@ class Runtime:
             pageable = host - pinned
         return {"pinned": pinned, "pageable": pageable, "disk": self._disk_bytes}
 
-    def _new_homes(self, engine: Engine) -> Homes:
-        return Homes(engine, AT_HOME)
+    def _new_homes(self, engine: Engine) -> HostParameters:
+        return HostParameters(engine, HOST_PARAMETERS)
 
     def __reduce__(self) -> Any:
         # The process's own runtime unpickles as the own runtime of the other process. Other runtimes take their

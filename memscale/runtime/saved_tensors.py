@@ -13,7 +13,7 @@ from memscale.core import RuntimeUnavailable, TransformError, changed_error, che
 from memscale.regions import PacksSeveral, hooks_around, never_compiled, recomputes, unrecorded
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Handle, kept_tensor
-from memscale.runtime.parameters.home import Saved, any_is_running, home_on_device
+from memscale.runtime.parameters.host_parameter import Saved, any_is_running, host_parameter_on_device
 from memscale.runtime.runtime import Runtime, runtime_for
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, internals.FakeTensor}
@@ -32,7 +32,7 @@ def hooks_here(
     if outer is not None and recomputes(outer[1]):
         return None
     # Inside a region with host parameters, an inner region saves these parameters too.
-    kind = kind or (HooksAmongHomes if any_is_running() else Hooks)
+    kind = kind or (HooksAmongHostParameters if any_is_running() else Hooks)
     return kind(runtime_for(runtime), tier, min_bytes, outer, region)
 
 
@@ -135,19 +135,19 @@ class Hooks(PacksSeveral):
         return self.keep(tensor)
 
 
-class HooksAmongHomes(Hooks):
+class HooksAmongHostParameters(Hooks):
     """Hooks of a region inside another region that has host parameters on the device."""
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
-        if is_plain(tensor) and (home := home_on_device(tensor)) is not None:
+        if is_plain(tensor) and (home := host_parameter_on_device(tensor)) is not None:
             with unrecorded():
                 return home.mover.save(home, tensor)
         return super().pack(tensor)
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Packs several tensors: host parameters one by one, all others together."""
-        homes = [is_plain(tensor) and home_on_device(tensor) is not None for tensor in tensors]
+        homes = [is_plain(tensor) and host_parameter_on_device(tensor) is not None for tensor in tensors]
         others = iter(super().pack_all([each for each, is_home in zip(tensors, homes, strict=True) if not is_home]))
         return [
             self.pack(each.detach()) if is_home else next(others) for each, is_home in zip(tensors, homes, strict=True)

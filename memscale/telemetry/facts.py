@@ -46,8 +46,8 @@ class Call:
         for name, dimension in counters.DIMENSIONS.items():
             if self.verb in dimension.calls:
                 with contextlib.suppress(Exception):  # an argument may be of the wrong type
-                    told = _TELLERS[name](self)
-                    for bucket in (told,) if isinstance(told, str) else told:
+                    found = _TELLERS[name](self)
+                    for bucket in (found,) if isinstance(found, str) else found:
                         if bucket in dimension.buckets:
                             yield f"{name}:{bucket}"
 

@@ -51,7 +51,7 @@ MAY_ASK = {
     "simulation/target.py": "where the caller's model is, before the step",
     "transforms/checkpoint/results.py": "the generators that there are",
     "transforms/offload/streamed.py": "where the runtime that it is given has the parameters",
-    "transforms/tile/head/deferred.py": "attributes that deferred logits pass on, whoever asks",
+    "transforms/tile/head/lazy_logits.py": "attributes that lazy logits pass on, whoever asks",
 }
 
 

@@ -376,7 +376,7 @@ def _() -> None:
     same(run, error=ms.CorrectnessError)
 
 
-@finding(12, "deferred 16-bit logits times a float32 tensor of one element")
+@finding(12, "lazy 16-bit logits times a float32 tensor of one element")
 def _() -> None:
     head, hidden = nn.Linear(8, 50).bfloat16(), torch.ones(4, 8, dtype=torch.bfloat16)
     for factor in (torch.tensor([1.3]), torch.tensor(1.3), torch.ones(1, 1)):

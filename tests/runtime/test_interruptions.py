@@ -8,9 +8,9 @@ import torch
 
 import memscale as ms
 from memscale import offload
-from memscale.runtime import Runtime, home_of
+from memscale.runtime import Runtime, host_parameter_of
 from memscale.runtime.engine.engine import Engine
-from memscale.runtime.parameters.home import running
+from memscale.runtime.parameters.host_parameter import running
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
 from tests.support.layers import PARAMS, layers, rows, trained
@@ -181,7 +181,7 @@ def test_a_region_that_runs_out_of_memory_halfway_has_nothing_in_use():
     backend.fail("empty", torch.OutOfMemoryError("it fails"), 1)
     with pytest.raises(torch.OutOfMemoryError):
         fit[0](rows())
-    assert not any(home_of(parameter).base is not None for parameter in fit.parameters())
+    assert not any(host_parameter_of(parameter).base is not None for parameter in fit.parameters())
     assert running == {}
     halve(fit)
     assert bits(trained(fit)) == bits(expected())

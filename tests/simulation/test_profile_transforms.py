@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memscale as ms
-from memscale.runtime import Runtime, home_of
+from memscale.runtime import Runtime, host_parameter_of
 from memscale.runtime.storage.copy_pool import CopyFuture
 from memscale.simulation.measured.allocator_trace import measure
 from tests.support.profiled import ROWS, Forward, mlp, train, x
@@ -248,7 +248,7 @@ def test_streamed_parameters(how):
     resident_bytes = training.batch.nbytes + sum(
         tensor.nbytes for state in training.optimizer.state.values() for tensor in state.values()
     )
-    assert all(home_of(parameter) is not None for parameter in training.model.parameters())
+    assert all(host_parameter_of(parameter) is not None for parameter in training.model.parameters())
     assert abs(profile.peak_bytes - resident_bytes - steady.growth_bytes) <= NUMBERS_BYTES
 
 

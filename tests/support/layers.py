@@ -7,7 +7,7 @@ from torch import nn
 
 import memscale as ms
 from memscale import checkpoint, compose, offload, policies
-from memscale.runtime import Runtime, home_of
+from memscale.runtime import Runtime, host_parameter_of
 from tests.support.checking.checked_engine import CheckedRuntime
 from tests.support.checks import bits
 from tests.support.steps import RANDOM_STATE_BYTES
@@ -46,7 +46,7 @@ def moved(runtime):
 
 
 def at_home(model):
-    return [name for name, parameter in model.named_parameters() if home_of(parameter) is not None]
+    return [name for name, parameter in model.named_parameters() if host_parameter_of(parameter) is not None]
 
 
 def gradients(model):

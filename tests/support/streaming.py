@@ -17,8 +17,8 @@ from torch import nn
 
 import memscale as ms
 from memscale import checkpoint, compose, offload
-from memscale.runtime import Homes, Runtime, home_of
-from memscale.runtime.parameters import home as _home
+from memscale.runtime import HostParameters, Runtime, host_parameter_of
+from memscale.runtime.parameters import host_parameter as _host_parameter
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checking.checked_engine import CheckedEngine, CheckedRuntime
 from tests.support.checking.hazards import Checked
@@ -286,7 +286,7 @@ def untouched(tensor: torch.Tensor, write: bool) -> None:
 class Tiers:
     """Which buffer is under which tensor that lives on a tier, for `Checked.touched`."""
 
-    def __init__(self, engine: CheckedEngine, mover: Homes) -> None:
+    def __init__(self, engine: CheckedEngine, mover: HostParameters) -> None:
         self._engine, self._mover = engine, mover
         self._buffers: dict[int, Any] = {}
         memory = mover._memory
@@ -306,7 +306,7 @@ class Tiers:
         if buffer is None or buffer.freed is not None:
             return
         # A region that was expected and did not run: a change is noticed by the version, and the load not used.
-        home = home_of(tensor)
+        home = host_parameter_of(tensor)
         if home is not None and home in self._mover._awaited:
             return
         self._engine.backend.touched(buffer, write=write)
@@ -369,6 +369,6 @@ def run_case(seed: int, runtime: Runtime | None = None) -> tuple[list[Any], int]
     assert set(stats.live_bytes.values()) <= {0}, f"case {seed}: {stats.live_bytes}"
     assert (engine._moved, engine._by_storage, engine.loader.back, mover._loader.back) == ({}, {}, {}, {})
     assert (mover._reading, mover.gradients._arriving) == ({}, {})
-    assert _home.running == {}
+    assert _host_parameter.running == {}
     assert isinstance(engine.backend, Checked)
     return engine.backend.finish(), sum(stats.in_bytes.values())

@@ -70,7 +70,7 @@ class CudaEvent:
         return None  # a CUDA error poisons the whole device: the next CUDA call raises it
 
 
-class _Lane:
+class _CopyStream:
     """One direction of the link: a CUDA stream, and a thread for copies in which the CPU takes part."""
 
     def __init__(self, cupy: Any, name: str) -> None:
@@ -134,11 +134,11 @@ class CudaBackend:
             disk_directory=disk_directory,
         )
         with self._on_device():
-            self._lanes: dict[str, _Lane] = {name: _Lane(self._cupy, name) for name in ("out", "in")}
-            self._zero = self._recorded(self._lanes["out"].stream.ptr)
+            self._copy_streams: dict[str, _CopyStream] = {name: _CopyStream(self._cupy, name) for name in ("out", "in")}
+            self._zero = self._recorded(self._copy_streams["out"].stream.ptr)
             self._zero.synchronize()
         self._zero_seconds = time.perf_counter()
-        streams = [lane.stream for lane in self._lanes.values()]
+        streams = [direction.stream for direction in self._copy_streams.values()]
         end = weakref.finalize(self, _end, self._cupy, self.device.index, self._process, streams, self._pinned)
         end.atexit = False  # at exit the driver may be gone, and unregisters the memory itself
 
@@ -202,16 +202,16 @@ class CudaBackend:
         assert isinstance(tensor, torch.Tensor)
         assert isinstance(buffer, HostBuffer)
         assert tensor.nbytes == buffer.nbytes, f"a copy of {tensor.nbytes} bytes and a buffer of {buffer.nbytes}"
-        lane = self._lanes[stream]
+        direction = self._copy_streams[stream]
         # The block's memory is looked up now. A block freed before a queued copy has run is reused only after the copy.
         room = buffer.room if isinstance(buffer.room, Extent) else buffer.room.tensor
         is_ordered = all(event.done() for event in after if not isinstance(event, CudaEvent))
-        if buffer.tier != "pinned" or not lane.is_idle() or not is_ordered:
-            return lane.submit(lambda: self._carry(lane, tensor, room, after, out=out))
+        if buffer.tier != "pinned" or not direction.is_idle() or not is_ordered:
+            return direction.submit(lambda: self._carry(direction, tensor, room, after, out=out))
         assert not isinstance(room, Extent)
         with self._on_device():
-            self._order(lane, after)
-            return self._move(lane, tensor.data_ptr(), room, out=out)
+            self._order(direction, after)
+            return self._move(direction, tensor.data_ptr(), room, out=out)
 
     def wait(self, event: Event, stream: int | None = None) -> None:
         """Makes a compute stream wait for `event`; blocks the host only if the CPU takes part in the copy."""
@@ -252,16 +252,16 @@ class CudaBackend:
         self._runtime.eventRecord(event.ptr, pointer)
         return event
 
-    def _order(self, lane: _Lane, after: Sequence[Event]) -> None:
+    def _order(self, direction: _CopyStream, after: Sequence[Event]) -> None:
         for event in after:
             if isinstance(event, CudaEvent):
-                self._runtime.streamWaitEvent(lane.stream.ptr, event.end.ptr)
+                self._runtime.streamWaitEvent(direction.stream.ptr, event.end.ptr)
             else:
                 assert isinstance(event, CopyFuture)
                 event.wait()
 
-    def _move(self, lane: _Lane, on_device: int, memory: torch.Tensor, *, out: bool) -> CudaEvent:
-        pointer = lane.stream.ptr
+    def _move(self, direction: _CopyStream, on_device: int, memory: torch.Tensor, *, out: bool) -> CudaEvent:
+        pointer = direction.stream.ptr
         begin = self._recorded(pointer)
         if out:
             kind, to, source = self._runtime.memcpyDeviceToHost, memory.data_ptr(), on_device
@@ -271,26 +271,32 @@ class CudaBackend:
         return CudaEvent(self, begin, self._recorded(pointer))
 
     def _carry(
-        self, lane: _Lane, tensor: torch.Tensor, room: torch.Tensor | Extent, after: Sequence[Event], *, out: bool
+        self,
+        direction: _CopyStream,
+        tensor: torch.Tensor,
+        room: torch.Tensor | Extent,
+        after: Sequence[Event],
+        *,
+        out: bool,
     ) -> None:
         """Copies with the CPU's help, in the direction's thread; returns when the copy is done."""
         with self._on_device():
-            self._order(lane, after)
+            self._order(direction, after)
             if not isinstance(room, Extent):
-                self._move(lane, tensor.data_ptr(), room, out=out).end.synchronize()
+                self._move(direction, tensor.data_ptr(), room, out=out).end.synchronize()
             elif out:
-                self._carry_to_disk(lane, tensor, room)
+                self._carry_to_disk(direction, tensor, room)
             else:
-                self._carry_from_disk(lane, tensor, room)
+                self._carry_from_disk(direction, tensor, room)
 
-    def _carry_to_disk(self, lane: _Lane, tensor: torch.Tensor, extent: Extent) -> None:
+    def _carry_to_disk(self, direction: _CopyStream, tensor: torch.Tensor, extent: Extent) -> None:
         """Copies piece by piece: one piece is on the link while the previous one is written."""
         writes: list[CopyFuture[Extent]] = []
         try:
-            for piece, at in self._pieces(lane, tensor):
+            for piece, at in self._pieces(direction, tensor):
                 if len(writes) > 1:
                     writes[-2].result()  # the write from the same half of the staging memory
-                self._move(lane, tensor.data_ptr() + at, piece, out=True).end.synchronize()
+                self._move(direction, tensor.data_ptr() + at, piece, out=True).end.synchronize()
                 writes.append(self._tiers.disk.write(piece, extent, at=at))
         finally:
             for write in writes:
@@ -298,30 +304,31 @@ class CudaBackend:
         for write in writes:
             write.result()
 
-    def _carry_from_disk(self, lane: _Lane, tensor: torch.Tensor, extent: Extent) -> None:
+    def _carry_from_disk(self, direction: _CopyStream, tensor: torch.Tensor, extent: Extent) -> None:
         """Copies piece by piece: one piece is on the link while the next one is read."""
-        pieces = self._pieces(lane, tensor)
+        pieces = self._pieces(direction, tensor)
         reads = [(piece, at, self._tiers.disk.read(extent, piece, at=at)) for piece, at in pieces[:1]]
         try:
             for index in range(len(pieces)):
                 piece, at, read = reads[index]
                 read.result()
                 reads += [(p, a, self._tiers.disk.read(extent, p, at=a)) for p, a in pieces[index + 1 : index + 2]]
-                self._move(lane, tensor.data_ptr() + at, piece, out=False).end.synchronize()
+                self._move(direction, tensor.data_ptr() + at, piece, out=False).end.synchronize()
         finally:
             for _, _, read in reads:
                 read.exception()
 
-    def _pieces(self, lane: _Lane, tensor: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    def _pieces(self, direction: _CopyStream, tensor: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
         """Returns, for each piece of a tensor, one of the two halves of the staging memory and its first byte."""
-        if not lane.staging:
-            lane.staging = [page_aligned_memory(_STAGING_BYTES) for _ in range(2)]
-            for half in lane.staging:
+        if not direction.staging:
+            direction.staging = [page_aligned_memory(_STAGING_BYTES) for _ in range(2)]
+            for half in direction.staging:
                 with contextlib.suppress(MemoryError):  # unpinned staging memory works too, more slowly
                     self._pin(half)
         starts = range(0, tensor.nbytes, _STAGING_BYTES)
         return [
-            (lane.staging[index % 2][: min(_STAGING_BYTES, tensor.nbytes - at)], at) for index, at in enumerate(starts)
+            (direction.staging[index % 2][: min(_STAGING_BYTES, tensor.nbytes - at)], at)
+            for index, at in enumerate(starts)
         ]
 
     # ------------------------------------------------------------------------------------------- pinned memory

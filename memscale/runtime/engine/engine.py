@@ -26,12 +26,12 @@ import torch
 
 from memscale.core import version
 from memscale.runtime.backends.protocol import Backend, Buffer
-from memscale.runtime.engine.ahead import Ahead
 from memscale.runtime.engine.entry import Entry, Handle, Record, hull, is_unshared
 from memscale.runtime.engine.finalized import Finalized
 from memscale.runtime.engine.link import Copy
 from memscale.runtime.engine.loader import Loader, State
 from memscale.runtime.engine.locks import new_lock
+from memscale.runtime.engine.prefetch import Prefetch
 from memscale.runtime.engine.refusals import warn_of_staying
 from memscale.runtime.engine.transfers import Transfers
 from memscale.runtime.stats import CopyTimeline, Counters, Stats, add
@@ -82,7 +82,9 @@ class Engine:
         self._moved: dict[int, Entry] = {}
         self._count = 0
         self._count_before = 0  # how many entries moved in the previous forward
-        self._ahead: Ahead[int] = Ahead(depth, guess=lambda ordinal: ordinal - 1)  # first guess: reverse forward order
+        self._prefetch: Prefetch[int] = Prefetch(
+            depth, guess=lambda ordinal: ordinal - 1
+        )  # first guess: reverse forward order
         self._task = -1
         self._warned = False
 
@@ -165,7 +167,7 @@ class Engine:
             self._look()
             # After the last regions of a forward no stash follows that would retire these, and the peak is still to
             # come.
-            while self._leaving and self._regions - self._leaving[0][0] > self._ahead.depth():
+            while self._leaving and self._regions - self._leaving[0][0] > self._prefetch.depth():
                 self._retire_first()
             self.transfers.pump()
         self.go_on()
@@ -210,7 +212,7 @@ class Engine:
                 entry.ordinal = self._count
                 self._count += 1
                 self._moved[entry.ordinal] = entry
-            depth = self._ahead.depth()
+            depth = self._prefetch.depth()
             if depth == 0 or not 0 < self._count_before <= entry.ordinal + depth:
                 self._move(entry)
                 continue
@@ -244,7 +246,7 @@ class Engine:
         for record in records:
             record.move_out(start)
         self._copy_out(entry)
-        while len(self._leaving) > self._ahead.depth():
+        while len(self._leaving) > self._prefetch.depth():
             self._retire_first()
 
     def _allocate(self, nbytes: int, tier: str) -> Buffer | None:
@@ -340,13 +342,13 @@ class Engine:
         return tensor
 
     def _load(self, entry: Entry, *, seconds: float = 0.0) -> None:
-        self.loader.load(entry, started=self._ahead.copied, seconds=seconds)
+        self.loader.load(entry, started=self._prefetch.copied, seconds=seconds)
 
     def _load_ahead(self, ordinal: int) -> None:
-        self._ahead.asked(ordinal, at=self.backend.record())
-        for ordinal, seconds in self._ahead.upcoming():
+        self._prefetch.requested(ordinal, at=self.backend.record())
+        for ordinal, seconds in self._prefetch.upcoming():
             candidate = self._moved.get(ordinal)
-            if candidate is not None and candidate.state is State.AWAY and candidate.live():
+            if candidate is not None and candidate.state is State.OFFLOADED and candidate.live():
                 try:
                     self._load(candidate, seconds=seconds)
                 except torch.OutOfMemoryError:  # loaded when requested, when it may fit
@@ -359,7 +361,7 @@ class Engine:
             return False
         if task != self._task:
             self._task = task
-            self._ahead.begin()
+            self._prefetch.begin()
             for follower in self.followers:
                 follower.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)

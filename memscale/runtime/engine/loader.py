@@ -21,7 +21,7 @@ class State(enum.Enum):
 
     DEVICE = "where they were"
     LEAVING = "on the device, with a copy to a tier in flight"
-    AWAY = "on a tier"
+    OFFLOADED = "on a tier"
     BACK = "on a tier, and on the device or in a copy to it"
     KEPT = "on the device, in the engine's own memory, because no tier could take them"
 
@@ -53,7 +53,7 @@ class Loadable:
     def is_gone(self) -> None:
         """Called when the memory on the device belongs to this object no longer."""
         self.base = None
-        self.state = State.AWAY
+        self.state = State.OFFLOADED
 
     def events(self) -> list[Event]:
         """Returns the end events of the copies that have started."""

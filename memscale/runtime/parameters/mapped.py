@@ -11,7 +11,7 @@ from memscale.core import RuntimeUnavailable
 from memscale.runtime.backends.protocol import Backend, Buffer, Event
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.link import Copy
-from memscale.runtime.parameters.home import Home
+from memscale.runtime.parameters.host_parameter import HostParameter
 
 
 class Mapped:
@@ -23,7 +23,7 @@ class Mapped:
         self.buffer: Buffer | None = buffer  # None once it was freed
         self._backend = weakref.ref(backend)  # weak: tensors may outlive the runtime; their mapping keeps the file
         self.copies: list[Copy] = []  # copies that may be in flight when the last tensor is dropped
-        self.home: Home | None = None  # the host parameter whose bytes these are
+        self.home: HostParameter | None = None  # the host parameter whose bytes these are
 
     def is_moving(self) -> bool:
         """Whether a load of the parameter is in flight; copies of a gradient do not count: its reuse waits for them."""

@@ -8,7 +8,7 @@ import torch
 
 from memscale.core import format_bytes
 from memscale.hardware import assumed_speeds, knows_copies
-from memscale.runtime import Home, Homes, Runtime
+from memscale.runtime import HostParameter, HostParameters, Runtime
 from memscale.runtime.backends import Backend, Buffer, TraceBackend
 from memscale.runtime.engine import Engine
 from memscale.runtime.parameters import MappedTensors, is_movable
@@ -46,7 +46,7 @@ class CountingRuntimes:
         self.on_trim = on_trim
         self.on_copy = on_copy
         self.new_bytes = new_bytes
-        self.at_home: dict[int, Home] = {}
+        self.at_home: dict[int, HostParameter] = {}
         self.engines: list[Engine] = []
         self._made: dict[Runtime, CountingRuntime] = {}
 
@@ -92,7 +92,7 @@ class CountingRuntime(Runtime):
         self.told.append(what)
 
     @property
-    def at_home(self) -> dict[int, Home]:
+    def at_home(self) -> dict[int, HostParameter]:
         return self._step.at_home
 
     def _new_backend(self, tensor: torch.Tensor) -> TraceBackend:
@@ -124,11 +124,11 @@ class CountingRuntime(Runtime):
         self._step.engines.append(engine)
         return engine
 
-    def _new_homes(self, engine: Engine) -> Homes:
-        return _HollowHomes(engine, self._step)
+    def _new_homes(self, engine: Engine) -> HostParameters:
+        return _FakeHostParameters(engine, self._step)
 
 
-class _HollowHomes(Homes):
+class _FakeHostParameters(HostParameters):
     """Parameters that have sizes and no values."""
 
     def __init__(self, engine: Engine, step: CountingRuntimes) -> None:
@@ -136,13 +136,13 @@ class _HollowHomes(Homes):
         super().__init__(engine, step.at_home)
 
     def new_memory(self) -> MappedTensors:
-        return _HollowMemory(self.engine, self._step.away)
+        return _FakeMemory(self.engine, self._step.away)
 
     def is_movable(self, parameter: torch.Tensor) -> bool:
         return is_movable(parameter, besides=self._step.references)
 
 
-class _HollowMemory(MappedTensors):
+class _FakeMemory(MappedTensors):
     def __init__(self, engine: Engine, away: Callable[[int], torch.Tensor]) -> None:
         super().__init__(engine)
         self._away = away

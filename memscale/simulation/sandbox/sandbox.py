@@ -21,7 +21,7 @@ from memscale.core import batches, own_threads, simulation
 from memscale.core import tensors as tensors_of
 from memscale.optimizers import TransformedOptimizer, counts_on_host
 from memscale.regions import untouched
-from memscale.runtime import home_of, runtimes_replaced
+from memscale.runtime import host_parameter_of, runtimes_replaced
 from memscale.simulation.dispatch.hollow import HollowStorages
 from memscale.simulation.dispatch.hollow_mode import HollowMode
 from memscale.simulation.dispatch.host_time import HostTime
@@ -266,7 +266,7 @@ class Simulation:
 
     def _is_below(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` lives on another memory tier: a region streams it, or FSDP2 has its shard there."""
-        if home_of(parameter, self.runtimes.at_home) is not None:
+        if host_parameter_of(parameter, self.runtimes.at_home) is not None:
             return True
         return any(map(self.mode.storages.is_away, with_storages([parameter])))
 

@@ -10,7 +10,7 @@ import torch
 
 from memscale.core import internals
 from memscale.regions import Streams, naming_refused_hooks, never_compiled, unrecorded
-from memscale.runtime import Home, Hooks, Saved, home_on_device, is_plain
+from memscale.runtime import Hooks, HostParameter, Saved, host_parameter_on_device, is_plain
 
 _autograd = internals.autograd
 
@@ -45,7 +45,7 @@ class StreamedHooks(Hooks):
     def pack(self, tensor: torch.Tensor) -> Any:
         self._streams.see(tensor)
         if is_plain(tensor):
-            if (home := home_on_device(tensor)) is not None:
+            if (home := host_parameter_on_device(tensor)) is not None:
                 with unrecorded():
                     return home.mover.save(home, tensor)
             if (home := _cast_of(tensor)) is not None:
@@ -57,13 +57,13 @@ class StreamedHooks(Hooks):
         return [self.pack(tensor.detach()) for tensor in tensors]
 
 
-def _cast_of(tensor: torch.Tensor) -> Home | None:
+def _cast_of(tensor: torch.Tensor) -> HostParameter | None:
     """Returns the home of the parameter of which `tensor` is a cast made by autocast, or a view of one; else None."""
     whole = tensor if tensor._base is None else tensor._base
     if type(whole.grad_fn).__name__ != "ToCopyBackward0" or whole.untyped_storage().nbytes() != whole.nbytes:
         return None
     assert whole.grad_fn is not None
-    home = getattr(whole.grad_fn.next_functions[0][0], "home_on_device", None)
+    home = getattr(whole.grad_fn.next_functions[0][0], "host_parameter_on_device", None)
     if home is None or whole.device != home.device or whole.stride() != home.layout.stride or whole._version != 0:
         return None
     return home  # type: ignore[no-any-return]

@@ -40,7 +40,7 @@ from memscale.regions import (
     unrecorded,
     write,
 )
-from memscale.runtime import Home, Runtime, Visit, home_of, hooks_here, runtime_for
+from memscale.runtime import HostParameter, Residency, Runtime, hooks_here, host_parameter_of, runtime_for
 from memscale.transforms.offload.saving import StreamedHooks, saving_by
 
 _PATIENCE_SECONDS = 60.0
@@ -65,7 +65,7 @@ class Streamed(Placing):
         why = "offload(what='params') brings the region's parameters to the device while it runs"
         return uncompiled(_eager, why, self, args, kwargs)
 
-    def place(self, parameters: Sequence[torch.Tensor], device: torch.device) -> list[Home]:
+    def place(self, parameters: Sequence[torch.Tensor], device: torch.device) -> list[HostParameter]:
         """Moves those of `parameters` to the tier that may leave `device`; returns the homes of all that have one."""
         runtime = runtime_for(self.runtime)
         like = torch.empty(0, dtype=torch.uint8, device=device)
@@ -73,7 +73,7 @@ class Streamed(Placing):
         staying = set(map(id, self.resident or ()))
         homes = []
         for parameter in parameters:
-            home = home_of(parameter, runtime.at_home)
+            home = host_parameter_of(parameter, runtime.at_home)
             may_leave = home is None and parameter.nbytes >= least and id(parameter) not in staying
             if may_leave and (mover := runtime.homes(like)).is_movable(parameter):
                 runtime.tell_of_tier(mover.engine, self.how.tier)
@@ -97,7 +97,7 @@ class Streamed(Placing):
     def _least_bytes(self, runtime: Runtime) -> int:
         return runtime.config.min_bytes if self.how.min_bytes is None else self.how.min_bytes
 
-    def find(self, captures: Captures, device: torch.device) -> tuple[list[Home], list[torch.Tensor]]:
+    def find(self, captures: Captures, device: torch.device) -> tuple[list[HostParameter], list[torch.Tensor]]:
         """Returns the homes of the captured parameters, and other captured parameters that are on another device."""
         own = {id(tensor): tensor for _, _, tensor in captures.tensors if type(tensor) is nn.Parameter}
         if functorch_state.active() or functorch_state.inside_region():
@@ -201,7 +201,7 @@ class _OnDevice(Origin):
 
     __slots__ = ("home", "version")
 
-    def __init__(self, home: Home, version: int) -> None:
+    def __init__(self, home: HostParameter, version: int) -> None:
         self.home = home
         self.version = version
 
@@ -215,7 +215,7 @@ class _OnDevice(Origin):
 class _AtHome(Note):
     """What a checkpoint keeps of a device tensor of a host parameter."""
 
-    home: Home
+    home: HostParameter
     contents: torch.Tensor  # keeps the memory alive; the module may have another parameter by then
     version: int
     requires_grad: bool
@@ -239,10 +239,10 @@ class _AtHome(Note):
 
 
 @contextmanager
-def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
+def _on_device(homes: Sequence[HostParameter]) -> Iterator[dict[int, torch.Tensor]]:
     """Yields the device tensor of each parameter, by the parameter's id, for as long as the region runs."""
     stand_ins: dict[int, torch.Tensor] = {}
-    trained: list[tuple[Home, torch.Tensor, Any]] = []
+    trained: list[tuple[HostParameter, torch.Tensor, Any]] = []
     sequence = None
     with ExitStack() as stack:
         for home, tensor in _enter(stack, homes):
@@ -282,18 +282,18 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
         trained.clear()
 
 
-def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torch.Tensor]]:
+def _enter(stack: ExitStack, homes: Sequence[HostParameter]) -> Iterator[tuple[HostParameter, torch.Tensor]]:
     """Yields the homes with their tensors on the device, which are freed when `stack` ends."""
     for mover in {id(home.mover): home.mover for home in homes}.values():
         mine = [home for home in homes if home.mover is mover]
-        visit = Visit()
+        visit = Residency()
         stack.push(functools.partial(_exit, mover, visit))  # before `enter`, which may fail halfway
         with unrecorded():
             tensors = mover.enter(visit, mine)
         yield from zip(mine, tensors, strict=True)
 
 
-def _exit(mover: Any, visit: Visit, kind: Any, *_: Any) -> None:
+def _exit(mover: Any, visit: Residency, kind: Any, *_: Any) -> None:
     with unrecorded():
         mover.exit(visit, failed=kind is not None)
 
@@ -323,7 +323,7 @@ class _Receive(torch.autograd.Function):
     """The node on the CPU, through which the gradient reaches the parameter after its copy."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, home: Home) -> torch.Tensor:
+    def forward(ctx: Any, parameter: torch.Tensor, home: HostParameter) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.home = home
         return parameter.detach()
@@ -340,16 +340,16 @@ class _Stream(torch.autograd.Function):
     """The node on the device, whose backward copies the gradient to the parameter's tier."""
 
     @staticmethod
-    def forward(ctx: Any, at_home: torch.Tensor, home: Home, arrived: list[torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, at_home: torch.Tensor, home: HostParameter, arrived: list[torch.Tensor]) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.home_on_device = home
+        ctx.host_parameter_on_device = home
         return arrived.pop()
 
     @staticmethod
     @never_compiled
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
-            home = ctx.home_on_device
+            home = ctx.host_parameter_on_device
             gradient = home.mover.send(home, gradient)
         return gradient, None, None
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from memscale.core import TransformError, modules_in, pytrees
-from memscale.transforms.tile.head.deferred import Deferred, materialize
+from memscale.transforms.tile.head.lazy_logits import LazyLogits, materialize
 from memscale.transforms.tile.pieces import Sink
 
 # The dtype, sizes (None for the joined dimension) and device that pieces of an output share.
@@ -114,10 +114,10 @@ def broadcast(dims: Any, tree: Any, into: list[Any]) -> None:
 class Joined:
     """Joins the outputs of the pieces as they arrive."""
 
-    def __init__(self, how: Cutting, total: int, *, thrifty: bool) -> None:
+    def __init__(self, how: Cutting, total: int, *, in_place: bool) -> None:
         self._how = how
         self._total = total
-        self._thrifty = thrifty
+        self._in_place = in_place
         self._spec: Any = None
         self._leaves: list[Any] = []
         self._kinds: dict[int, _Kind] = {}
@@ -133,7 +133,7 @@ class Joined:
             self._spec = spec
             self._leaves = [None] * len(leaves)
             self._sinks = {
-                index: Sink(dim, self._total, thrifty=self._thrifty and leaves[index].shape[dim] == length)
+                index: Sink(dim, self._total, in_place=self._in_place and leaves[index].shape[dim] == length)
                 for index, dim in dims.items()
             }
         elif spec != self._spec or dims.keys() != self._sinks.keys():
@@ -235,7 +235,7 @@ def _spelled(dtype: torch.dtype, shape: list[int | None], device: torch.device) 
 
 def _real(leaf: Any) -> Any:
     # Cutting and joining use autograd functions, which would get the lazy object and not its logits.
-    return materialize(leaf) if isinstance(leaf, Deferred) else leaf
+    return materialize(leaf) if isinstance(leaf, LazyLogits) else leaf
 
 
 def _equal(a: Any, b: Any) -> bool:

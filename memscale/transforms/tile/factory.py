@@ -34,10 +34,10 @@ from memscale.regions import (
 )
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
 from memscale.transforms.tile import independence
-from memscale.transforms.tile.ahead import shown_ahead
 from memscale.transforms.tile.cutting import Cut, Joined, refuse_time
-from memscale.transforms.tile.head.deferred import Deferred, defer
+from memscale.transforms.tile.head.lazy_logits import LazyLogits, defer
 from memscale.transforms.tile.head.linear import is_projection
+from memscale.transforms.tile.packed_pieces import packed_pieces_of
 from memscale.transforms.tile.pieces import Source
 from memscale.transforms.tile.rowwise import (
     RowwiseWatch,
@@ -226,16 +226,16 @@ class Tiled(Transformed):
             return self.body(*args, **kwargs)
         if independence.is_wanted():
             parts = [self.fn, *self.captured]
-            joined = Joined(self.how, cut.total, thrifty=False)
+            joined = Joined(self.how, cut.total, in_place=False)
             return independence.prove(self.body, parts, Captures(self.fn, follows=True), cut, joined, repr(self.how))
         refuse_time(self.how, self.fn, cut)
         # The chained buffers write in place, which neither torch.func nor a compiler's trace can follow.
-        thrifty = not (compiling or functorch_state.active())
-        sources = {index: Source(cut.leaves[index], cut.dims[index], thrifty=thrifty) for index in cut.dims}
-        joined = Joined(self.how, cut.total, thrifty=thrifty)
+        in_place = not (compiling or functorch_state.active())
+        sources = {index: Source(cut.leaves[index], cut.dims[index], in_place=in_place) for index in cut.dims}
+        joined = Joined(self.how, cut.total, in_place=in_place)
         whole = [t for i, t in enumerate(cut.leaves) if i not in cut.dims and isinstance(t, torch.Tensor)]
         run = self.body if compiling else self._guarded(whole, cut)
-        ahead = shown_ahead(cut) if thrifty and self.how.recompute else None
+        ahead = packed_pieces_of(cut) if in_place and self.how.recompute else None
         for number, (start, length) in enumerate(cut.ranges):
             leaves = list(cut.leaves)
             for index, source in sources.items():
@@ -310,7 +310,7 @@ class Tiled(Transformed):
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not self.how.by_rule:
             return False
         hidden = args[0]
-        if torch.compiler.is_compiling() or functorch_state.active() or isinstance(hidden, Deferred):
+        if torch.compiler.is_compiling() or functorch_state.active() or isinstance(hidden, LazyLogits):
             return False
         if hidden.dim() < 2 or not hidden.is_floating_point():
             return False

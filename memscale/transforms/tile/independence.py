@@ -18,7 +18,7 @@ import torch
 from memscale.core import TransformError, pytrees
 from memscale.regions import Captures, is_unrecorded, put_back
 from memscale.transforms.tile.cutting import Cut, Joined
-from memscale.transforms.tile.numbers import arguments_of, told
+from memscale.transforms.tile.numbers import arguments_of, spelled
 from memscale.transforms.tile.row_rules import Call, Rows, draws, is_known, rule_of
 from memscale.transforms.tile.rowwise import RowwiseWatch, names
 
@@ -26,7 +26,7 @@ from memscale.transforms.tile.rowwise import RowwiseWatch, names
 FEWEST_ROWS = 3
 
 
-# Operators that fill a tensor with one number, which `told` spells out.
+# Operators that fill a tensor with one number, which `spelled` spells out.
 _FILLED = frozenset(getattr(torch.ops.aten, name).default for name in ("zeros", "ones", "full"))
 
 
@@ -95,9 +95,9 @@ class IndependenceWatch(RowwiseWatch):
             if func in _FILLED and result.shape.count(self._count) == 1:
                 filled = Rows(result.shape.index(self._count))
                 self._note(result, filled)
-                self.done.append(f"{told(func, given)} {_beside(result, filled)}")
+                self.done.append(f"{spelled(func, given)} {_beside(result, filled)}")
                 return result
-            self.done.append(f"{told(func, given)} {[list(each.shape) for each in pytrees.tensors(result)]}")
+            self.done.append(f"{spelled(func, given)} {[list(each.shape) for each in pytrees.tensors(result)]}")
             return result
         written = [
             each
@@ -113,7 +113,7 @@ class IndependenceWatch(RowwiseWatch):
         found = rule(Call(given, result, self._count, self._rows))
         if found is None:
             raise self._unproven(func)
-        self.done.append(told(func, given))
+        self.done.append(spelled(func, given))
         tensors = pytrees.tensors(result)
         places = found if isinstance(found, tuple) else [found] * len(tensors)
         for number, (tensor, place) in enumerate(zip(tensors, places, strict=False)):

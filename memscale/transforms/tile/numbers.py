@@ -22,7 +22,7 @@ def arguments_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, A
     return given | {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
 
 
-def told(func: Any, given: Mapping[str, Any]) -> str:
+def spelled(func: Any, given: Mapping[str, Any]) -> str:
     """Spells an operator, its arguments except tensors and sizes, and the values of a small tensor made in Python."""
     said = {name: value for name, value in given.items() if name not in _SIZES and not pytrees.tensors(value)}
     if func is torch.ops.aten.lift_fresh.default and given["self"].numel() <= _FEW:

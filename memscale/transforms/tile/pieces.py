@@ -18,10 +18,10 @@ import torch
 class Source:
     """A tensor argument that is handed out in consecutive pieces along `dim`."""
 
-    def __init__(self, whole: torch.Tensor, dim: int, *, thrifty: bool) -> None:
+    def __init__(self, whole: torch.Tensor, dim: int, *, in_place: bool) -> None:
         self._rest = whole
         self._dim = dim
-        self._chained = thrifty and whole.requires_grad and torch.is_grad_enabled()
+        self._chained = in_place and whole.requires_grad and torch.is_grad_enabled()
 
     def take(self, start: int, length: int) -> torch.Tensor:
         """Returns the next piece, a view; call it just before the piece is computed."""
@@ -35,16 +35,16 @@ class Source:
 class Sink:
     """An output that is joined from consecutive pieces along `dim`."""
 
-    def __init__(self, dim: int, total: int, *, thrifty: bool) -> None:
+    def __init__(self, dim: int, total: int, *, in_place: bool) -> None:
         self._dim = dim
         self._total = total
-        self._thrifty = thrifty
+        self._in_place = in_place
         self._whole: torch.Tensor | None = None
         self._pieces: list[torch.Tensor] = []
 
     def put(self, piece: torch.Tensor, start: int) -> None:
         """Adds the next piece; call it just after the piece was computed."""
-        if not self._thrifty:
+        if not self._in_place:
             self._pieces.append(piece)
             return
         if self._whole is None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memscale.core.errors import RuntimeUnavailable, TransformError
-from memscale.runtime import Homes, Visit
+from memscale.runtime import HostParameters, Residency
 from memscale.runtime.backends import cuda, host_tiers
 from memscale.runtime.backends.cuda import CudaBackend
 from memscale.runtime.backends.host import HostBackend
@@ -186,9 +186,9 @@ def test_the_time_for_which_the_thread_waits_is_exposed(cupy, tmp_path):
     engine = Engine(Slow(pinned_bytes=MIB, budget=budget(), disk_bytes=0), depth=2)
     parameters = [nn.Parameter(torch.ones(100)) for _ in range(3)]
     like = torch.empty(0, dtype=torch.uint8)
-    mover = Homes(engine, {})
+    mover = HostParameters(engine, {})
     homes = [mover.place(parameter, "auto", like) for parameter in parameters]
-    visit = Visit()
+    visit = Residency()
     mover.enter(visit, homes)
     assert engine.stats().exposed_seconds == 0.0
     mover.exit(visit)
@@ -244,7 +244,7 @@ def test_the_budget_counts_pinned_memory_and_gets_it_back(cupy, tmp_path):
 def test_the_time_in_a_queue_is_no_time_of_a_copy(cupy, tmp_path):
     """Or depth, which is how many requests pass during one copy, would grow with what is queued."""
     backend, gate = backend_on(tmp_path), threading.Event()
-    before = backend._lanes["out"].submit(lambda: gate.wait(30))
+    before = backend._copy_streams["out"].submit(lambda: gate.wait(30))
     event = backend.copy(noise(100), backend.allocate(100, "pageable"), "out", after=[])
     asked_at = backend.clock()
     assert event.span() is None

@@ -93,7 +93,7 @@ MUTANTS = {
     ),
     "a load is started again": (
         hazards.PREFETCHED_TWICE,
-        [("_load_ahead", "candidate.state is State.AWAY", "candidate.state in (State.AWAY, State.BACK)")],
+        [("_load_ahead", "candidate.state is State.OFFLOADED", "candidate.state in (State.OFFLOADED, State.BACK)")],
     ),
     "what was consumed is loaded": (
         hazards.PREFETCHED_LATE,

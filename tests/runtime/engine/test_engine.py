@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memscale as ms
-from memscale.runtime import Homes, Runtime
+from memscale.runtime import HostParameters, Runtime
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.trace import TraceBackend
 from memscale.runtime.engine.engine import Engine
@@ -72,7 +72,7 @@ def test_any_strided_tensor_comes_back_as_it_was(engine, make):
     expected = make()
     torch.manual_seed(0)
     (handle,) = stashed(engine, make)
-    assert handle.entry.state is State.AWAY
+    assert handle.entry.state is State.OFFLOADED
     found = engine.fetch(handle)
     assert (found.dtype, found.stride(), found.is_conj(), found.is_neg()) == (
         expected.dtype,
@@ -137,7 +137,7 @@ def test_a_change_in_place_is_the_error_of_autograd(engine, moved):
     if moved:
         del tensor
         engine.look_again()
-        assert handle.entry.state is State.AWAY
+        assert handle.entry.state is State.OFFLOADED
     with pytest.raises(
         ms.CorrectnessError, match=r"inplace operation: .*float32\[4, 4\], is at version 1, .* version 0"
     ):
@@ -226,7 +226,7 @@ def test_a_write_that_fails_loses_nothing():
         assert torch.equal(engine.fetch(handle), torch.arange(1024.0))
     failures[0] = None
     (other,) = stashed(engine, lambda: torch.arange(1024.0))
-    assert other.entry.state is State.AWAY
+    assert other.entry.state is State.OFFLOADED
     del handle, other
     assert engine.backend.finish() == []
 
@@ -256,7 +256,9 @@ def test_a_forked_process_is_refused(engine):
     with pytest.raises(ms.TransformError, match="of which it is a fork"):
         stashed(engine, lambda: torch.arange(1024.0))
     with pytest.raises(ms.TransformError, match="of which it is a fork"):
-        Homes(engine, {}).place(torch.nn.Parameter(torch.ones(1024)), "auto", torch.empty(0, dtype=torch.uint8))
+        HostParameters(engine, {}).place(
+            torch.nn.Parameter(torch.ones(1024)), "auto", torch.empty(0, dtype=torch.uint8)
+        )
     engine.backend.inner._process += 1
     assert torch.equal(engine.fetch(handle), torch.arange(1024.0)), "what was refused has left nothing half done"
 

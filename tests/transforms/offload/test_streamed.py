@@ -13,8 +13,8 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose
 from memscale.runtime import Runtime
-from memscale.runtime.engine.ahead import Ahead
 from memscale.runtime.engine.engine import Engine
+from memscale.runtime.engine.prefetch import Prefetch
 from memscale.simulation.measured.allocator_trace import measure
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.layers import (
@@ -226,9 +226,9 @@ class Done(NamedTuple):
 def check_depth_follows_the_measured_times():
     """No further ahead than it helps: with copies of a tenth of the time between requests, the next one only."""
     for copy_seconds, depth in ((0.1, 1), (10.0, 3)):
-        ahead = Ahead(3)
+        ahead = Prefetch(3)
         for key in range(3):
-            ahead.asked(key, at=Done(key, key))
+            ahead.requested(key, at=Done(key, key))
             ahead.copied(Done(key, key + copy_seconds))
         assert ahead.depth() == depth
 

@@ -8,8 +8,8 @@ import pytest
 
 import memscale as ms
 from memscale.regions import snapshot
-from memscale.runtime.engine import ahead, link, loader
-from memscale.runtime.parameters import gradients, homes, mapped
+from memscale.runtime.engine import link, loader, prefetch
+from memscale.runtime.parameters import gradients, host_parameters, mapped
 from tests.runtime.engine.test_adversarial_device import mutate
 from tests.support.layers import PARAMS
 from tests.support.streaming import device, run_case
@@ -43,7 +43,7 @@ MUTANTS = {
     "a load is not waited for": [
         (loader.Loader, "arrived", "self._transfers.arrive(item.arrival, item.base)", "item.arrival.need()")
     ],
-    "a change by the region is lost": [(homes.Homes, "exit", "self._bring_changes(home)", "pass")],
+    "a change by the region is lost": [(host_parameters.HostParameters, "exit", "self._bring_changes(home)", "pass")],
     "mapped memory is not given back": [
         (mapped.Mapped, "give_back", "backend.free(buffer, after=[*after, *copied])", "pass")
     ],
@@ -69,11 +69,11 @@ def test_random_cases_notice_the_mutant(edits, monkeypatch):
 EFFECTS = {
     "a parameter may be written while it is read, after forward": (
         test_streamed.check_parameters_may_be_written_after_each_pass,
-        [(homes.Homes, "exit", "self._finish_reading(homes)", "pass")],
+        [(host_parameters.HostParameters, "exit", "self._finish_reading(homes)", "pass")],
     ),
     "a parameter may be written while it is read, after backward": (
         test_streamed.check_parameters_may_be_written_after_each_pass,
-        [(homes.Homes, "_come_home", "self._finish_reading(list(self._reading))", "pass")],
+        [(host_parameters.HostParameters, "_come_home", "self._finish_reading(list(self._reading))", "pass")],
     ),
     "an old copy is used after a change that no counter sees": (
         functools.partial(
@@ -82,11 +82,11 @@ EFFECTS = {
             PARAMS,
             depth=2,
         ),
-        [(homes.Homes, "_ask", "(anew or home.loaded[0] != now)", "home.loaded[0] != now")],
+        [(host_parameters.HostParameters, "_ask", "(anew or home.loaded[0] != now)", "home.loaded[0] != now")],
     ),
     "an old copy is used after a change between two regions": (
         test_streamed_parameters.check_a_change_between_two_regions,
-        [(homes.Homes, "_ask", "(anew or home.loaded[0] != now)", "anew")],
+        [(host_parameters.HostParameters, "_ask", "(anew or home.loaded[0] != now)", "anew")],
     ),
     "a gradient is not waited for": (
         test_streamed.check_the_cpu_waits_for_each_gradient,
@@ -110,15 +110,15 @@ EFFECTS = {
     ),
     "depth ignores the measured times": (
         test_streamed.check_depth_follows_the_measured_times,
-        [(ahead.Ahead, "depth", "return max(1, math.ceil(copying / self._gap_seconds))", "return self.most")],
+        [(prefetch.Prefetch, "depth", "return max(1, math.ceil(copying / self._gap_seconds))", "return self.most")],
     ),
     "fast copies have fewer regions loaded ahead": (
         test_streamed.check_as_many_regions_are_ahead_as_in_a_simulation,
-        [(homes.Homes, "_copied", "self._reading[home] = event", "self._forward.copied(event)")],
+        [(host_parameters.HostParameters, "_copied", "self._reading[home] = event", "self._forward.copied(event)")],
     ),
     "regions never leave the device": (
         functools.partial(test_streamed.check_one_region_at_a_time_is_on_the_device, PARAMS),
-        [(homes.Homes, "exit", "[] if stay and not failed else over", "[]")],
+        [(host_parameters.HostParameters, "exit", "[] if stay and not failed else over", "[]")],
     ),
     "a checkpoint in a region keeps what stood for its parameters": (
         functools.partial(

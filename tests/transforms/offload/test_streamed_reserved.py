@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.runtime import Homes, Runtime
+from memscale.runtime import HostParameters, Runtime
 from memscale.runtime.backends.host import HostBackend
 
 STREAMED = ms.offload(what="params", min_bytes=0)
@@ -86,7 +86,7 @@ def test_what_a_llama_8b_reserves_is_near_its_peak(monkeypatch, head, without, m
         model = transformers.LlamaForCausalLM(config).bfloat16()
         ids = torch.zeros(2, 4096, dtype=torch.long)
     if without:
-        monkeypatch.setattr(Homes, without, lambda homes, of: None)
+        monkeypatch.setattr(HostParameters, without, lambda homes, of: None)
     plan = {"model.layers.*": ms.compose(ms.offload(what="params"), ms.checkpoint()), **head}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     how = {"optimizer": optimizer, "plan": plan, "hardware": "h100", "keeps_output": False}

@@ -10,8 +10,8 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose, offload
 from memscale.algebra import install
-from memscale.runtime import Runtime, home_of
-from memscale.runtime.parameters.home import is_used
+from memscale.runtime import Runtime, host_parameter_of
+from memscale.runtime.parameters.host_parameter import is_used
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
 from tests.support.coverings import pairwise
@@ -69,7 +69,7 @@ def test_a_step_without_memory_does_not_spoil_the_next(how, depth, failing):
 
     torch.manual_seed(0)
     assert train(fit, fail) == train(nn.Sequential(layers(), layers()), lambda: None)
-    assert not any(is_used(home_of(parameter)) for parameter in fit.parameters())
+    assert not any(is_used(host_parameter_of(parameter)) for parameter in fit.parameters())
 
 
 @pytest.mark.parametrize("how", [PARAMS, compose(PARAMS, checkpoint())], ids=repr)

@@ -7,7 +7,7 @@ from torch import nn
 import memscale as ms
 from memscale import tile
 from memscale.transforms.tile.head import linear
-from memscale.transforms.tile.head.deferred import Deferred
+from memscale.transforms.tile.head.lazy_logits import LazyLogits
 from tests.support.checks import bits
 
 
@@ -123,7 +123,7 @@ def test_the_question_whether_it_is_a_projection_touches_nothing(change):
 
 def test_a_projection_that_touches_nothing_is_still_one():
     model = Assigns(lambda self: None)
-    assert type(tile(chunks=2)(model)(torch.ones(6, 4))) is Deferred
+    assert type(tile(chunks=2)(model)(torch.ones(6, 4))) is LazyLogits
 
 
 class Caching(nn.Module):

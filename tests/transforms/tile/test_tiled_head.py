@@ -17,7 +17,7 @@ from memscale import checkpoint, compose, tile
 from memscale.simulation.measured.allocator_trace import measure
 from memscale.transforms.tile import factory
 from memscale.transforms.tile.head import tiled_loss
-from memscale.transforms.tile.head.deferred import Deferred
+from memscale.transforms.tile.head.lazy_logits import LazyLogits
 from memscale.transforms.tile.head.linear import is_projection
 from tests.support.checks import bits, generators
 from tests.transforms.tile.test_tile import ulps
@@ -198,7 +198,7 @@ def test_any_other_use_makes_the_logits_and_is_right(loss):
 def test_looking_at_the_logits():
     model, x = Head(), inputs()[0]
     expected, logits = model(x), tiled(model)(x)
-    assert isinstance(logits, Deferred)
+    assert isinstance(logits, LazyLogits)
     assert isinstance(logits, torch.Tensor)
     assert (logits.shape, logits.dtype, logits.device, logits.ndim, len(logits), logits.numel(), logits.size(-1)) == (
         expected.shape, torch.float32, expected.device, 2, ROWS, expected.numel(), CLASSES,
@@ -417,7 +417,7 @@ def test_what_only_looks_like_a_projection_is_not_deferred(make):
         assert ulps(fn(x), out) <= ULPS
         close([torch.autograd.grad(fn(x).sin().sum(), x)[0]], [torch.autograd.grad(out.sin().sum(), x)[0]])
     else:
-        assert isinstance(tile(chunks=2)(fn.eval())(x), Deferred)
+        assert isinstance(tile(chunks=2)(fn.eval())(x), LazyLogits)
 
 
 @pytest.mark.parametrize(
@@ -725,7 +725,7 @@ def test_hugging_face_models_as_they_ship(architecture):
     assert [grad is None for grad in expected] == [grad is None for grad in actual]
     close(*([tensor for tensor in found if tensor is not None] for found in (expected, actual)), bound=256)
     out = fit(**batch)
-    assert type(out.logits) is Deferred
+    assert type(out.logits) is LazyLogits
     assert out.logits.shape == (BATCH, LENGTH, VOCABULARY)
     assert largest_bytes(lambda: step(model)) >= BATCH * (LENGTH - 1) * VOCABULARY * 4
     embedding_bytes = VOCABULARY * 16 * 4

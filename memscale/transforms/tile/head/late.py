@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from memscale.core import changed_error, described, in_process_group, internals, version
-from memscale.runtime import home_of, is_alone
+from memscale.runtime import host_parameter_of, is_alone
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _SMALLER = 2  # the hidden states must be this many times smaller than the gradient
@@ -30,7 +30,7 @@ def pays(weight: torch.Tensor, hidden: torch.Tensor) -> bool:
     if not weight.is_leaf or not weight.requires_grad or weight.nbytes < _SMALLER * hidden.nbytes:
         return False
     # Host parameters, and parameters that FSDP gathers, may have been freed by then.
-    if home_of(weight) is not None or in_process_group():
+    if host_parameter_of(weight) is not None or in_process_group():
         return False
     return _leads_to(hidden, weight)
 

@@ -19,7 +19,7 @@ from memscale.algebra import OwnForward
 from memscale.core import TransformError, internals
 from memscale.regions import ArgumentSpec, Captures, Environment, holds, put_back
 from memscale.transforms.checkpoint import Checkpointed
-from memscale.transforms.tile.numbers import arguments_of, told
+from memscale.transforms.tile.numbers import arguments_of, spelled
 from memscale.transforms.tile.rowwise import names
 
 # Operators that are linear in the rows; of two factors only the listed one may hold rows. Dropout (of an adapter) is
@@ -101,7 +101,7 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
                     table.update(then)
         if not isinstance(out, torch.Tensor) or out.dim() != 2 or out.shape[0] != rows:
             return False
-        seen.add((out.shape[1], *watch.told))
+        seen.add((out.shape[1], *watch.calls))
     return len(seen) == 1
 
 
@@ -171,7 +171,7 @@ class _OnlyLinear(internals.TorchDispatchMode):
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._dependent = {id(rows): rows}  # kept alive, so that no other tensor gets the same id
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -182,7 +182,7 @@ class _OnlyLinear(internals.TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:  # on fake tensors the generator does not show it
             raise _NotLinear
         given = arguments_of(func, args, kwargs or {})
-        self.told.append(told(func, given))
+        self.calls.append(spelled(func, given))
         # Raised before the operator runs: fake tensors update small real constants, so a counter would count.
         if func._schema.is_mutable:
             written = [given.get(argument.name) for argument in func._schema.arguments if argument.is_write]

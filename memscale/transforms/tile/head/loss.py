@@ -124,7 +124,7 @@ class Loss:
 
 
 def _of_classes(args: tuple[Any, ...], classes: slice) -> tuple[Any, ...]:
-    """Returns a step's arguments for some classes: a tensor has one element, or one row of classes (`deferred`)."""
+    """Returns a step's arguments for some classes: a tensor has one element, or one row of classes (`lazy_logits`)."""
     return tuple(arg[:, classes] if isinstance(arg, torch.Tensor) and arg.numel() > 1 else arg for arg in args)
 
 

@@ -58,7 +58,7 @@ class Projection:
         self._versions = [version(tensor) for tensor in (hidden, *self.captured)]
         self._value: torch.Tensor | None = None
         self._inference = torch.is_inference_mode_enabled()
-        self.deferred: list[weakref.ref[torch.Tensor]] = []  # all lazy logits of this projection
+        self.lazy: list[weakref.ref[torch.Tensor]] = []  # all lazy logits of this projection
 
     @property
     def requires_grad(self) -> bool:

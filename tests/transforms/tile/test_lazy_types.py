@@ -1,4 +1,4 @@
-"""Deferred logits have the type that the real ones would have, after whatever arithmetic."""
+"""LazyLogits logits have the type that the real ones would have, after whatever arithmetic."""
 
 import operator
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memscale import tile
-from memscale.transforms.tile.head.deferred import Deferred
+from memscale.transforms.tile.head.lazy_logits import LazyLogits
 from tests.support.coverings import in_turn
 
 ROWS, WIDTH, CLASSES = 12, 8, 50
@@ -54,7 +54,7 @@ def test_arithmetic_promotes_as_without_tile(dtype, constant):
                 apply(fit(x), value)
             continue
         actual = apply(fit(x), value)
-        assert type(actual) is Deferred, name
+        assert type(actual) is LazyLogits, name
         assert actual.dtype == expected.dtype, name
         assert loss(actual, target).dtype == loss(expected, target).dtype, name
         assert not actual.recipe.projection.computed, name

@@ -1,4 +1,4 @@
-"""`Home`: a parameter that lives on a tier, `Saved`: what autograd saves of it, `Visit`: one run of a region with it.
+"""`HostParameter`: a parameter that lives on a tier, `Saved`: what autograd saves of it, `Residency`: its use by a run.
 
 A host parameter is an ordinary CPU tensor: the same `nn.Parameter` object as before, over memory of a tier. Optimizers,
 `state_dict` and `print` work on it as usual. Its bytes are always on the tier, and are loaded to the device any number
@@ -24,48 +24,48 @@ Group = tuple[int, ...]
 _numbers = itertools.count()
 NEVER = (-1, -1)  # stands for the versions of a parameter that was never loaded
 # By the address of the parameter's storage, for all runtimes: a parameter lives on one tier only.
-AT_HOME: dict[int, Home] = {}
+HOST_PARAMETERS: dict[int, HostParameter] = {}
 
 
 class Mover(Protocol):
-    """The interface of `Homes` that a host parameter needs: moves parameters between their tiers and one device."""
+    """Moves parameters between their tiers and one device: the interface of `HostParameters` for its parts."""
 
-    def enter(self, visit: Visit, homes: Sequence[Home]) -> list[torch.Tensor]:
+    def enter(self, visit: Residency, homes: Sequence[HostParameter]) -> list[torch.Tensor]:
         """Returns the parameters on the device, for a region that runs now."""
 
-    def exit(self, visit: Visit, *, failed: bool = False) -> None:
+    def exit(self, visit: Residency, *, failed: bool = False) -> None:
         """Called when the region has run."""
 
     def lag(self, sequence: int) -> int:
         """Returns the autograd sequence number for a node that waits for a gradient."""
 
-    def save(self, home: Home, tensor: torch.Tensor | None = None) -> Saved:
+    def save(self, home: HostParameter, tensor: torch.Tensor | None = None) -> Saved:
         """Returns what autograd saves for the parameter on the device, or for `tensor`, a view of it there."""
 
     def fetch(self, saved: Saved) -> torch.Tensor:
         """Returns the tensor behind `saved`, on the device."""
 
-    def drop(self, home: Home) -> None:
+    def drop(self, home: HostParameter) -> None:
         """Called when a `Saved` of `home` is dropped; this may happen at any moment."""
 
-    def send(self, home: Home, gradient: torch.Tensor) -> torch.Tensor:
+    def send(self, home: HostParameter, gradient: torch.Tensor) -> torch.Tensor:
         """Returns `gradient` on the parameter's tier; its values are valid after `received`."""
 
     def received(self, gradient: torch.Tensor) -> None:
         """Waits for the values of a tensor that `send` returned."""
 
-    def end(self, home: Home) -> list[Event]:
+    def end(self, home: HostParameter) -> list[Event]:
         """Forgets a host parameter that nothing refers to; returns events of copies that may still read its bytes."""
 
 
-class Home(Loadable):
+class HostParameter(Loadable):
     """A parameter whose memory is on a tier below the device."""
 
     __slots__ = (
         "__weakref__",
         "address",
         "alive",
-        "asked",
+        "fetched",
         "group",
         "layout",
         "loaded",
@@ -85,7 +85,7 @@ class Home(Loadable):
         like: torch.Tensor,
         data: torch.Tensor,
     ) -> None:
-        super().__init__(parameter.nbytes, State.AWAY)
+        super().__init__(parameter.nbytes, State.OFFLOADED)
         self.mover = mover
         self.tier = tier
         self.buffer, self.like = buffer, like
@@ -97,7 +97,7 @@ class Home(Loadable):
         self.group: Group = (self.number,)
         self.loaded = NEVER  # the versions of the parameter and of its bytes on the device at the last load
         self.alive: set[int] = set()  # ids of the live `Saved` objects
-        self.asked: set[int] = set()  # ids of those that backward has fetched since the last load
+        self.fetched: set[int] = set()  # ids of those that backward has fetched since the last load
 
     @property
     def device(self) -> torch.device:
@@ -119,11 +119,11 @@ class Home(Loadable):
 
     def is_gone(self) -> None:
         super().is_gone()
-        self.asked.clear()
+        self.fetched.clear()
 
-    def is_asked(self) -> bool:
+    def is_fetched(self) -> bool:
         """Whether backward has fetched every `Saved` of the parameter."""
-        return self.alive <= self.asked  # one operation, because a `Saved` may be dropped at any moment
+        return self.alive <= self.fetched  # one operation, because a `Saved` may be dropped at any moment
 
     def changes(self) -> int:
         """Returns how often the parameter was changed on the device since it was loaded."""
@@ -141,13 +141,13 @@ class Saved:
 
     __slots__ = ("_contents", "_version", "home", "layout")
 
-    def __init__(self, home: Home, layout: Layout) -> None:
+    def __init__(self, home: HostParameter, layout: Layout) -> None:
         parameter = home.parameter()
         assert parameter is not None
         self.home, self.layout = home, layout
         self._contents = parameter.detach()  # keeps the present memory even if the parameter gets another one
         self._version = version(parameter) + home.changes()  # the version after the region's changes are copied back
-        home.asked.discard(id(self))  # an earlier object may have had the same id
+        home.fetched.discard(id(self))  # an earlier object may have had the same id
         home.alive.add(id(self))
 
     def check(self) -> None:
@@ -161,8 +161,10 @@ class Saved:
             self.home.mover.drop(self.home)
 
 
-def home_of(parameter: torch.Tensor, at_home: Mapping[int, Home] = AT_HOME) -> Home | None:
-    """Returns the `Home` of `parameter`, or None for an ordinary parameter; `at_home` is the table to search."""
+def host_parameter_of(
+    parameter: torch.Tensor, at_home: Mapping[int, HostParameter] = HOST_PARAMETERS
+) -> HostParameter | None:
+    """Returns the entry of `parameter` in the table `at_home`, or None for an ordinary parameter."""
     storage = parameter.untyped_storage()
     home = at_home.get(storage._cdata)
     if home is None or home.parameter() is not parameter:
@@ -171,17 +173,17 @@ def home_of(parameter: torch.Tensor, at_home: Mapping[int, Home] = AT_HOME) -> H
     return home if storage.data_ptr() == home.address else None
 
 
-class Visit:
+class Residency:
     """One run of a region: the host parameters that it has on the device, and whether it is the region's first run."""
 
     __slots__ = ("__weakref__", "homes", "is_first", "loaded")
 
     def __init__(self) -> None:
         self.is_first = False
-        self.homes: Sequence[Home] = ()
-        self.loaded: dict[int, Home] = {}
+        self.homes: Sequence[HostParameter] = ()
+        self.loaded: dict[int, HostParameter] = {}
 
-    def begin(self, homes: Sequence[Home]) -> None:
+    def begin(self, homes: Sequence[HostParameter]) -> None:
         """Called when the region begins to run with `homes`."""
         self.homes = homes
         running[weakref.ref(self, _forget)] = None
@@ -192,14 +194,14 @@ class Visit:
 
 
 # The running visits of all engines and threads. Weak: after a KeyboardInterrupt `end` may never be called.
-running: dict[weakref.ref[Visit], None] = {}
+running: dict[weakref.ref[Residency], None] = {}
 
 
-def _forget(over: weakref.ref[Visit]) -> None:
+def _forget(over: weakref.ref[Residency]) -> None:
     running.pop(over, None)
 
 
-def _visits() -> list[Visit]:
+def _visits() -> list[Residency]:
     return [visit for reference in tuple(running) if (visit := reference()) is not None]
 
 
@@ -208,8 +210,8 @@ def any_is_running() -> bool:
     return bool(running)
 
 
-def home_on_device(tensor: torch.Tensor) -> Home | None:
-    """Returns the `Home` of the parameter that a running region has on the device as `tensor` or its base."""
+def host_parameter_on_device(tensor: torch.Tensor) -> HostParameter | None:
+    """Returns the `HostParameter` of the parameter that a running region has on the device as `tensor` or its base."""
     if not running:
         return None
     key = tensor.untyped_storage()._cdata
@@ -217,6 +219,6 @@ def home_on_device(tensor: torch.Tensor) -> Home | None:
     return None if home is None or home.parameter() is None else home
 
 
-def is_used(home: Home) -> bool:
+def is_used(home: HostParameter) -> bool:
     """Whether a running region has the parameter on the device."""
     return any(home in visit.homes for visit in _visits())

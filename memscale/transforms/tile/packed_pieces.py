@@ -16,7 +16,7 @@ from memscale.regions import PacksSeveral, hooks_around, recomputes
 from memscale.transforms.tile.cutting import Cut
 
 
-class Ahead(PacksSeveral):
+class PackedPieces(PacksSeveral):
     """The arguments of all pieces, packed by the surrounding hooks, which recompute."""
 
     def __init__(self, cut: Cut, hooks: Any) -> None:
@@ -57,7 +57,7 @@ class Ahead(PacksSeveral):
         ]
 
 
-def shown_ahead(cut: Cut) -> Ahead | None:
+def packed_pieces_of(cut: Cut) -> PackedPieces | None:
     """Returns the packed arguments of the pieces of `cut` if a recompute surrounds the region, else None."""
     hooks = hooks_around()
-    return Ahead(cut, hooks) if hooks is not None and recomputes(hooks[1]) else None
+    return PackedPieces(cut, hooks) if hooks is not None and recomputes(hooks[1]) else None

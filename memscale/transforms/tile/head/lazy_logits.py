@@ -1,6 +1,6 @@
-"""`Deferred`: lazy logits, ``hidden @ weight.T`` that is computed only when it is used.
+"""`LazyLogits`: lazy logits, ``hidden @ weight.T`` that is computed only when it is used.
 
-A `Deferred` has a shape and a dtype and no memory. Operators that commute with a projection of the last dimension
+A `LazyLogits` has a shape and a dtype and no memory. Operators that commute with a projection of the last dimension
 (casts, scaling, reshaping and slicing of the leading dimensions) are applied to the hidden states instead.
 `F.cross_entropy` takes the hidden states and computes the loss piece by piece (`tiled_loss`). Every other use computes
 the logits first.
@@ -40,25 +40,25 @@ class Recipe:
     projection: Projection
     hidden: torch.Tensor
     steps: tuple[Step, ...] = ()
-    parent: Deferred | None = None
+    parent: LazyLogits | None = None
     step: Step | None = None
     tracked: bool = True
     classes_second: bool = False
 
 
-class Deferred(torch.Tensor):
+class LazyLogits(torch.Tensor):
     """Lazy logits. Every use other than those listed above computes them, once, and continues with the result."""
 
     recipe: Recipe
     _made: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> Deferred:
-        deferred: Deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=recipe.hidden.device)
-        deferred.__dict__["recipe"] = recipe
-        deferred.__dict__["_made"] = None
-        recipe.projection.deferred.append(weakref.ref(deferred))
-        return deferred
+    def __new__(cls, recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> LazyLogits:
+        lazy: LazyLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=recipe.hidden.device)
+        lazy.__dict__["recipe"] = recipe
+        lazy.__dict__["_made"] = None
+        recipe.projection.lazy.append(weakref.ref(lazy))
+        return lazy
 
     @property
     def requires_a_gradient(self) -> bool:
@@ -73,25 +73,25 @@ class Deferred(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func == T.requires_grad.__get__:  # `==`, because every access makes a new object
-            return Deferred.requires_a_gradient.__get__(args[0])
+            return LazyLogits.requires_a_gradient.__get__(args[0])
         if not args and "input" in kwargs:
             args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
         leaves = _all(args, kwargs)
-        for deferred in leaves:
-            _refuse_adopted(deferred)
+        for lazy in leaves:
+            _refuse_adopted(lazy)
         first = args[0] if args else None
-        if isinstance(first, Deferred) and not first.__dict__["recipe"].projection.computed:
+        if isinstance(first, LazyLogits) and not first.__dict__["recipe"].projection.computed:
             follow = _FOLLOW.get(func)
             result = follow(first, func, args, kwargs) if follow is not None else NotImplemented
             if result is not NotImplemented:
                 return result
         if _changes_in_place(func, kwargs):
             # Lazy logits derived earlier must keep the old values, or see the change if they are views.
-            for deferred in leaves:
-                for relative in [reference() for reference in deferred.__dict__["recipe"].projection.deferred]:
+            for lazy in leaves:
+                for relative in [reference() for reference in lazy.__dict__["recipe"].projection.lazy]:
                     if relative is not None:
                         materialize(relative)
-        args, kwargs = internals.pytree.tree_map_only(Deferred, materialize, (args, kwargs))
+        args, kwargs = internals.pytree.tree_map_only(LazyLogits, materialize, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -100,21 +100,21 @@ class Deferred(torch.Tensor):
     ) -> Any:
         # Only code that bypasses `__torch_function__` gets here, such as C++.
         raise TransformError(
-            f"{func} was given the deferred logits of a tiled output projection in a way that hides their use from "
+            f"{func} was given the lazy logits of a tiled output projection in a way that hides their use from "
             "PyTorch; pass logits.clone() to make them real first, or do not tile the projection"
         )
 
 
-def defer(fn: Callable[..., Any], hidden: torch.Tensor, tiling: Tiling) -> Deferred:
+def defer(fn: Callable[..., Any], hidden: torch.Tensor, tiling: Tiling) -> LazyLogits:
     """Returns ``fn(hidden)`` as lazy logits; `fn` must be a projection of the last dimension (`is_projection`)."""
     projection = Projection(fn, hidden, tiling)
     return _make(Recipe(projection, hidden), (*hidden.shape[:-1], projection.width), projection.dtype)
 
 
-def _make(recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> Deferred:
+def _make(recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> LazyLogits:
     if not (recipe.tracked and recipe.projection.requires_grad):
-        return Deferred(recipe, shape, dtype)
-    made: Deferred = _Tripwire.apply(  # type: ignore[no-untyped-call]
+        return LazyLogits(recipe, shape, dtype)
+    made: LazyLogits = _Tripwire.apply(  # type: ignore[no-untyped-call]
         recipe, shape, dtype, recipe.hidden, *recipe.projection.captured
     )
     return made
@@ -126,8 +126,8 @@ class _Tripwire(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype, *inputs: torch.Tensor
-    ) -> Deferred:
-        return Deferred(recipe, shape, dtype)
+    ) -> LazyLogits:
+        return LazyLogits(recipe, shape, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -135,26 +135,26 @@ class _Tripwire(torch.autograd.Function):
 
 
 _HIDDEN = (
-    "the deferred logits of a tiled output projection went through a torch.autograd.Function, which hides their use "
+    "the lazy logits of a tiled output projection went through a torch.autograd.Function, which hides their use "
     "from PyTorch; pass it logits.clone() to make them real first, or do not tile the projection"
 )
 
 
-def _refuse_adopted(deferred: Deferred) -> None:
-    """Raises `TransformError` if an autograd function has returned `deferred` as its own result."""
+def _refuse_adopted(lazy: LazyLogits) -> None:
+    """Raises `TransformError` if an autograd function has returned `lazy` as its own result."""
     with torch._C.DisableTorchFunctionSubclass():
-        node = deferred.grad_fn
+        node = lazy.grad_fn
     if node is not None and type(node) is not _Tripwire._backward_cls:
         raise TransformError(_HIDDEN)
 
 
-def materialize(deferred: Deferred) -> torch.Tensor:
+def materialize(lazy: LazyLogits) -> torch.Tensor:
     """Returns the real tensor of lazy logits, the same object every time.
 
     Raises:
         CorrectnessError: the logits from which these were derived were changed in place since.
     """
-    attributes = deferred.__dict__
+    attributes = lazy.__dict__
     if attributes["_made"] is None:
         recipe: Recipe = attributes["recipe"]
         if recipe.parent is None or recipe.step is None:
@@ -169,7 +169,7 @@ def materialize(deferred: Deferred) -> torch.Tensor:
             func, args, kwargs = recipe.step
             with recipe.projection.as_when_called(grad=recipe.tracked and recipe.projection._grad_enabled):
                 attributes["_made"] = func(value, *args, **kwargs)
-        attributes["_made_version"] = version(materialize(deferred))
+        attributes["_made_version"] = version(materialize(lazy))
     return attributes["_made"]  # type: ignore[no-any-return]
 
 
@@ -180,12 +180,12 @@ def _changes_in_place(func: Any, kwargs: Any) -> bool:
     return operator or (name.endswith("_") and not name.startswith("_")) or kwargs.get("out") is not None
 
 
-def _all(args: Any, kwargs: Any) -> list[Deferred]:
+def _all(args: Any, kwargs: Any) -> list[LazyLogits]:
     leaves = internals.pytree.tree_leaves((args, kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, Deferred)]
+    return [leaf for leaf in leaves if isinstance(leaf, LazyLogits)]
 
 
-def _derive(source: Deferred, step: Step, *, hidden: torch.Tensor | None = None, **changes: Any) -> Deferred:
+def _derive(source: LazyLogits, step: Step, *, hidden: torch.Tensor | None = None, **changes: Any) -> LazyLogits:
     func, *arguments = step
     # Cloned, because the step is run later than the caller expects.
     arguments = internals.pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), arguments)
@@ -203,7 +203,7 @@ def _derive(source: Deferred, step: Step, *, hidden: torch.Tensor | None = None,
     return _make(recipe, shape, changes.get("dtype", source.dtype))
 
 
-def _pointwise(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+def _pointwise(source: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """Follows a cast, or arithmetic with numbers or with a constant that is the same for every row, such as a bias."""
     if source.recipe.classes_second or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
         return NotImplemented
@@ -211,7 +211,7 @@ def _pointwise(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
     for value in args[1:]:
         if isinstance(value, torch.Tensor):
             same_for_all = value.numel() == 1 or value.numel() == value.shape[-1] == source.shape[-1]
-            if isinstance(value, Deferred) or value.requires_grad or not same_for_all or value.dim() > source.dim():
+            if isinstance(value, LazyLogits) or value.requires_grad or not same_for_all or value.dim() > source.dim():
                 return NotImplemented
             # Zero-dimensional tensors do not take part in type promotion, one-element tensors do.
             value = value.detach().reshape((1, -1) if value.dim() else ()).clone()
@@ -223,7 +223,7 @@ def _pointwise(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
     return _derive(source, (func, args[1:], kwargs), steps=steps, dtype=sample.dtype)
 
 
-def _reshape(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+def _reshape(source: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """Follows a view or reshape that leaves the class dimension last."""
     rest = args[1:] or tuple(kwargs.values())
     shape = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size)) else rest
@@ -236,12 +236,12 @@ def _reshape(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
     return _derive(source, (torch.Tensor.reshape, (resolved,), {}), hidden=hidden)
 
 
-def _flatten(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+def _flatten(source: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     resolved = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
     return _reshape(source, torch.Tensor.reshape, (source, tuple(resolved)), {})
 
 
-def _index(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+def _index(source: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """Follows indexing of the leading dimensions: the same index selects the same rows of the hidden states."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if not index or not all(isinstance(entry, _ENTRIES) for entry in index):
@@ -266,7 +266,7 @@ def _dims_of(entry: Any) -> int:
     return entry.dim() if isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
 
 
-def _move_classes(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+def _move_classes(source: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """Follows ``[batch, length, classes]`` to ``[batch, classes, length]``, as `F.cross_entropy` takes sequences."""
     if source.dim() != 3 or source.recipe.classes_second:
         return NotImplemented
@@ -276,7 +276,7 @@ def _move_classes(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
     return _derive(source, (func, args[1:], kwargs), classes_second=True)
 
 
-def _cross_entropy(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+def _cross_entropy(source: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     recipe = source.recipe
     if not (source.dim() == 2 or recipe.classes_second):
         return NotImplemented

@@ -1,4 +1,4 @@
-"""`Homes`: loads host parameters to the device while a region runs, and again for its backward."""
+"""`HostParameters`: loads host parameters to the device while a region runs, and again for its backward."""
 
 from __future__ import annotations
 
@@ -10,17 +10,25 @@ import torch
 
 from memscale.core import version
 from memscale.runtime.backends.protocol import Event
-from memscale.runtime.engine.ahead import MOST_HINTS, Ahead
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Layout
 from memscale.runtime.engine.loader import State
+from memscale.runtime.engine.prefetch import MOST_HINTS, Prefetch
 from memscale.runtime.parameters.gradients import Gradients
-from memscale.runtime.parameters.home import NEVER, Group, Home, Saved, Visit, home_of, is_used
+from memscale.runtime.parameters.host_parameter import (
+    NEVER,
+    Group,
+    HostParameter,
+    Residency,
+    Saved,
+    host_parameter_of,
+    is_used,
+)
 from memscale.runtime.parameters.mapped import MappedTensors, shaped
 from memscale.runtime.parameters.movable import is_movable
 
 
-class Homes:
+class HostParameters:
     """Moves the host parameters of one engine.
 
     Args:
@@ -28,21 +36,21 @@ class Homes:
         at_home: the table in which each host parameter is registered, by the address of its storage.
     """
 
-    def __init__(self, engine: Engine, at_home: dict[int, Home]) -> None:
+    def __init__(self, engine: Engine, at_home: dict[int, HostParameter]) -> None:
         self.engine = engine
         self._memory = self.new_memory()
         self.gradients = Gradients(engine, self._memory)
         self._at_home = at_home
         self._loader = engine.new_loader()
         self._before: dict[Group, Group] = {}  # for each group, the group that ran before it in the forward
-        self._backward: Ahead[Group] = Ahead(engine.depth, guess=self._before.get)
-        self._forward: Ahead[Group] = Ahead(engine.depth, repeats=False)
+        self._backward: Prefetch[Group] = Prefetch(engine.depth, guess=self._before.get)
+        self._forward: Prefetch[Group] = Prefetch(engine.depth, repeats=False)
         self._last: Group | None = None
         self._went_back: set[Group] = set()
         self._sequence = 0
-        self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
-        self._reading: dict[Home, Event] = {}
-        self._awaited: set[Home] = set()  # loaded for a region that is expected to run soon in this forward
+        self._homes: weakref.WeakValueDictionary[int, HostParameter] = weakref.WeakValueDictionary()
+        self._reading: dict[HostParameter, Event] = {}
+        self._awaited: set[HostParameter] = set()  # loaded for a region that is expected to run soon in this forward
         engine.followers.add(self)
 
     def new_memory(self) -> MappedTensors:
@@ -54,7 +62,7 @@ class Homes:
 
     # ---------------------------------------------------------------------------------- moving parameters to a tier
 
-    def place(self, parameter: torch.Tensor, tier: str, like: torch.Tensor) -> Home | None:
+    def place(self, parameter: torch.Tensor, tier: str, like: torch.Tensor) -> HostParameter | None:
         """Moves `parameter` to `tier`, or to the next tier below that has room; returns None if it has to stay.
 
         The parameter keeps its values and its version counter. It stays if something else refers to its memory, so that
@@ -63,7 +71,7 @@ class Homes:
         engine = self.engine
         # The parameter is used outside inference mode too, where an inference tensor could not be trained.
         with engine.lock, torch.inference_mode(False), torch.no_grad():
-            if (home := home_of(parameter, self._at_home)) is not None:  # another thread has moved it
+            if (home := host_parameter_of(parameter, self._at_home)) is not None:  # another thread has moved it
                 return home
             if not self.is_movable(parameter):
                 return None
@@ -76,7 +84,7 @@ class Homes:
             data.copy_(parameter)
             gradient = None if parameter.grad is None else parameter.grad.to(data.device)
             like = like.new_empty(0, dtype=torch.uint8)
-            home = mapped.home = Home(self, parameter, tier, mapped.buffer, like, data)
+            home = mapped.home = HostParameter(self, parameter, tier, mapped.buffer, like, data)
             key = data.untyped_storage()._cdata
             # Registered now: after the storage is freed, another one may get the same address.
             weakref.finalize(data.untyped_storage(), self._at_home.pop, key, None).atexit = False
@@ -85,7 +93,7 @@ class Homes:
             parameter.grad, parameter.data, parameter.grad = None, data, gradient
             return home
 
-    def end(self, home: Home) -> list[Event]:
+    def end(self, home: HostParameter) -> list[Event]:
         """Forgets a host parameter that nothing refers to; returns the events of copies that may still read its bytes.
 
         The engine's lock is held.
@@ -99,7 +107,7 @@ class Homes:
 
     # --------------------------------------------------------------------------------------- to the device and back
 
-    def enter(self, visit: Visit, homes: Sequence[Home]) -> list[torch.Tensor]:
+    def enter(self, visit: Residency, homes: Sequence[HostParameter]) -> list[torch.Tensor]:
         """Returns the parameters on the device, for a region that runs now, until ``exit(visit)``.
 
         `exit` has to be called even if this function raises.
@@ -124,7 +132,7 @@ class Homes:
                 raise
             visit.begin(homes)
             if in_backward:
-                self.asked_in_backward(group)
+                self.requested_in_backward(group)
             elif is_next:
                 self._load_forward()
             # Detached, because a region may change a parameter in place, which PyTorch refuses for views. Like the
@@ -146,7 +154,7 @@ class Homes:
         before, self._sequence = self._sequence, sequence
         return min(before, sequence)
 
-    def exit(self, visit: Visit, *, failed: bool = False) -> None:
+    def exit(self, visit: Residency, *, failed: bool = False) -> None:
         """Called when the region has run: frees its parameters on the device, unless backward needs them first."""
         in_backward = torch._C._current_graph_task_id() != -1
         with self.engine.lock:
@@ -172,7 +180,7 @@ class Homes:
             self.engine.transfers.pump()
         self.engine.go_on()
 
-    def _trim(self, visit: Visit) -> None:
+    def _trim(self, visit: Residency) -> None:
         """Returns cached device memory around the first run of a region.
 
         The memory that parameters occupied before they moved to a tier is cached in pieces too small for anything
@@ -193,7 +201,7 @@ class Homes:
             self._went_back.add(group)
             self.engine.backend.trim(if_grown=True)
 
-    def _bring_changes(self, home: Home) -> None:
+    def _bring_changes(self, home: HostParameter) -> None:
         """Copies a region's in-place changes of its parameters back, such as those of an embedding with `max_norm`."""
         parameter, base = home.parameter(), home.base
         if parameter is None or base is None or (changes := home.changes()) == 0:
@@ -206,7 +214,7 @@ class Homes:
 
     # ---------------------------------------------------------------------------------- saved tensors and gradients
 
-    def save(self, home: Home, tensor: torch.Tensor | None = None) -> Saved:
+    def save(self, home: HostParameter, tensor: torch.Tensor | None = None) -> Saved:
         """Returns what autograd saves for the parameter on the device, or for `tensor`, a view of it there."""
         with self.engine.lock:
             self.engine.transfers.pump()
@@ -227,24 +235,24 @@ class Homes:
             if home.base is None:
                 self._load(home)
             if in_backward:
-                self.asked_in_backward(home.group)
+                self.requested_in_backward(home.group)
             tensor = saved.layout.of(self._loader.arrived(home))
             if in_backward:
-                home.asked.add(id(saved))
-            if not in_backward or home.is_asked():
+                home.fetched.add(id(saved))
+            if not in_backward or home.is_fetched():
                 self._let_go(home)
             engine.transfers.pump()
         return engine.hand_out(tensor)
 
-    def drop(self, home: Home) -> None:
+    def drop(self, home: HostParameter) -> None:
         """Called when a `Saved` of `home` is dropped; this may happen inside the engine's own code."""
         self.engine.finalized.add(home, self._close)
 
-    def _close(self, home: Home) -> None:
-        if home.is_asked():
+    def _close(self, home: HostParameter) -> None:
+        if home.is_fetched():
             self._let_go(home)
 
-    def send(self, home: Home, gradient: torch.Tensor) -> torch.Tensor:
+    def send(self, home: HostParameter, gradient: torch.Tensor) -> torch.Tensor:
         return self.gradients.send(home.parameter(), home.tier, gradient)
 
     def received(self, gradient: torch.Tensor) -> None:
@@ -252,18 +260,18 @@ class Homes:
 
     # ------------------------------------------------------------------------------------------------ loading ahead
 
-    def _ask(self, home: Home, seconds: float, *, anew: bool = False) -> None:
+    def _ask(self, home: HostParameter, seconds: float, *, anew: bool = False) -> None:
         now = home.version()
         if home.state is State.BACK and (anew or home.loaded[0] != now):  # loaded ahead, and possibly changed since
             self._let_go(home)
-        if home.state is State.AWAY:
+        if home.state is State.OFFLOADED:
             self._load(home, seconds)
 
-    def _load(self, home: Home, seconds: float = 0.0) -> None:
+    def _load(self, home: HostParameter, seconds: float = 0.0) -> None:
         started = functools.partial(self._copied, home)
         self._loader.load(home, started=started, seconds=seconds, group=home.group)
 
-    def _let_go(self, home: Home) -> None:
+    def _let_go(self, home: HostParameter) -> None:
         if not is_used(home):
             self._loader.let_go(home)
 
@@ -274,7 +282,7 @@ class Homes:
                 self._before.clear()
             self._before[group] = self._last
         self._last = group
-        is_next = self._forward.asked(group, at=self.engine.backend.record())
+        is_next = self._forward.requested(group, at=self.engine.backend.record())
         # A region that runs twice in a row may also be the first one of a new forward.
         if not is_next or self._forward.first == group:
             self.forget_awaited()
@@ -291,9 +299,9 @@ class Homes:
         for later, seconds in self._forward.upcoming():
             self._ask_all(later, seconds, saved=False)
 
-    def asked_in_backward(self, group: Group) -> None:
+    def requested_in_backward(self, group: Group) -> None:
         """Requests all of `group`, of which backward needs one now, and the groups that are expected next."""
-        if self._backward.asked(group, at=self.engine.backend.record()):
+        if self._backward.requested(group, at=self.engine.backend.record()):
             self._ask_all(group, 0.0, saved=True)
         for later, seconds in self._backward.upcoming():
             self._ask_all(later, seconds, saved=True)
@@ -310,8 +318,8 @@ class Homes:
             if not saved:
                 self._awaited.add(home)
 
-    def _copied(self, home: Home, event: Event) -> None:
-        # Copy times are not given to `Ahead` here: with a smaller depth than in the simulation, the loaded parameters
+    def _copied(self, home: HostParameter, event: Event) -> None:
+        # Copy times are not given to `Prefetch`: with a smaller depth than in the simulation, the loaded parameters
         # would occupy other places, and the loss could need one more segment.
         self._reading[home] = event
 
@@ -325,7 +333,7 @@ class Homes:
     def end_backward(self) -> None:
         """Frees what was loaded and not fetched. From here on the CPU may change any parameter."""
         for home in list(self._loader.back):
-            assert isinstance(home, Home)
+            assert isinstance(home, HostParameter)
             self._let_go(home)
         self._come_home()
 
@@ -337,7 +345,7 @@ class Homes:
         self.gradients.arrive()
         self._finish_reading(list(self._reading))
 
-    def _finish_reading(self, homes: Iterable[Home]) -> None:
+    def _finish_reading(self, homes: Iterable[HostParameter]) -> None:
         """Waits for the copies that read `homes`, so that the CPU may change these parameters."""
         for home in homes:
             if (event := self._reading.get(home)) is not None:

@@ -1,4 +1,4 @@
-"""`Ahead`: predicts which tensors are requested next, and how many of them to load ahead."""
+"""`Prefetch`: predicts which tensors are requested next, and how many of them to load ahead."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _SMOOTHING = 1 / 8  # the weight of the newest measurement in an average
 _MOST_UNREAD = 64  # measurements whose events are not done yet
 
 
-class Ahead(Generic[Key]):
+class Prefetch(Generic[Key]):
     """Predicts requests from the order of the previous pass. A wrong prediction costs time, never correctness.
 
     The depth is the number of requests that arrive during one copy, at most `most`. A plan reserves the memory for
     `most`, so measured times can only lower the memory.
 
-    >>> ahead = Ahead(most=2)
+    >>> ahead = Prefetch(most=2)
     >>> for _ in range(2):
     ...     ahead.begin()
     ...     for key in "abc":
-    ...         _ = ahead.asked(key, at=None)
+    ...         _ = ahead.requested(key, at=None)
     ...         print(key, [after for after, _ in ahead.upcoming()])
     a []
     b []
@@ -55,7 +55,7 @@ class Ahead(Generic[Key]):
         self._last_at: Event | None = None
         self._gaps: deque[tuple[Event, Event]] = deque(maxlen=_MOST_UNREAD)
         self._copies: deque[Event] = deque(maxlen=_MOST_UNREAD)
-        self._asked = self._copied = 0
+        self._requests = self._copied = 0
         self._gap_seconds: float | None = None
         self._copy_seconds: float | None = None
 
@@ -64,7 +64,7 @@ class Ahead(Generic[Key]):
         self._last = self._last_at = None
         self._passed.clear()
 
-    def asked(self, key: Key, *, at: Event | None) -> bool:
+    def requested(self, key: Key, *, at: Event | None) -> bool:
         """Records a request and its place in the compute stream; returns False if this pass has requested it before."""
         if key in self._passed:
             if self._repeats or key == self._last:
@@ -78,7 +78,7 @@ class Ahead(Generic[Key]):
             self._next[self._last] = key
             if at is not None and self._last_at is not None:
                 self._gaps.append((self._last_at, at))
-        self._asked += 1
+        self._requests += 1
         self._passed.add(key)
         self._last, self._last_at = key, at
         return True
@@ -113,7 +113,7 @@ class Ahead(Generic[Key]):
                 self._copy_seconds = _average(self._copy_seconds, span[1] - span[0])
         if self.most == 0 or self._gap_seconds is None or self._copy_seconds is None:
             return self.most
-        copying = self._copy_seconds * self._copied / self._asked  # one request may need several copies, or none
+        copying = self._copy_seconds * self._copied / self._requests  # one request may need several copies, or none
         if copying >= self.most * self._gap_seconds:
             return self.most
         return max(1, math.ceil(copying / self._gap_seconds))
