@@ -64,8 +64,8 @@ memscale.planning.tuning:
 memscale.policy: Artifact FEATURES StrategyContext StrategyDecision TECHNIQUES eligible everything rule select
     widenings
 memscale.regions: ArgumentSpec Attributes Captures Content Environment NOWHERE Names Note OperatorWatch Origin
-    PacksSeveral Place RegionEffects Replay SharedCaptures Snapshot Streams accelerators arguments as_it_was
-    code_names copying_ahead counted_states differing floats_as_constants functorch_state hidden_changes holds
+    PATIENCE_SECONDS PacksSeveral Place RegionEffects Replay SharedCaptures Snapshot Streams accelerators arguments
+    as_it_was code_names copying_ahead counted_states differing floats_as_constants functorch_state hidden_changes holds
     hooks_around in_recompute is_stand_in is_unrecorded memory_of moved naming_refused_hooks never_compiled origin_of
     pack_all put_back read recomputes recomputing refuse_iterators refused running_statistics stand_for storages
     takes_batch_statistics uncompiled unrecorded unrecorded_depth untouched wait_for_recomputes without_dynamo write

@@ -15,7 +15,7 @@ from memscale.regions.hidden_changes import (
 )
 from memscale.regions.places import Attributes, Content, Names, Place, differing, holds, read, write
 from memscale.regions.randomness import counted_states
-from memscale.regions.recompute_lock import in_recompute, wait_for_recomputes
+from memscale.regions.recompute_lock import PATIENCE_SECONDS, in_recompute, wait_for_recomputes
 from memscale.regions.replay import Replay
 from memscale.regions.saved_tensors import (
     PacksSeveral,
@@ -34,6 +34,7 @@ from memscale.regions.untouched import untouched
 
 __all__ = [
     "NOWHERE",
+    "PATIENCE_SECONDS",
     "ArgumentSpec",
     "Attributes",
     "Captures",

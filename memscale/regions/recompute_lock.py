@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from memscale.core import CorrectnessError
 
 _get_ident = threading.get_ident
-_PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0  # of waiting for another thread, before an error
 
 
 class _RecomputeLock(AbstractContextManager[None]):
@@ -25,9 +25,9 @@ class _RecomputeLock(AbstractContextManager[None]):
         self.thread = 0  # the identifier of the thread that holds the lock; 0 for none
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+        if not self._lock.acquire(timeout=PATIENCE_SECONDS):
             raise CorrectnessError(
-                f"a recompute waited {_PATIENCE_SECONDS:.0f} s for a recompute in another thread. Only one can run at "
+                f"a recompute waited {PATIENCE_SECONDS:.0f} s for a recompute in another thread. Only one can run at "
                 "a time, since it restores old state of modules; run the two backwards one after the other"
             )
         self.thread = _get_ident()
@@ -47,7 +47,7 @@ def exclusive_recompute() -> AbstractContextManager[None]:
     """Returns the context that excludes the recomputes of other threads while its body runs.
 
     Raises:
-        CorrectnessError: another thread's recompute held the lock for more than `_PATIENCE_SECONDS`.
+        CorrectnessError: another thread's recompute held the lock for more than `PATIENCE_SECONDS`.
     """
     return _lock
 

@@ -70,9 +70,10 @@ class Replay:
         self._enter_around(exclusive_recompute())
         changed = snapshot.changed_since()
         changed.update(self._refused)
-        arrived: Mapping[Note, torch.Tensor] = {}
-        if snapshot.notes:
-            arrived = self._enter_around(snapshot.notes[0].bring_back(snapshot.notes))
+        arrived: dict[Note, torch.Tensor] = {}
+        for kind in dict.fromkeys(map(type, snapshot.notes)):
+            first, *others = [note for note in snapshot.notes if type(note) is kind]
+            arrived.update(self._enter_around(first.bring_back([first, *others])))
         renewed = self._old_values()
         self._fresh.extend(renewed.values())
         self._go_back(self._trained_as_then(renewed), arrived)

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memscale.algebra import Placing
 from memscale.core import CorrectnessError, TransformError, changed_error, internals, pytrees, version
 from memscale.regions import (
+    PATIENCE_SECONDS,
     Attributes,
     Captures,
     Note,
@@ -43,7 +44,6 @@ from memscale.regions import (
 from memscale.runtime import HostParameter, Residency, Runtime, hooks_here, host_parameter_of, runtime_for
 from memscale.transforms.offload.saving import StreamedHooks, saving_by
 
-_PATIENCE_SECONDS = 60.0
 _turns_lock = threading.Lock()
 _turns: Any = WeakTensorKeyDictionary()  # for each parameter, a lock held by the thread that uses it
 
@@ -179,7 +179,7 @@ def _take_turns(stack: ExitStack, captures: Captures, how: object) -> bool:
             turn = wanted[id(parameter)] = _turn_of(parameter)
             is_as_it_was = is_as_it_was and (parameter is tensor or turn._is_owned())  # type: ignore[attr-defined]
     for _, turn in sorted(wanted.items()):  # the same order in all threads, to prevent deadlocks
-        if not turn.acquire(timeout=_PATIENCE_SECONDS):
+        if not turn.acquire(timeout=PATIENCE_SECONDS):
             raise CorrectnessError(
                 f"the region of {how!r} waited a minute for a parameter that another thread's region has on the "
                 "device; run the two one after the other, or give each thread a model of its own"
