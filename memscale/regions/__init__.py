@@ -1,7 +1,7 @@
 """Snapshots of what a region depends on, and replays of the region from a snapshot."""
 
 from memscale.regions import functorch_state, hidden_changes
-from memscale.regions.argument_spec import ArgumentSpec, arguments, refuse_iterators
+from memscale.regions.argument_spec import ArgumentSpec, refuse_iterators, restore
 from memscale.regions.captures import NOWHERE, Captures, SharedCaptures, as_it_was, put_back
 from memscale.regions.code import code_names
 from memscale.regions.environment import Environment, accelerators
@@ -52,7 +52,6 @@ __all__ = [
     "Snapshot",
     "Streams",
     "accelerators",
-    "arguments",
     "as_it_was",
     "code_names",
     "copying_ahead",
@@ -78,6 +77,7 @@ __all__ = [
     "recomputing",
     "refuse_iterators",
     "refused",
+    "restore",
     "running_statistics",
     "stand_for",
     "storages",

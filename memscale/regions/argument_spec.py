@@ -12,35 +12,19 @@ keep both forever, out of sight of Python's garbage collector. A rerun makes an 
 from __future__ import annotations
 
 import copy
-import functools
+import operator
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from memscale.core import TransformError, pytrees
+from memscale.core import TransformError
 from memscale.regions.captures import LARGEST_CONTAINER, Captures
-from memscale.regions.kinds import Sort, can_be_made, sort_of
+from memscale.regions.kinds import CONSTANT, Sort, can_be_made, is_dataclass, is_plain, sort_of
 from memscale.regions.places import Fields, read, write
-from memscale.regions.shared_spec import SharedSpec, shared_spec
 
 _MOST_OBJECTS = 4096
-
-
-def arguments(args: Any, kwargs: Any, captures: Captures) -> SharedSpec | FlatSpec | ArgumentSpec:
-    """Returns a spec of the arguments of a call, of the cheapest class that can rebuild them."""
-    if (found := shared_spec(args, kwargs, captures)) is not None:
-        return found
-    leaves, spec = pytrees.flatten((args, kwargs))
-    refuse_iterators(leaves)
-    for leaf in leaves:
-        kind: Any = type(leaf)
-        if not isinstance(leaf, torch.Tensor) and sort_of(kind) is not Sort.VALUE:
-            return ArgumentSpec((args, kwargs), captures)
-    return FlatSpec(leaves, spec)
 
 
 def refuse_iterators(leaves: list[Any]) -> None:
@@ -54,64 +38,47 @@ def refuse_iterators(leaves: list[Any]) -> None:
             )
 
 
-class _Array(NamedTuple):
-    """Marks the position of a NumPy array. The spec copies the array, since later writes to it cannot be detected."""
-
-    then: Any
-
-
-_TENSOR = object()  # marks a tensor's position among the leaves
-
-
-class FlatSpec:
-    """Tensors, numbers, strings and the like, in lists, tuples, dictionaries and dataclasses."""
-
-    __slots__ = ("_spec", "_template", "direct", "tensors")
-
-    def __init__(self, leaves: list[Any], spec: Any) -> None:
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.direct = len(self.tensors)
-        self._template = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._spec = spec
-
-    def take_tensors(self) -> list[torch.Tensor]:
-        """Returns the tensors and drops the references to them."""
-        tensors, self.tensors = self.tensors, []
-        return tensors
-
-    def again(self, values: list[torch.Tensor]) -> AbstractContextManager[Any]:
-        """Returns a context that gives the arguments with `values` in place of `tensors`."""
-        remaining = iter(values)
-        leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in self._template]
-        return nullcontext(pytrees.unflatten(self._spec, leaves))
-
-    def owner(self, index: int) -> str | None:
-        """Returns `None`: every tensor of a flat spec is an argument itself, none belongs to an object."""
-        return None
-
-
-class _Slot(NamedTuple):
-    """Marks the position of a tensor."""
-
-    position: int
-
-
-class _Items(NamedTuple):
-    """Marks the position of a tuple that a rerun rebuilds from its items."""
-
-    kind: type
-    items: list[Any]
-
-
-class _State(NamedTuple):
+class State(NamedTuple):
     """The attributes and items of a container or an object."""
 
     attributes: dict[str, Any]
     items: Any  # a list or a dictionary; None for an object without items
 
-    def same(self, other: _State) -> bool:
-        """Whether both hold identical objects (compared by `is`)."""
-        return _parts(self) == _parts(other)
+    def same(self, other: State) -> bool:
+        """Whether both hold identical objects (compared by `is`), in the same order."""
+        return _same(self.attributes, other.attributes) and (
+            self.items is other.items or _same(self.items, other.items)
+        )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if len(a) != len(b):
+        return False
+    if not isinstance(a, dict):
+        return all(map(operator.is_, a, b))
+    return list(a) == list(b) and all(map(operator.is_, a.values(), b.values()))
+
+
+class _Slot:
+    """Marks the position of a tensor."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class _Items(NamedTuple):
+    """Marks the position of a tuple that a rerun rebuilds from its items."""
+
+    kind: Any
+    items: list[Any]
+
+
+class _Array(NamedTuple):
+    """Marks the position of a NumPy array. The spec copies the array, since later writes to it cannot be detected."""
+
+    then: Any
 
 
 class _Node:
@@ -122,15 +89,15 @@ class _Node:
     def __init__(self, thing: Any, position: int) -> None:
         self.kind: Any = type(thing)
         self.position = position
-        self.state = _State({}, None)
+        self.state = _NO_STATE
         self._strong: Any = thing
         self._weak: Any = None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drops the strong reference to the object, if a rerun can make the object again."""
-        if self._strong is not None and sort_of(self.kind) is Sort.CONTAINER:
+        if self._strong is None or self.kind in _CONTAINERS:
             self._strong = None
-        elif self._strong is not None and can_be_made(self.kind):
+        elif can_be_made(self.kind):
             self._weak, self._strong = weakref.ref(self._strong), None
 
     def find(self) -> Any:
@@ -142,37 +109,49 @@ class _Node:
         return self.kind.__new__(self.kind)
 
 
+_NO_STATE = State({}, None)
+_CONTAINERS = {list, dict, set}
+_MARKS = {_Slot, _Node, _Items, _Array}
+
+
 class ArgumentSpec:
-    """Records `root` and every object reached from it, as they are now.
+    """Records the arguments of a call and every object reached from them, as they are now.
 
     Args:
-        root: a tree of arguments.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
         captures: the captures of the region. Modules and functions among the arguments are added to the captures, and
             objects that the captures cover are not recorded twice. With `None`, modules and functions are ignored.
-        hold: keep objects and containers alive until `let_go`, and restore their contents into these same containers.
+        hold: keep objects and containers alive until `release`, restore their contents into these same containers,
+            and take iterators as they are.
 
     Attributes:
-        tensors: every tensor that was reached, once each.
+        tensors: every tensor that was reached, once each; first those that are arguments of the call.
+        direct: how many of `tensors` are arguments, also by way of lists, tuples and dictionaries; objects hold the
+            others.
         order: indices into `tensors` in the order of the walk; a tensor that is met twice is listed twice.
 
     Raises:
-        TransformError: more objects are reached from `root` than can be recorded in every call.
+        TransformError: more objects are reached than can be recorded in every call, or an argument is an iterator.
     """
 
-    __slots__ = ("_nodes", "_owners", "_root", "direct", "order", "tensors")
+    __slots__ = ("_count", "_keys", "_marks", "_nodes", "_owners", "direct", "order", "tensors")
 
-    def __init__(self, root: Any, captures: Captures | None, *, hold: bool = False) -> None:
-        walk = _Walk(captures, copies=not hold)
-        self._root = walk.from_root(root)
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], captures: Captures | None, *, hold: bool = False
+    ) -> None:
+        walk = _Walk(captures, hold)
+        self._count, self._keys = len(args), list(kwargs)
+        self._marks = [walk.mark(value, None) for value in (*args, *kwargs.values())]
+        self.direct = walk.finish()
         self.tensors, self.order, self._owners, self._nodes = walk.tensors, walk.order, walk.owners, walk.nodes
-        self.direct = len(self.tensors)
         if not hold:
-            self.let_go()
+            self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drops the strong references to objects, so that the spec keeps none alive."""
         for node in self._nodes:
-            node.let_go()
+            node.release()
 
     def take_tensors(self) -> list[torch.Tensor]:
         """Returns the tensors and drops the references to them."""
@@ -183,136 +162,169 @@ class ArgumentSpec:
         """Returns the class name of the object that holds tensor `index`; `None` for an argument of the call."""
         return self._owners[index]
 
-    @contextmanager
-    def again(self, values: list[torch.Tensor]) -> Iterator[Any]:
-        """Gives the recorded `root` with `values` in place of `tensors`, then restores the present state of objects."""
-        before: list[tuple[Any, _State]] = []
-        try:
-            yield self._put(values, before)
-        finally:
-            for thing, state in reversed(before):
-                _write(thing, state)
-
-    def put(self, values: list[Any]) -> Any:
-        """Returns the recorded arguments with `values`, and leaves the objects in their recorded state."""
-        return self._put(values, [])
-
-    def contents(self) -> list[tuple[Any, _State]]:
+    def contents(self) -> list[tuple[Any, State]]:
         """Returns each object that still lives, with its present state."""
-        return [(thing, _read(thing)) for node in self._nodes if (thing := node.find()) is not None]
+        found = [(thing, _read(thing)) for node in self._nodes if (thing := node.find()) is not None]
+        return [(thing, State(attributes.copy(), items)) for thing, (attributes, items) in found]
 
-    def _put(self, values: list[Any], before: list[tuple[Any, _State]]) -> Any:
-        found = [node.find() for node in self._nodes]
-        things = [node.make() if thing is None else thing for node, thing in zip(self._nodes, found, strict=True)]
-        for node, thing, old in zip(self._nodes, things, found, strict=True):
-            if old is not None:
-                before.append((thing, _read(thing)))
-            _write(thing, _mapped(node.state, functools.partial(_present, values=values, things=things)))
-        return _present(self._root, values, things)
+    def rebuild(self, values: list[Any], before: list[tuple[Any, State]]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the recorded arguments with `values` in place of `tensors`; objects get their recorded state.
+
+        The present states of the objects are appended to `before`, for `restore`.
+        """
+        things: list[Any] = []
+        if self._nodes:
+            found = [node.find() for node in self._nodes]
+            things = [node.make() if thing is None else thing for node, thing in zip(self._nodes, found, strict=True)]
+            for node, thing, old in zip(self._nodes, things, found, strict=True):
+                present = _read(thing)
+                if old is not None:
+                    before.append((thing, State(present.attributes.copy(), present.items)))
+                attributes, items = node.state
+                if isinstance(items, dict):
+                    items = _values(items, values, things)
+                elif items is not None:
+                    items = [_value(mark, values, things) for mark in items]
+                _write(thing, State(_values(attributes, values, things), items), present)
+        given = [_value(mark, values, things) for mark in self._marks]
+        return given[: self._count], dict(zip(self._keys, given[self._count :], strict=True))
+
+
+def restore(before: list[tuple[Any, State]]) -> None:
+    """Restores the states of objects that `ArgumentSpec.rebuild` has appended to `before`."""
+    for thing, state in reversed(before):
+        _write(thing, state, _read(thing))
 
 
 class _Walk:
     """Walks a tree of arguments and builds the tree of marks that records it."""
 
-    def __init__(self, captures: Captures | None, *, copies: bool) -> None:
+    __slots__ = ("_arguments", "_captures", "_found", "_hold", "_objects", "nodes", "order", "owners", "tensors")
+
+    def __init__(self, captures: Captures | None, hold: bool) -> None:
         self._captures = captures
-        self._copies = copies  # whether to copy arrays, so that a rerun gets arrays of its own
+        self._hold = hold
         self._found: dict[int, Any] = {}
-        self._pending: list[tuple[_Node, Any, str | None]] = []
+        self._arguments: list[tuple[_Node, Any]] = []  # containers that are arguments, to be looked through
+        self._objects: list[tuple[_Node, Any, str]] = []  # objects and their containers, with the object's class
         self.tensors: list[torch.Tensor] = []
         self.order: list[int] = []
         self.owners: list[str | None] = []
         self.nodes: list[_Node] = []
 
-    def from_root(self, root: Any) -> Any:
-        mark = self._mark(root, None)
-        for node, thing, owner in self._pending:  # the list grows during the loop
-            node.state = _mapped(_read(thing), functools.partial(self._mark, owner=owner))
-            if owner is not None and len(self.nodes) > _MOST_OBJECTS:
+    def finish(self) -> int:
+        """Looks through all containers and objects that were met. Returns how many tensors no object holds."""
+        for node, thing in self._arguments:  # the lists grow during the loops
+            self._look_through(node, thing, None)
+        direct = len(self.tensors)
+        for node, thing, owner in self._objects:
+            self._look_through(node, thing, owner)
+            if len(self.nodes) > _MOST_OBJECTS:
                 raise TransformError(
                     f"an argument of the region leads, by way of a {owner}, to more than {_MOST_OBJECTS} objects, and "
                     "every call would have to record their state; pass the region only the objects that it uses"
                 )
-        return mark
+        return direct
 
-    def _mark(self, value: Any, owner: str | None) -> Any:
+    def _look_through(self, node: _Node, thing: Any, owner: str | None) -> None:
+        attributes, items = _read(thing)
+        if not self._hold and is_dataclass(node.kind):
+            refuse_iterators([*attributes.values()])
+        if items is not None:
+            is_mapping = isinstance(items, dict)
+            items = self._mapping(items, owner) if is_mapping else [self.mark(item, owner) for item in items]
+        node.state = State(self._mapping(attributes, owner) if attributes else attributes, items)
+
+    def _mapping(self, found: dict[Any, Any], owner: str | None) -> dict[Any, Any]:
+        mark = self.mark
+        return {key: each if type(each) in CONSTANT else mark(each, owner) for key, each in found.items()}
+
+    def mark(self, value: Any, owner: str | None) -> Any:
         """Returns the mark for `value`; an immutable value is its own mark. `owner` names the class that holds it."""
+        kind: Any = type(value)
+        if kind in CONSTANT:
+            return value
+        known = self._found.get(id(value))
         if isinstance(value, torch.Tensor):
-            slot = self._found.get(id(value))
-            if slot is None:
-                slot = self._found[id(value)] = _Slot(len(self.tensors))
+            if known is None:
+                known = self._found[id(value)] = _Slot(len(self.tensors))
                 self.tensors.append(value)
                 self.owners.append(owner)
-            self.order.append(slot.position)
-            return slot
-        kind: Any = type(value)
-        sort = sort_of(kind)
-        if sort is Sort.ARRAY and owner is None and self._copies:
-            if id(value) not in self._found:
-                self._found[id(value)] = _Array(copy.copy(value))
-            return self._found[id(value)]
-        if sort in (Sort.VALUE, Sort.ARRAY, Sort.ITERATOR) or (
-            self._captures is not None and self._captures.covers(value)
+            self.order.append(known.position)
+            return known
+        if known is not None:
+            return known
+        sort, captures = sort_of(kind), self._captures
+        if sort is Sort.TUPLE:
+            items = [self.mark(item, owner) for item in value]
+            return value if all(map(operator.is_, items, value)) else _Items(kind, items)
+        if captures is not None and captures.covers(value):
+            return value
+        if sort is Sort.ARRAY and owner is None and not self._hold:
+            self._found[id(value)] = array = _Array(copy.copy(value))  # each rerun gets an array of its own
+            return array
+        if sort is Sort.ITERATOR and owner is None and not self._hold:
+            refuse_iterators([value])
+        if sort is Sort.CAPTURED and captures is not None:
+            captures.include(value)
+        if sort not in (Sort.CONTAINER, Sort.OBJECT) or (
+            owner is not None and sort is Sort.CONTAINER and len(value) > LARGEST_CONTAINER
         ):
             return value
-        if sort is Sort.TUPLE:
-            items = [self._mark(item, owner) for item in value]
-            unchanged = all(mark is item for mark, item in zip(items, value, strict=True))
-            return value if unchanged else _Items(kind, items)
-        if sort is Sort.CAPTURED:
-            if self._captures is not None:
-                self._captures.include(value)
-            return value
-        if owner is not None and sort is Sort.CONTAINER and len(value) > LARGEST_CONTAINER:
-            return value
-        if id(value) not in self._found:
-            node = self._found[id(value)] = _Node(value, len(self.nodes))
-            self.nodes.append(node)
-            self._pending.append((node, value, kind.__name__ if sort is Sort.OBJECT else owner))
-        return self._found[id(value)]
+        node = self._found[id(value)] = _Node(value, len(self.nodes))
+        self.nodes.append(node)
+        if owner is None and sort is Sort.CONTAINER:
+            self._arguments.append((node, value))
+        else:
+            self._objects.append((node, value, kind.__name__ if owner is None or sort is Sort.OBJECT else owner))
+        return node
 
 
-def _present(value: Any, values: list[Any], things: list[Any]) -> Any:
-    """Returns the object that the mark `value` stands for."""
-    kind = type(value)
+def _values(marks: dict[Any, Any], values: list[Any], things: list[Any]) -> dict[Any, Any]:
+    # A slot is looked up here, since a cache of keys and values has hundreds of them.
+    return {
+        key: values[mark.position] if type(mark) is _Slot else _value(mark, values, things)
+        for key, mark in marks.items()
+    }
+
+
+def _value(mark: Any, values: list[Any], things: list[Any]) -> Any:
+    """Returns the object that `mark` stands for."""
+    kind = type(mark)
+    if kind not in _MARKS:
+        return mark
     if kind is _Slot:
-        return values[value.position]
+        return values[mark.position]
     if kind is _Node:
-        return things[value.position]
+        return things[mark.position]
     if kind is _Array:
-        return copy.copy(value.then)
-    if kind is _Items:
-        return tuple.__new__(value.kind, [_present(item, values, things) for item in value.items])
-    return value
+        return copy.copy(mark.then)
+    items = [_value(item, values, things) for item in mark.items]
+    # `tuple.__new__` of a result like that of `torch.max` is refused, and that of a named tuple takes no list.
+    return mark.kind(items) if hasattr(mark.kind, "n_sequence_fields") else tuple.__new__(mark.kind, items)
 
 
-def _read(thing: Any) -> _State:
+def _read(thing: Any) -> State:
+    """Returns the state of `thing`. The attributes may be those of the object itself, and not a copy."""
+    kind: Any = type(thing)
+    if kind is list or kind is set:
+        return State({}, list(thing))
+    if kind is dict:
+        return State({}, thing.copy())
+    if is_plain(kind):
+        return State(object.__getattribute__(thing, "__dict__"), None)
+    fields = Fields(thing)
     items: Any = None
     if isinstance(thing, dict):
         items = dict(thing.items())
     elif isinstance(thing, (list, set, deque)):
         items = list(thing)
-    return _State(read(Fields(thing)), items)  # type: ignore[arg-type]  # fields have names
+    return State(read(fields) if fields.members else fields.own(), items)  # type: ignore[arg-type]  # they have names
 
 
-def _write(thing: Any, state: _State) -> None:
-    if state.same(_read(thing)):  # no write: other threads may be reading it, say a frozen configuration
+def _write(thing: Any, state: State, present: State) -> None:
+    if state.same(present):  # no write: other threads may be reading it, say a frozen configuration
         return
     if state.items is not None:
         write(thing, state.items)
     write(Fields(thing), state.attributes)
-
-
-def _parts(state: _State) -> list[tuple[Any, int]]:
-    items = state.items
-    keyed = [*state.attributes.items(), *(items.items() if isinstance(items, dict) else enumerate(items or ()))]
-    return [(key, id(value)) for key, value in keyed]
-
-
-def _mapped(state: _State, change: Any) -> _State:
-    items = state.items
-    if isinstance(items, dict):
-        items = {key: change(value) for key, value in items.items()}
-    elif items is not None:
-        items = [change(value) for value in items]
-    return _State({name: change(value) for name, value in state.attributes.items()}, items)

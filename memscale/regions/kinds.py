@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 import enum
 import functools
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 import torch
@@ -75,8 +76,13 @@ def _slots(kind: Any) -> tuple[tuple[int, str], ...]:
 
 @cached_by_class
 def can_be_made(kind: Any) -> bool:
-    """Whether an object of `kind` can be replaced, once it is freed, by a new instance with the same attributes."""
-    return kind.__new__ is object.__new__ and kind.__weakrefoffset__ != 0 and not hasattr(kind, "__del__")
+    """Whether an object of `kind` can be replaced, once it is freed, by a new instance with the same state."""
+    base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _OF_PYTHON)  # defines the layout in C
+    is_whole = base in (object, list, dict, set, OrderedDict) and kind.__new__ is base.__new__
+    return is_whole and kind.__weakrefoffset__ != 0 and not hasattr(kind, "__del__")
+
+
+_OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by a `class` statement
 
 
 @cached_by_class
@@ -84,14 +90,6 @@ def has_dictionary(kind: Any) -> bool:
     """Whether instances of `kind` store their attributes in a real `__dict__` rather than a computed one."""
     own = [cls.__dict__["__dict__"] for cls in kind.__mro__ if "__dict__" in cls.__dict__]
     return bool(own) and {*map(type, own)} <= {types.GetSetDescriptorType, types.MemberDescriptorType}
-
-
-@cached_by_class
-def is_plain(kind: Any) -> bool:
-    """Whether the whole state of an object of `kind` is its `__dict__`, and the object can be made again from it."""
-    if sort_of(kind) is not Sort.OBJECT or issubclass(kind, (list, dict, set, deque)):
-        return False
-    return has_dictionary(kind) and not slots(kind) and can_be_made(kind)
 
 
 _NAMESPACES = {"argparse", "collections", "types"}
@@ -116,9 +114,17 @@ def is_of_threads(kind: Any) -> bool:
     return kind.__module__.partition(".")[0] in _OF_THREADS
 
 
-_CONSTANT = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout}
+# Classes whose instances are immutable and refer to no other object.
+CONSTANT = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout}
 
 
-def is_constant(kind: Any) -> bool:
-    """Whether instances of `kind` are immutable and refer to no other object."""
-    return kind in _CONSTANT or issubclass(kind, enum.Enum)
+@cached_by_class
+def is_plain(kind: Any) -> bool:
+    """Whether the whole state of an object of `kind` is its `__dict__`."""
+    is_container = issubclass(kind, (list, dict, set, deque))
+    return sort_of(kind) is Sort.OBJECT and not is_container and has_dictionary(kind) and not slots(kind)
+
+
+@cached_by_class
+def is_dataclass(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)

@@ -15,7 +15,7 @@ policies need hooks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from memscale.regions import (
     holds,
     read,
     refuse_iterators,
+    restore,
     write,
 )
 
@@ -53,7 +54,7 @@ class _Call:
         self.fn = fn
         self.captures = Captures(fn, follows=True)
         refuse_iterators(pytrees.flatten((args, kwargs))[0])
-        self.call = ArgumentSpec((args, kwargs), self.captures, hold=True)
+        self.call = ArgumentSpec(args, kwargs, self.captures, hold=True)
         self.environment: Environment | None = None
         # Each distinct tensor is one input, however often it is reached: tied weights get one summed gradient.
         self.inputs: list[torch.Tensor] = []
@@ -108,9 +109,12 @@ class _Call:
         values = [working[position] for position in self.arguments]
         with (
             self._substituted(working, keep_changes=first) as put,
-            self.call.again(values) as (args, kwargs),
+            ExitStack() as stack,
             _Guard(inputs if first else None),
         ):
+            present: list[Any] = []
+            stack.callback(restore, present)
+            args, kwargs = self.call.rebuild(values, present)
             if self.environment is None:
                 result = self.fn(*args, **kwargs)
             else:
@@ -118,7 +122,7 @@ class _Call:
             assigned = self._assigned(put)
             out_leaves, out_spec = pytrees.flatten(result)
             others = [leaf for leaf in out_leaves if not isinstance(leaf, torch.Tensor)]
-            left = ArgumentSpec((args, kwargs, others), Captures(self.fn, follows=True), hold=True)
+            left = ArgumentSpec((args, kwargs, others), {}, Captures(self.fn, follows=True), hold=True)
         mutated = [
             index
             for index, tensor in enumerate(working)
@@ -191,10 +195,11 @@ class _Call:
             content = read(place)
             content[key] = next(remaining)
             write(place, content)
-        self.left.put([outputs[index] if is_output else self.targets[index] for is_output, index in self.sources])
+        tensors = [outputs[index] if is_output else self.targets[index] for is_output, index in self.sources]
+        self.left.rebuild(tensors, [])
         # What the region left has a graph by now, which holds this record: holding that would keep both for ever.
         self.left, self.out_leaves = None, []
-        self.call.let_go()
+        self.call.release()
         return pytrees.unflatten(self.out_spec, leaves)
 
     @contextmanager

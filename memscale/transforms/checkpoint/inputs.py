@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -150,16 +149,13 @@ def _differ(now: dict[str, Any], then: dict[str, Any]) -> bool:
     return bool(now or then) and ({k: id(v) for k, v in now.items()} != {k: id(v) for k, v in then.items()})
 
 
-@contextmanager
-def ending_at(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Raise `CorrectnessError` if a backward within the body goes on behind one of `tensors`."""
+def refuse_backward_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Makes a backward of this thread that goes on behind one of `tensors` raise `CorrectnessError`.
+
+    Returns the handles of the hooks, to be removed.
+    """
     refuse = functools.partial(_refuse, threading.get_ident())
-    handles = [node.register_prehook(refuse) for tensor in tensors if (node := tensor.grad_fn) is not None]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return [node.register_prehook(refuse) for tensor in tensors if (node := tensor.grad_fn) is not None]
 
 
 def _refuse(thread: int, _: Any) -> None:

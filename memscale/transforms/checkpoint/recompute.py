@@ -22,21 +22,22 @@ import torch
 
 from memscale.core import CorrectnessError, changed_error, described, internals, simulating
 from memscale.regions import (
+    ArgumentSpec,
     Captures,
     RegionEffects,
     Replay,
     SharedCaptures,
     Snapshot,
     Streams,
-    arguments,
     in_recompute,
     memory_of,
     never_compiled,
     recomputing,
+    restore,
     unrecorded,
     wait_for_recomputes,
 )
-from memscale.transforms.checkpoint.inputs import Inputs, ending_at
+from memscale.transforms.checkpoint.inputs import Inputs, refuse_backward_behind
 from memscale.transforms.checkpoint.selective import Misaligned, Recorder, Replayer
 
 _autograd = internals.autograd
@@ -188,10 +189,10 @@ class _Frame:
         wait_for_recomputes()
         captures = memory.captures_of(fn)
         try:
-            self._call = arguments(args, kwargs, captures)
+            self._call = ArgumentSpec(args, kwargs, captures)
         except SharedCaptures:
             captures = Captures(fn, follows=True)
-            self._call = arguments(args, kwargs, captures)
+            self._call = ArgumentSpec(args, kwargs, captures)
             captures.seal()
         tensors = self._call.take_tensors()  # `Inputs` decides what holds them
         self._memory = memory
@@ -304,26 +305,40 @@ class _Frame:
         with self.streams.again() as streams:
             found = self._values(refused, fresh)
             rerun = _Rerun(self._seen, self._trained, live, fresh, streams)
-            with (
-                Replay(self._snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
-                self._call.again(values := _in_order(found, shared)) as (args, kwargs),
-                ending_at(self._ends(found)),
-                torch.enable_grad(),
-            ):
-                _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
-                try:
-                    with self._replaying(values) as rerun.replayer:
-                        self._snapshot.environment.context.copy().run(self._fn, *args, **kwargs)
-                except _Stop:
-                    pass
-                except BaseException:
-                    streams.meet()
-                    raise
-                finally:
-                    _autograd._pop_saved_tensors_default_hooks()
+            with Replay(self._snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared:
+                self._run_again(rerun, found, _in_order(found, shared), streams)
             self.streams = streams
         rerun.check()
         return rerun.found
+
+    def _run_again(
+        self, rerun: _Rerun, found: dict[int, torch.Tensor], values: list[torch.Tensor], streams: Streams
+    ) -> None:
+        """Call the function with `values` for the tensors, until it has saved the last tensor that is wanted."""
+        assert self._fn is not None
+        assert self._snapshot is not None
+        objects: list[Any] = []
+        is_graded = torch.is_grad_enabled()
+        handles = refuse_backward_behind(self._ends(found))
+        try:
+            args, kwargs = self._call.rebuild(values, objects)
+            torch._C._set_grad_enabled(True)
+            _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
+            try:
+                with self._replaying(values) as rerun.replayer:
+                    self._snapshot.environment.context.copy().run(self._fn, *args, **kwargs)
+            except _Stop:
+                pass
+            except BaseException:
+                streams.meet()
+                raise
+            finally:
+                _autograd._pop_saved_tensors_default_hooks()
+        finally:
+            torch._C._set_grad_enabled(is_graded)
+            for handle in handles:
+                handle.remove()
+            restore(objects)
 
     def _ends(self, found: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Behind which no backward of the region's own is to go: a cache has many, so only one watched run asks all."""

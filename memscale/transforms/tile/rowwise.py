@@ -154,7 +154,7 @@ def refuse_changed_arguments(args: Any, kwargs: Any, what: str) -> Iterator[None
     It also raises if the body changes in place one of their tensors, or a view of one, that requires a gradient.
     """
     refuse_iterators(pytrees.flatten((args, kwargs))[0])
-    given = ArgumentSpec((args, kwargs), None, hold=True)
+    given = ArgumentSpec(args, kwargs, None, hold=True)
     before = given.contents()
     try:
         yield

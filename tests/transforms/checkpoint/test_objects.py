@@ -332,6 +332,15 @@ def test_an_object_that_leads_too_far_is_refused():
         checkpoint()(lambda x, chain: x.sin())(numbers(4), chain)
 
 
+def test_results_of_operators_with_several_outputs_are_given_again():
+    x = numbers(3, 4)
+    largest = torch.max(x, 0)
+    output = checkpoint()(lambda found: (found.values.sin() * found[0]).exp())(largest)
+    (gradient,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+    (wanted,) = torch.autograd.grad((largest.values.sin() * largest.values).exp().sum(), x)
+    assert torch.equal(gradient, wanted)
+
+
 def test_tile_refuses_what_every_piece_would_change():
     model = ms.transform(Blocks(Appends), {"blocks.*": ms.tile(chunks=3)})
     with pytest.raises(ms.TransformError, match=r"changes one of its arguments, a Cache, and every piece .*use_cache"):

@@ -65,7 +65,7 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
     if names([fn, *captures.modules], "register_hook"):
         return False  # a gradient hook would see the gradients of pieces
     try:
-        objects = ArgumentSpec(captures.contents, None, hold=True)
+        objects = ArgumentSpec((captures.contents,), {}, None, hold=True)
     except TransformError:  # too many objects to restore
         return False
     tables = [module.__dict__[hooks] for module in captures.modules for hooks in _HOOKS]
@@ -94,7 +94,7 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
             return False
         finally:
             put_back(captures)
-            objects.put(objects.tensors)
+            objects.rebuild(objects.tensors, [])
             for table, then in zip(tables, registered, strict=True):
                 if len(table) != len(then):
                     table.clear()
