@@ -77,7 +77,7 @@ def demo(options: DemoOptions) -> int:
     with _deterministic(job.device):
         with simulations() as progress:
             plan = _planned(job, budget, progress)
-        said = [line for line in plan.evidence.trace if line.startswith(("memory pressure", "smart skip", "proof"))]
+        said = [line for line in plan.evidence.trace if line.startswith(("memory pressure", "no plan needed", "proof"))]
         screen.print("\n".join([*said, ""]), highlight=False, markup=False)
         screen.print(f"{plan}\n", highlight=False, markup=False)
         with _progress() as bar:

@@ -489,7 +489,7 @@ class DecisionEngine:
     def _unchanged(self, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
         taken = self.plain.taken_bytes
         takes, budget = format_unlike(taken, limit)
-        trace = (f"smart skip: the step as it is takes {takes} of {budget}",)
+        trace = (f"no plan needed: the step as it is takes {takes} of {budget}",)
         evidence = self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {}, simulations=1)
         return ProvenPlan(Plan(), evidence, decision or self._as_given(limit))
 

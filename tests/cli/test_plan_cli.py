@@ -176,7 +176,7 @@ def test_what_a_plan_may_use(folder, capsys):
 
 def test_what_fits_needs_no_plan(folder, capsys):
     assert command("plan", *STEP, "--budget", "1GiB", "--html", "plan.html") == 0
-    assert capsys.readouterr().out.startswith("smart skip: ")
+    assert capsys.readouterr().out.startswith("no plan needed: ")
     assert Path("plan.html").read_text().count('<section class="plan">') == 1
 
 

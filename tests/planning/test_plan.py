@@ -115,7 +115,7 @@ def test_what_fits_is_left_as_it_is():
     model, batch = _mlps(), torch.ones(8, 64)
     plan = ms.plan(model, budget="1GiB", **_step(model, batch))
     assert plan == ms.Plan()
-    assert "smart skip" in plan.explain()
+    assert "no plan needed" in plan.explain()
 
 
 def test_what_fits_to_the_last_byte_leaves_no_margin():

@@ -61,14 +61,14 @@ def rejected_of(best: Found) -> dict[str, str]:
 
 def _rule(techniques: frozenset[str]) -> str:
     if not techniques:
-        return "what fits is left as it is"
+        return "no transform here: the plan fits without it"
     if "stream" in techniques:
-        return "parameters go to the next tier when activations alone do not free enough"
+        return "parameters are streamed, since activations alone do not free enough"
     if "offload" in techniques:
-        return "bytes move where the link has time for them"
+        return "activations are offloaded where the link has time for the copies"
     if "tile" in techniques:
-        return "rows are cut where what is alive at once is too much"
-    return "cheapest bytes first: what is recomputed frees most for its time"
+        return "rows are tiled where the tensors of one part take too much at once"
+    return "checkpoints where a second of recompute frees the most bytes"
 
 
 def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) -> tuple[str, ...]:
@@ -84,21 +84,21 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
     taken, as_it_is_bytes = found.taken_bytes, plain.taken_bytes
     candidates = [each for menu in costs.candidates for each in menu]
     techniques = {name for each in candidates for name in each.techniques}
-    groups = f", {len(costs.groups)} groups of these" if costs.groups else ""
+    groups = f", {len(costs.groups)} groups of parts" if costs.groups else ""
     takes, budget = format_unlike(as_it_is_bytes, limit)
     trace = [
         f"memory pressure: the step as it is takes {takes}, {as_it_is_bytes / limit:.3g} of the {budget} budget",
         f"eligible: {', '.join(sorted(techniques))}",
-        f"candidates: {len(candidates)} for {len(costs.paths)} parts{groups} and what is outside of them",
+        f"candidates: {len(candidates)} for {len(costs.paths)} parts{groups} and the rest of the model",
     ]
     if link is not None:
         as_it_is = [menu[0] for menu in costs.effects]
         out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in as_it_is))
         back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in as_it_is))
-        trace.append(f"link window: {out} go out behind forward, {back} come back behind backward")
+        trace.append(f"link: {out} can be copied out during forward, {back} back during backward")
     if stepping := Plan(found.always).of_optimizers():
         trace.append(f"the optimizer: {', '.join(repr(rule.transform) for rule in stepping)}")
-    trace.append(f"choice: {format_seconds(best.bound_seconds)} a step is the least that their costs add up to")
+    trace.append(f"estimate: a step takes at least {format_seconds(best.bound_seconds)} by the costs of the candidates")
     trace.append(
         f"proof: the simulated step takes {format_bytes(taken)}, {taken / limit:.1%} of the budget, in "
         f"{format_seconds(found.seconds)}, {found.seconds / (plain.step_seconds or found.seconds):.3f} times "
