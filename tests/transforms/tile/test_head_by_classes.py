@@ -142,6 +142,14 @@ def test_heads(make, taken):
     assert len(taken) == 1
 
 
+def test_sequences(taken):
+    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16, 3, 4)
+    as_right_as_untiled(model, tiled(model), x, lambda z: F.cross_entropy(wide(z).transpose(1, 2), y))
+    rows = tiled(model)(x).transpose(1, 2)
+    assert F.cross_entropy(rows, y, reduction="none").shape == (3, 4)
+    assert len(taken) == 1
+
+
 def test_only_the_head_is_trained(taken):
     model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
     model.body.requires_grad_(False)
