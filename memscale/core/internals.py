@@ -198,7 +198,7 @@ INTERNALS = tuple(
             "2.13",
         ),
         (f"{_C}_is_key_in_tls", "which threads are the simulation's", "core"),
-        (f"{_C}_set_grad_enabled", "the caller's settings, put back after a profile", _S),
+        (f"{_C}_set_grad_enabled", "a recompute; what a profile puts back", f"{_S} transforms/checkpoint"),
         (f"{_C}_is_multithreading_enabled", "the caller's settings, put back after a profile", _S),
         (f"{_C}_set_multithreading_enabled", "the caller's settings, put back after a profile", _S),
         (f"{_C}_is_view_replay_enabled", "the caller's settings, put back after a profile", _S),
