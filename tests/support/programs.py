@@ -437,8 +437,9 @@ MESSAGES = {
         "between: buffers": _MOVED_ON,
         "between: input": _MOVED_ON,
         "after: load": _MOVED_ON,
-        # By what comes after the region. Most programs that change an argument must run.
-        "in place": r"tensor argument \d+ of a checkpointed region, .* is at version",
+        # By what comes after the region. Most programs that change an argument must run. The arguments of a region in
+        # another one are saved tensors of that.
+        "in place": r"(tensor argument|saved tensor) \d+ of a checkpointed region, .* is at version",
     },
     "params": {"parameter": "nothing has kept its old value"},
 }
