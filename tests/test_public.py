@@ -83,7 +83,7 @@ memscale.server: backup invite migrate run
 memscale.server.migrations:
 memscale.server.templatetags:
 memscale.simulation: Attribution Holding Ledger Loop MemoryProfiler NeedsValues OUTSIDE Parallel ParallelKind
-  Phase Profile ProfileDiff Schedule SimulatedStep Station Target TrainingStep as_hardware check_plan
+  Phase Profile ProfileDiff Schedule SimulatedStep Interval Target TrainingStep as_hardware check_plan
   differences few_collections hardware_for pack_weights profile_of queues_of record record_in_a_row
 memscale.simulation.allocator:
 memscale.simulation.dispatch:

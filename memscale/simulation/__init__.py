@@ -18,11 +18,11 @@ The journey of `profile(model, batch)`, in the order in which to read:
 6. `analysis`: turns the ledger into peaks, by category and module, with the sizes that the device's allocator gives
    (`allocator/` replays CUDA's).
    `simulated_step` keeps the same books for whoever plans: `attribution` takes them apart by modules and
-   stations.
+   intervals.
 7. `results`: the `Profile`, frozen data; `reports` prints and draws it.
 """
 
-from memscale.simulation.attribution import OUTSIDE, Attribution, Station
+from memscale.simulation.attribution import OUTSIDE, Attribution, Interval
 from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.ledger import Ledger, Phase
 from memscale.simulation.packed import pack_weights
@@ -40,6 +40,7 @@ __all__ = [
     "OUTSIDE",
     "Attribution",
     "Holding",
+    "Interval",
     "Ledger",
     "Loop",
     "MemoryProfiler",
@@ -51,7 +52,6 @@ __all__ = [
     "ProfileDiff",
     "Schedule",
     "SimulatedStep",
-    "Station",
     "Target",
     "TrainingStep",
     "as_hardware",

@@ -1,8 +1,8 @@
-"""What the parts of a simulated step hold: which module holds how much, at which station of the step, and for how long.
+"""What each module of a simulated step holds: how many bytes, in which interval of the step, and for how long.
 
-A *part* is a module with all that is below it; what belongs to none is *outside*. A *station* is the time that the step
-spends in one part in one phase; what is outside counts to the station before it. A planner puts a step together from
-the stations of others: bytes of parts add up, and the most at a station is what its parts hold there.
+A *part* is a module with all that is below it; what belongs to none is *outside*. An *interval* is the time that
+the step spends in one part in one phase; what is outside counts to the interval before it. A planner puts a step
+together from the intervals of others: bytes of parts add up, and the most at an interval is what its parts hold there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Bytes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Station:
+class Interval:
     """Where the step is: in which phase and part, or after that part and before the next (`outside`)."""
 
     phase: Phase
@@ -39,22 +39,22 @@ class Station:
 
 @dataclass(frozen=True)
 class Attribution:
-    """What each part holds at each station of a step. The last row of each table is what is outside.
+    """What each part holds at each interval of a step. The last row of each table is what is outside.
 
     Attributes:
-        stations: in the order in which the step comes to them first.
-        held_bytes: [part, station] the most that the part holds at the station.
-        slack_bytes: [station] by how much the sum of these is above the most that is held at once.
+        intervals: in the order in which the step comes to them first.
+        held_bytes: [part, interval] the most that the part holds at the interval.
+        slack_bytes: [interval] by how much the sum of these is above the most that is held at once.
         states_bytes: [part] optimizer states of its parameters.
         gradients_bytes: [part] the most that gradients of its parameters take.
         parameters_bytes: [part] its parameters on the device.
         kept_bytes: [part] what waits for backward when backward begins, without parameters and the like.
         seconds: [part, phase] the time of its operators, in the order forward, backward, optimizer.
         waits_seconds: [part] how long the device stands still for what the part moves.
-        handed_bytes: by (holder, maker), two rows: [station] the most that the first holds of what the second made.
+        handed_bytes: by (holder, maker), two rows: [interval] the most that the first holds of what the second made.
     """
 
-    stations: tuple[Station, ...]
+    intervals: tuple[Interval, ...]
     held_bytes: Bytes
     slack_bytes: Bytes
     states_bytes: Bytes
@@ -118,16 +118,16 @@ def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution
     begin, first_op = ledger.steps[-1]
     owners = Owners(paths)
     of_op = [owners.of(op.path) for op in ledger.ops[first_op:]]
-    stations, station_of_op = _stations(ledger.ops[first_op:], of_op)
+    intervals, interval_of_op = _intervals(ledger.ops[first_op:], of_op)
     sizes = np.array([_size(record.nbytes, clock.hardware) for record in ledger.records], dtype=np.int64)
     rows = np.array(_rows(ledger, owners, of_op, first_op, begin), dtype=np.int64)
     # A part's number is its row, and `OUTSIDE` the last one.
     parts = len(paths) + 1
     held, slack, handed = _held(
-        _Events.of(ledger, sizes, [station_of_op[max(0, op - first_op)] for op in ledger.event_ops[begin:]]),
+        _Events.of(ledger, sizes, [interval_of_op[max(0, op - first_op)] for op in ledger.event_ops[begin:]]),
         rows,
         np.array([owners.of(record.path) for record in ledger.records], dtype=np.int64),
-        (parts, len(stations)),
+        (parts, len(intervals)),
     )
 
     resident = {name: np.zeros(parts, dtype=np.int64) for name in _RESIDENT}
@@ -142,7 +142,7 @@ def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution
     for op, taken, part in zip(ledger.ops[first_op:], _op_seconds(ledger, clock), of_op, strict=True):
         seconds[part, _PHASES.index(op.phase)] += taken
     return Attribution(
-        stations=stations,
+        intervals=intervals,
         held_bytes=held,
         slack_bytes=slack,
         states_bytes=resident["optimizer state"],
@@ -155,18 +155,18 @@ def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution
     )
 
 
-def _stations(ops: Sequence[OpCall], of_op: Sequence[int]) -> tuple[tuple[Station, ...], list[int]]:
-    """The stations of a step, and which of them each operator is at; there is one at least."""
-    stations: dict[Station, int] = {}
-    station_of: list[int] = []
+def _intervals(ops: Sequence[OpCall], of_op: Sequence[int]) -> tuple[tuple[Interval, ...], list[int]]:
+    """The intervals of a step, and which of them each operator is at; there is one at least."""
+    intervals: dict[Interval, int] = {}
+    interval_of: list[int] = []
     last = (Phase.FORWARD, OUTSIDE)
     for op, part in zip(ops, of_op, strict=True):
         if part != OUTSIDE:
             last = (op.phase, part)
         elif op.phase is not last[0]:
             last = (op.phase, OUTSIDE)
-        station_of.append(stations.setdefault(Station(*last, part == OUTSIDE), len(stations)))
-    return tuple(stations) or (Station(Phase.FORWARD, OUTSIDE, True),), station_of or [0]
+        interval_of.append(intervals.setdefault(Interval(*last, part == OUTSIDE), len(intervals)))
+    return tuple(intervals) or (Interval(Phase.FORWARD, OUTSIDE, True),), interval_of or [0]
 
 
 class _Events(NamedTuple):
@@ -176,20 +176,20 @@ class _Events(NamedTuple):
         numbers: of the storages.
         deltas: the bytes that come, or go where below 0.
         begin: the first one of the step.
-        stations: [1 + events of the step] where the step is before the first of them, and at each.
+        intervals: [1 + events of the step] where the step is before the first of them, and at each.
     """
 
     numbers: npt.NDArray[np.int64]
     deltas: Bytes
     begin: int
-    stations: npt.NDArray[np.int64]
+    intervals: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, ledger: Ledger, sizes: Bytes, stations: Sequence[int]) -> _Events:
+    def of(cls, ledger: Ledger, sizes: Bytes, intervals: Sequence[int]) -> _Events:
         events = np.array(ledger.events, dtype=np.int64)
         numbers = np.abs(events) - 1
         deltas = np.sign(events) * sizes[numbers] if len(events) else events
-        return cls(numbers, deltas, ledger.steps[-1][0], np.array([0, *stations], dtype=np.int64))
+        return cls(numbers, deltas, ledger.steps[-1][0], np.array([0, *intervals], dtype=np.int64))
 
     def levels(self, rows: npt.NDArray[np.int64], count: int) -> Bytes:
         """[row, 1 + events of the step] what is held by each of `count` rows, each event being on one."""
@@ -208,15 +208,15 @@ def _held(
         events: the births and deaths.
         rows: the part that each storage counts to.
         makers: the part that made it.
-        shape: how many parts and stations there are.
+        shape: how many parts and intervals there are.
     """
-    parts, stations = shape
-    starts = np.flatnonzero(np.diff(events.stations, prepend=-1))  # of the runs of events at one station
-    runs = events.stations[starts]
+    parts, intervals = shape
+    starts = np.flatnonzero(np.diff(events.intervals, prepend=-1))  # of the runs of events at one interval
+    runs = events.intervals[starts]
 
     def most(levels: Bytes) -> Bytes:
-        """[..., station] the most of [..., event]."""
-        found = np.zeros((*levels.shape[:-1], stations), dtype=np.int64)
+        """[..., interval] the most of [..., event]."""
+        found = np.zeros((*levels.shape[:-1], intervals), dtype=np.int64)
         np.maximum.at(found.T, runs, np.maximum.reduceat(levels, starts, axis=-1).T)
         return found
 

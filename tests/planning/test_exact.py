@@ -9,7 +9,7 @@ from memscale.planning.parts.parts import Part
 from memscale.planning.solving.program import Program
 from memscale.planning.solving.solver import Chooser, LinkRates
 from memscale.planning.trials.costs import Costs, Effect
-from memscale.simulation import Phase, Station
+from memscale.simulation import Interval, Phase
 from memscale.transforms import checkpoint
 from tests.support.coverings import DEEP
 
@@ -17,7 +17,7 @@ _MENU = 4  # as it is; recomputed; half of it recomputed; moved
 
 
 def _network(seed, parts, alike):
-    """Costs as blocks have them: kept from a forward to its backward, with working sets at their own stations.
+    """Costs as blocks have them: kept from a forward to its backward, with working sets at their own intervals.
 
     Args:
         seed: of the sizes and times.
@@ -25,8 +25,8 @@ def _network(seed, parts, alike):
         alike: whether they are all the same.
     """
     random = np.random.default_rng(seed)
-    stations = tuple(
-        Station(phase, part, False)
+    intervals = tuple(
+        Interval(phase, part, False)
         for phase, order in ((Phase.FORWARD, range(parts)), (Phase.BACKWARD, reversed(range(parts))))
         for part in order
     )
@@ -40,19 +40,19 @@ def _network(seed, parts, alike):
             waits_share = random.uniform(0.0, 1.5)  # of the time of the copies
         menu = []
         for number, (share, more) in enumerate(zip(shares, again, strict=True)):
-            held = np.zeros(len(stations), dtype=np.int64)
+            held = np.zeros(len(intervals), dtype=np.int64)
             held[part : 2 * parts - part] = int(share * kept)
             held[part] += working // 2
             held[2 * parts - 1 - part] += working + (int((1 - share) * kept) if number in (1, 2) else 0)
             moved = int((1 - share) * kept) if number == 3 else 0
-            none = np.zeros(len(stations), dtype=np.int64)
+            none = np.zeros(len(intervals), dtype=np.int64)
             menu.append(Effect(held, none, seconds, (2 + more) * seconds, moved, waits_share * moved / 2e10))
         effects.append(tuple(menu))
-    outside = np.full(len(stations), 100 << 20, dtype=np.int64)
-    effects.append((Effect(outside, np.zeros(len(stations), dtype=np.int64), 0.01, 0.02),))
+    outside = np.full(len(intervals), 100 << 20, dtype=np.int64)
+    effects.append((Effect(outside, np.zeros(len(intervals), dtype=np.int64), 0.01, 0.02),))
     candidates = ((AS_IT_IS, *[Candidate((("", checkpoint()),))] * (_MENU - 1)),) * parts
     paths = tuple(Part(f"h.{part}", None, (), 0 if alike else part) for part in range(parts))
-    return Costs(stations, paths, (*candidates, (AS_IT_IS,)), tuple(effects), 0.05, {})
+    return Costs(intervals, paths, (*candidates, (AS_IT_IS,)), tuple(effects), 0.05, {})
 
 
 def _optimum(costs, limit):
@@ -64,7 +64,7 @@ def _optimum(costs, limit):
     take = [[program.addBinary() for _ in menu] for menu in costs.effects]
     for row in take:
         program.addConstr(sum(row) == 1)
-    for at in range(len(costs.stations)):
+    for at in range(len(costs.intervals)):
         held = sum(
             float(each.held_bytes[at]) / 1e8 * one
             for menu, row in zip(costs.effects, take, strict=True)

@@ -14,7 +14,7 @@ from memscale.planning.parts.groups import groups_of
 from memscale.planning.parts.parts import Part, parts_of
 from memscale.planning.solving.solver import Chooser
 from memscale.planning.trials.costs import Costs, Effect
-from memscale.simulation import Phase, Station
+from memscale.simulation import Interval, Phase
 from memscale.transforms import checkpoint
 from tests.planning.test_costs import KERNELS
 from tests.support.models import TransformerBlock
@@ -132,13 +132,13 @@ def test_blocks_that_keep_little_are_no_group():
     assert not _engine(model, torch.ones(2, 8, 32), torch.optim.AdamW).searches[0].costs.groups
 
 
-_STATIONS = tuple(Station(phase, part, False) for phase in (Phase.FORWARD, Phase.BACKWARD) for part in range(4))
+_INTERVALS = tuple(Interval(phase, part, False) for phase in (Phase.FORWARD, Phase.BACKWARD) for part in range(4))
 
 
 def _grouped(seed):
     """Four parts, two groups of two and one around all, with what is outside."""
     random = np.random.default_rng(seed)
-    none = np.zeros(len(_STATIONS), dtype=np.int64)
+    none = np.zeros(len(_INTERVALS), dtype=np.int64)
     effects = []
     for _ in range(4):
         most = int(random.integers(1 << 28, 1 << 30))
@@ -161,7 +161,7 @@ def _grouped(seed):
     parts = [Part(str(at), None, (), at) for at in range(4)]
     parts += [Part(name, None, (), name, inside) for name, inside in zip(("a", "b", ""), members, strict=True)]
     menu = (AS_IT_IS, *[Candidate((("", checkpoint()),))] * 2)
-    return Costs(_STATIONS, tuple(parts), ((menu,) * 7 + (menu[:2],)), tuple(effects), 0.5, {})
+    return Costs(_INTERVALS, tuple(parts), ((menu,) * 7 + (menu[:2],)), tuple(effects), 0.5, {})
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from memscale.planning.parts.candidates import AS_IT_IS, Candidate
 from memscale.planning.solving.solver import Chooser, LinkRates
 from memscale.planning.trials.costs import Costs, Effect
-from memscale.simulation import Phase, Station
+from memscale.simulation import Interval, Phase
 from memscale.transforms import checkpoint, offload
 
-_STATIONS = tuple(Station(phase, part, False) for phase in (Phase.FORWARD, Phase.BACKWARD) for part in range(4))
+_INTERVALS = tuple(Interval(phase, part, False) for phase in (Phase.FORWARD, Phase.BACKWARD) for part in range(4))
 
 
 def _costs(seed, parts, menu, together=False):
@@ -21,8 +21,8 @@ def _costs(seed, parts, menu, together=False):
     effects = tuple(
         tuple(
             Effect(
-                random.integers(0, 1 << 30, len(_STATIONS)),
-                np.zeros(len(_STATIONS), dtype=np.int64),
+                random.integers(0, 1 << 30, len(_INTERVALS)),
+                np.zeros(len(_INTERVALS), dtype=np.int64),
                 float(random.uniform(0.1, 0.5)),
                 float(random.uniform(0.1, 0.5)),
                 int(random.integers(0, 1 << 29)) if choice == 2 and part < parts - 1 else 0,
@@ -34,8 +34,8 @@ def _costs(seed, parts, menu, together=False):
     )
     last = offload(what="params") if together else checkpoint()
     others = [Candidate((("", how),)) for how in ([checkpoint()] * (menu - 2) + [last])]
-    moment = random.integers(0, 1 << 31, len(_STATIONS)) * together
-    return Costs(_STATIONS, (), ((AS_IT_IS, *others),) * parts, effects, 0.5, {}, moment)
+    moment = random.integers(0, 1 << 31, len(_INTERVALS)) * together
+    return Costs(_INTERVALS, (), ((AS_IT_IS, *others),) * parts, effects, 0.5, {}, moment)
 
 
 def _all(costs):

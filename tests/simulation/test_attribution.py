@@ -1,4 +1,4 @@
-"""A step taken apart by modules and stations, and put together again."""
+"""A step taken apart by modules and intervals, and put together again."""
 
 import pytest
 import torch
@@ -69,10 +69,10 @@ def test_what_backward_waits_for_is_the_doing_of_the_part_that_keeps_it():
     assert after.seconds[1:] == pytest.approx(before.seconds[1:])
 
 
-def test_stations_come_in_the_order_of_the_step():
+def test_intervals_come_in_the_order_of_the_step():
     model, step = _step()
     paths = _blocks(model)
-    own = [(station.phase, station.part) for station in step.attribution(paths).stations if not station.outside]
+    own = [(interval.phase, interval.part) for interval in step.attribution(paths).intervals if not interval.outside]
     forward = [(Phase.FORWARD, part) for part in range(len(paths))]
     backward = [(Phase.BACKWARD, part) for part in reversed(range(len(paths)))]
     assert own == [*forward, *backward]
@@ -84,7 +84,7 @@ def test_a_step_without_updates_is_its_forward_and_backward():
     optimizer = torch.optim.AdamW(model.parameters())
     profiler = ms.MemoryProfiler(model, optimizer, loss=lambda y, _: y.square().mean())
     found = profiler.simulated(torch.zeros(4, 16, dtype=torch.long), updates=False).attribution(_blocks(model))
-    assert {station.phase for station in found.stations} == {Phase.FORWARD, Phase.BACKWARD}
+    assert {interval.phase for interval in found.intervals} == {Phase.FORWARD, Phase.BACKWARD}
     assert found.states_bytes.sum() == 0
     assert found.parameters_bytes.sum() == sum(parameter.nbytes for parameter in model.parameters())
 

@@ -108,7 +108,7 @@ def _row(module: nn.Module, path: str, step: SimulatedStep) -> _Row | None:
         return None
     seen = step.attribution(paths)
     columns = {
-        each.part: at for at, each in enumerate(seen.stations) if each.phase is Phase.BACKWARD and not each.outside
+        each.part: at for at, each in enumerate(seen.intervals) if each.phase is Phase.BACKWARD and not each.outside
     }
     held = seen.held_bytes - (seen.parameters_bytes + seen.states_bytes)[:, None]
     takes = np.zeros((count, count), dtype=np.int64)

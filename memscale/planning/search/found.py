@@ -24,7 +24,7 @@ class Proven:
         assignment: the candidate of each part.
         plan: its rules.
         profile: of the simulated step.
-        held_bytes: [station of the costs] the most that is held there, what was thought where the step never came.
+        held_bytes: [interval of the costs] the most that is held there, what was thought where the step never came.
         part_seconds: [part] of the operators of each part's forward and backward, 0 of groups; last of what is outside.
     """
 
@@ -64,7 +64,7 @@ class Proven:
         """
         kept = self.taken_bytes - self.profile.peak_bytes
         kept = kept if most_kept_bytes is None else min(kept, most_kept_bytes)
-        leaves = np.array([station.phase is not Phase.OPTIMIZER for station in chooser.costs.stations])
+        leaves = np.array([interval.phase is not Phase.OPTIMIZER for interval in chooser.costs.intervals])
         chooser.correct(self.assignment, self.held_bytes + kept * leaves, self.part_seconds, self.seconds)
 
 

@@ -280,7 +280,7 @@ class Search:
         if assignment not in self._proofs:
             step = self._whole(assignment)
             found = step.attribution(self.costs.paths)
-            held = dict(zip(found.stations, (found.held_bytes.sum(axis=0) - found.slack_bytes).tolist(), strict=True))
+            held = dict(zip(found.intervals, (found.held_bytes.sum(axis=0) - found.slack_bytes).tolist(), strict=True))
             taken = found.seconds[:, :2].sum(axis=1)
             self._proofs[assignment] = Proven(
                 self.costs,

@@ -28,8 +28,8 @@ class Exchanges:
         families: the parts that are alike, of those that are decided about: of others there is one candidate.
         offsets: by part, where its candidates begin among all.
         seconds: [candidate] what it adds to the step.
-        held: [candidate, station], in MiB.
-        together: [station] what of that is not there once any part streams, in MiB.
+        held: [candidate, interval], in MiB.
+        together: [interval] what of that is not there once any part streams, in MiB.
         streams: [candidate] whether it does.
         out_bytes: [candidate] what it moves off the device.
         cap_bytes: the most that all may; None is no limit.
@@ -50,7 +50,7 @@ class Exchanges:
         return [offset + number for offset, number in zip(self.offsets, assignment, strict=False)]
 
     def held_by(self, assignment: Assignment) -> Floats:
-        """[station] what its candidates hold together."""
+        """[interval] what its candidates hold together."""
         columns = self.columns(assignment)
         found: Floats = self.held[columns].sum(axis=0)
         return found - self.together if self.streams[columns].any() else found
@@ -72,7 +72,7 @@ class Exchanges:
             numbers = self._counted(shares.sum(axis=0), self.streams[columns[0]], len(rows))
             chosen[rows] += sorted(numbers, key=self._places(rows).__getitem__)
         part_of = np.repeat(np.arange(len(starts)), np.diff(self.offsets))
-        matter = _stations_that_matter(self.held, self.together)
+        matter = _intervals_that_matter(self.held, self.together)
         held, together, seconds = self.held[:, matter], self.together[matter], self.seconds
         for _ in range(_EXCHANGES * len(chosen)):
             over = held[chosen].sum(axis=0) - limit - together * self.streams[chosen].any()
@@ -110,7 +110,7 @@ class Exchanges:
         """The assignment after exchanges of one or two candidates that make it faster, as long as there are any."""
         # Whether any part streams stays as it is: no two are exchanged that do not move the same.
         limits = limit + self.together * self.streams[self.columns(assignment)].any()
-        matter = _stations_that_matter(self.held, self.together)
+        matter = _intervals_that_matter(self.held, self.together)
         held, limits = self.held[:, matter], limits[matter]
         seconds, moves = self.seconds, self.out_bytes
         part_of = np.repeat(np.arange(len(assignment)), np.diff(self.offsets))
@@ -155,9 +155,9 @@ class Exchanges:
         return {number: ("stream" in menu[number].techniques, number == 0, number) for number in range(len(menu))}
 
 
-def _stations_that_matter(held: Floats, together: Floats) -> list[int]:
-    """The stations, of [candidate, station], where some choice can hold most: what another one covers is left out, also
-    by what it holds without what is there only together."""
+def _intervals_that_matter(held: Floats, together: Floats) -> list[int]:
+    """The intervals, of [candidate, interval], where some choice can hold most: what another one covers is left out,
+    also by what it holds without what is there only together."""
     kept: list[int] = []
     columns = held.T
     for at in np.argsort(-columns.sum(axis=1), kind="stable").tolist():

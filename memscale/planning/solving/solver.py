@@ -58,8 +58,8 @@ class Chooser:
 
     Attributes:
         moving_scale: how much longer moves hold the step up than is thought, as a step has shown.
-        beside_bytes: [candidate of what is outside, station] what steps have shown to be held beside what the costs add
-            up to. Exactly one of these candidates is chosen, so that each brings its own correction.
+        beside_bytes: [candidate of what is outside, interval] what steps have shown to be held beside the sum of the
+            costs. Exactly one of these candidates is chosen, so that each brings its own correction.
     """
 
     def __init__(self, costs: Costs, link: LinkRates | None) -> None:
@@ -80,7 +80,7 @@ class Chooser:
         ]
         self._streams = np.array(["stream" in each for each in self._techniques])
         together = costs.together_bytes if self._streams.any() else None
-        self._together = np.zeros(len(costs.stations)) if together is None else together / _MIB
+        self._together = np.zeros(len(costs.intervals)) if together is None else together / _MIB
         # Of activations: while forward runs they go out, while backward runs they come back. A trial in which one part
         # moves does not show what it is to share the link with all others.
         self._shared = np.array(
@@ -93,7 +93,7 @@ class Chooser:
         self._window = np.array([[effect.forward_seconds, effect.backward_seconds] for effect in flat]).T
         self._unit = max(costs.seconds(costs.as_it_is), 1e-12)
         self.moving_scale = 1.0
-        self.beside_bytes = np.zeros((len(self.costs.effects[-1]), len(self.costs.stations)))
+        self.beside_bytes = np.zeros((len(self.costs.effects[-1]), len(self.costs.intervals)))
         self._shown: set[int] = set()
         self._operators = np.array(
             [effect.forward_seconds + effect.backward_seconds for menu in self.costs.effects for effect in menu]
@@ -158,7 +158,7 @@ class Chooser:
         return {alike: rows for alike, rows in found.items() if rows}
 
     def fastest(self, limit_bytes: float, among: Collection[str] | None = None) -> Choice | None:
-        """The fastest choice that holds at most `limit_bytes` at each station, None if there is none.
+        """The fastest choice that holds at most `limit_bytes` at each interval, None if there is none.
 
         Args:
             limit_bytes: what the step may hold.
@@ -227,7 +227,7 @@ class Chooser:
         )
 
     def _held_now(self) -> Floats:
-        """[candidate, station] with the corrections, in MiB."""
+        """[candidate, interval] with the corrections, in MiB."""
         held = self._held.copy()
         held[self._offsets[-2] :] += self.beside_bytes / _MIB
         return held

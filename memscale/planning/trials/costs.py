@@ -19,7 +19,7 @@ from memscale.planning.parts.candidates import AS_IT_IS, Candidate, Rules
 from memscale.planning.parts.parts import Part
 from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Simulate, Trials, TrialSteps
-from memscale.simulation import OUTSIDE, Attribution, Phase, SimulatedStep, Station
+from memscale.simulation import OUTSIDE, Attribution, Interval, Phase, SimulatedStep
 
 Bytes = npt.NDArray[np.int64]
 # How often an optimizer on the host goes over its states in a step: Adam's loop over single tensors, by simulation.
@@ -37,8 +37,8 @@ class Effect:
     """What a candidate does to the step.
 
     Attributes:
-        held_bytes: [station] the most that the part holds there.
-        slack_bytes: [station] what the sum over the parts is above what is held at once, at the part's own stations.
+        held_bytes: [interval] the most that the part holds there.
+        slack_bytes: [interval] what the sum over the parts is above what is held at once, at the part's own intervals.
         forward_seconds, backward_seconds: of its operators.
         out_bytes: what moves to another tier, from its forward on, until its backward.
         waits_seconds: how long the device stands still for what it moves.
@@ -69,18 +69,18 @@ class Costs:
     """The effects of all candidates of all parts, and what holds whatever is chosen.
 
     Attributes:
-        stations: of the step.
+        intervals: of the step.
         parts: what is decided about, in the order of the step, and behind these the groups: parts around some of them,
             of which each candidate but `AS_IT_IS` asks that those are as they are, and tells what it adds to that.
         candidates: of each part, and last of what is outside.
         effects: in the same order.
         fixed_seconds: the time of the optimizer.
         rejected: candidates that cannot be, with the reason.
-        together_bytes: [station] what the update makes for a moment because it is one of all parameters at once, which
+        together_bytes: [interval] what the update makes for a moment because it is one of all parameters at once, which
             it is not once some of them live on another tier; None is nothing.
     """
 
-    stations: tuple[Station, ...]
+    intervals: tuple[Interval, ...]
     parts: tuple[Part, ...]
     candidates: tuple[tuple[Candidate, ...], ...]
     effects: tuple[tuple[Effect, ...], ...]
@@ -108,8 +108,8 @@ class Costs:
 
     @property
     def turn(self) -> int:
-        """The station where backward begins."""
-        return _turn(self.stations)
+        """The interval where backward begins."""
+        return _turn(self.intervals)
 
     @property
     def as_it_is(self) -> Assignment:
@@ -123,7 +123,7 @@ class Costs:
         return tuple(itertools.chain.from_iterable(each.at(path) for each, path in zip(chosen, paths, strict=True)))
 
     def held_bytes(self, assignment: Assignment) -> Bytes:
-        """[station] what the step holds at most under an assignment."""
+        """[interval] what the step holds at most under an assignment."""
         chosen = [menu[number] for menu, number in zip(self.effects, assignment, strict=True)]
         held: Bytes = np.sum([each.held_bytes - each.slack_bytes for each in chosen], axis=0)
         return held - self.together_bytes if self.together_bytes is not None and self.streams(assignment) else held
@@ -183,7 +183,7 @@ def measured_costs(
         effects.append(tuple(known.values()))
     _, __, update_seconds = base.seconds.sum(axis=0).tolist()
     return Costs(
-        base.stations,
+        base.intervals,
         parts,
         tuple(found),
         tuple(effects),
@@ -194,9 +194,9 @@ def measured_costs(
 
 
 def _moment_bytes(base: Attribution) -> Bytes:
-    """[station] what is held for a moment while the optimizer steps."""
+    """[interval] what is held for a moment while the optimizer steps."""
     outside = base.held_bytes[-1]
-    steps = np.array([station.phase is Phase.OPTIMIZER for station in base.stations])
+    steps = np.array([interval.phase is Phase.OPTIMIZER for interval in base.intervals])
     found: Bytes = np.where(steps, np.maximum(0, outside - outside[0]), 0)
     return found
 
@@ -205,39 +205,39 @@ def _effect(
     base: Attribution,
     found: Attribution,
     row: int,
-    donor: int,
+    source: int,
     tried: frozenset[int] = frozenset(),
     *,
     moves: bool = False,
 ) -> Effect:
-    """What the part in `row` does if it is given what `donor` was given in `found`; `moves` if that moves anything."""
-    held = np.zeros(len(base.stations), dtype=np.int64)
-    slack = np.zeros(len(base.stations), dtype=np.int64)
-    number, donated = (OUTSIDE if each == len(base.held_bytes) - 1 else each for each in (row, donor))
-    mine = found.held_bytes[donor] + _owed(base, found, donor, tried)
-    sources = _sources(base.stations, found.stations, number, donated, mine)
-    beside = _beside(base, row, donor, number, donated)
-    if moves:  # what a donor moves need not be there
+    """What the part in `row` does if it is given what `source` was given in `found`; `moves` if that moves anything."""
+    held = np.zeros(len(base.intervals), dtype=np.int64)
+    slack = np.zeros(len(base.intervals), dtype=np.int64)
+    number, source_number = (OUTSIDE if each == len(base.held_bytes) - 1 else each for each in (row, source))
+    mine = found.held_bytes[source] + _owed(base, found, source, tried)
+    matches = _matches(base.intervals, found.intervals, number, source_number, mine)
+    beside = _beside(base, row, source, number, source_number)
+    if moves:  # what a source moves need not be there
         beside = np.maximum(0, beside)
     # Small parameters of a streamed part stay where they are, and only they have states and updates on the device.
     parameters_bytes = int(base.parameters_bytes[row])
-    stays = min(1.0, found.parameters_bytes[donor] / parameters_bytes) if parameters_bytes else 1.0
-    for at, (station, source) in enumerate(zip(base.stations, sources, strict=True)):
-        if station.phase is Phase.OPTIMIZER:
+    stays = min(1.0, found.parameters_bytes[source] / parameters_bytes) if parameters_bytes else 1.0
+    for at, (interval, match) in enumerate(zip(base.intervals, matches, strict=True)):
+        if interval.phase is Phase.OPTIMIZER:
             # Trials do not update; what lives on another tier is updated there.
             held[at] = int(stays * base.held_bytes[row, at])
-        elif source is None:  # before its forward and after its backward a part holds the same, whatever is done to it
+        elif match is None:  # before its forward and after its backward a part holds the same, whatever is done to it
             held[at] = int(stays * base.held_bytes[row, at])
         else:
-            held[at] = max(0, mine[source] + beside[at])
+            held[at] = max(0, mine[match] + beside[at])
             if found is not base:
-                held[at] += int(stays * base.states_bytes[row]) - found.states_bytes[donor]
-        # What is outside answers for the stations outside, each part for its own.
-        answers = station.outside if number == OUTSIDE else (station.part == number and not station.outside)
-        if answers and source is not None:
-            slack[at] = found.slack_bytes[source]
-    taken = np.maximum(0.0, found.seconds[donor] + base.seconds[row] - base.seconds[donor])
-    return Effect(held, slack, float(taken[0]), float(taken[1]), waits_seconds=float(found.waits_seconds[donor]))
+                held[at] += int(stays * base.states_bytes[row]) - found.states_bytes[source]
+        # What is outside answers for the intervals outside, each part for its own.
+        answers = interval.outside if number == OUTSIDE else (interval.part == number and not interval.outside)
+        if answers and match is not None:
+            slack[at] = found.slack_bytes[match]
+    taken = np.maximum(0.0, found.seconds[source] + base.seconds[row] - base.seconds[source])
+    return Effect(held, slack, float(taken[0]), float(taken[1]), waits_seconds=float(found.waits_seconds[source]))
 
 
 def _no_faster(effect: Effect, as_it_is: Effect) -> Effect:
@@ -251,37 +251,37 @@ def _no_faster(effect: Effect, as_it_is: Effect) -> Effect:
     )
 
 
-def _beside(base: Attribution, row: int, donor: int, number: int, donated: int) -> Bytes:
-    """[station] what the part in `row` holds as it is beside what the donor, which is alike, holds where it is.
+def _beside(base: Attribution, row: int, source: int, number: int, source_number: int) -> Bytes:
+    """[interval] what the part in `row` holds as it is beside what the source, which is alike, holds where it is.
 
     Parts that are alike differ a little where they meet their neighbours, whatever is done to them: the input of the
     first of a row is the batch, which does not count to it.
     """
-    if row == donor:
-        return np.zeros(len(base.stations), dtype=np.int64)
-    theirs = base.held_bytes[donor]
-    sources = _sources(base.stations, base.stations, number, donated, theirs)
+    if row == source:
+        return np.zeros(len(base.intervals), dtype=np.int64)
+    theirs = base.held_bytes[source]
+    matches = _matches(base.intervals, base.intervals, number, source_number, theirs)
     found = [
-        0 if source is None else held - theirs[source]
-        for held, source in zip(base.held_bytes[row].tolist(), sources, strict=True)
+        0 if match is None else held - theirs[match]
+        for held, match in zip(base.held_bytes[row].tolist(), matches, strict=True)
     ]
     return np.array(found, dtype=np.int64)
 
 
-def _owed(base: Attribution, found: Attribution, donor: int, tried: frozenset[int]) -> Bytes:
-    """[station of `found`] what the donor's candidate makes others hold, less what it holds because of theirs.
+def _owed(base: Attribution, found: Attribution, source: int, tried: frozenset[int]) -> Bytes:
+    """[interval of `found`] what the source's candidate makes others hold, less what it holds because of theirs.
 
     What two parts keep (a result that its activation and the convolution behind it both need) counts to the one that
     lets go of it last. If that one no longer keeps it, the other still does, and did not decide that.
     """
-    owed = np.zeros(len(found.stations), dtype=np.int64)
-    columns = {station: at for at, station in enumerate(base.stations)}
-    known = [(at, columns[station]) for at, station in enumerate(found.stations) if station in columns]
+    owed = np.zeros(len(found.intervals), dtype=np.int64)
+    columns = {interval: at for at, interval in enumerate(base.intervals)}
+    known = [(at, columns[interval]) for at, interval in enumerate(found.intervals) if interval in columns]
     there, here = (np.array(each, dtype=np.int64) for each in zip(*known, strict=True))
     outside = len(base.held_bytes) - 1
     for pair in sorted({*found.handed_bytes, *base.handed_bytes}):
         holder, maker = pair
-        if donor not in pair or maker not in tried:
+        if source not in pair or maker not in tried:
             continue
         now, before = found.handed_bytes.get(pair), base.handed_bytes.get(pair)
         more = (0 if now is None else now[there]) - (0 if before is None else before[here])
@@ -292,61 +292,61 @@ def _owed(base: Attribution, found: Attribution, donor: int, tried: frozenset[in
             # of the last that made one, and counts to what is outside, where it ends.
             held = found.held_bytes[outside, there] - found.states_bytes[outside]
             rise = np.maximum(0, held - base.held_bytes[outside, here] + base.states_bytes[outside])
-            turn = [_is_turn(found.stations[at], donor) for at in there]  # before the other's is gone
+            turn = [_is_turn(found.intervals[at], source) for at in there]  # before the other's is gone
             more = np.where(turn, more, np.minimum(more, rise))
-        owed[there] += more if maker == donor else -more
+        owed[there] += more if maker == source else -more
     return owed
 
 
-def _sources(
-    wanted: tuple[Station, ...], found: tuple[Station, ...], part: int, donor: int, held: Bytes
+def _matches(
+    wanted: tuple[Interval, ...], found: tuple[Interval, ...], part: int, source: int, held: Bytes
 ) -> list[int | None]:
-    """For each wanted station the number of the found one that is to `donor` what it is to `part`.
+    """For each wanted interval the number of the found one that is to `source` what it is to `part`.
 
     As far before or after the part's own turn in the same phase, or as near to that as there is. `held` is what the
-    donor holds at the found ones.
+    source holds at the found ones.
     """
-    sources: list[int | None] = []
+    matches: list[int | None] = []
     for phase in Phase:
-        rows = [at for at, station in enumerate(wanted) if station.phase is phase]
-        others = [at for at, station in enumerate(found) if station.phase is phase]
+        rows = [at for at, interval in enumerate(wanted) if interval.phase is phase]
+        others = [at for at, interval in enumerate(found) if interval.phase is phase]
         if not others:
-            sources += [None] * len(rows)
+            matches += [None] * len(rows)
             continue
-        if part == donor:
+        if part == source:
             by_key = {found[at]: at for at in others}
             there = [by_key.get(wanted[at]) for at in rows]
-            for place, source in enumerate(there):
-                if source is None:  # it was not there: what is held at the one before and at the one after
+            for place, match in enumerate(there):
+                if match is None:  # it was not there: what is held at the one before and at the one after
                     ways = there[:place][::-1], there[place:]
                     around = [at for way in ways for at in [each for each in way if each is not None][:1]]
-                    source = min(around, key=held.__getitem__, default=others[0])
-                sources.append(source)
+                    match = min(around, key=held.__getitem__, default=others[0])
+                matches.append(match)
             continue
         own = next((place for place, at in enumerate(rows) if _is_turn(wanted[at], part)), 0)
-        turn = next((place for place, at in enumerate(others) if _is_turn(found[at], donor)), 0)
+        turn = next((place for place, at in enumerate(others) if _is_turn(found[at], source)), 0)
         for place in range(len(rows)):
             away = place - own
-            # Beyond the donor's first or last station there is nothing to see: what is kept from forward to backward is
-            # there as at that station, and before and after that there is nothing of it.
+            # Beyond the source's first or last interval, what is kept from forward to backward is there as at that
+            # interval; before and after that there is nothing of it.
             if not -turn <= away < len(others) - turn:
                 kept = (away > 0) == (phase is Phase.FORWARD)
                 away = max(-turn, min(away, len(others) - 1 - turn)) if kept else 0
-            sources.append(others[turn + away] if away or place == own else None)
-    order = [at for phase in Phase for at, station in enumerate(wanted) if station.phase is phase]
+            matches.append(others[turn + away] if away or place == own else None)
+    order = [at for phase in Phase for at, interval in enumerate(wanted) if interval.phase is phase]
     placed: list[int | None] = [None] * len(wanted)
-    for at, source in zip(order, sources, strict=True):
-        placed[at] = source
+    for at, match in zip(order, matches, strict=True):
+        placed[at] = match
     return placed
 
 
-def _turn(stations: tuple[Station, ...]) -> int:
+def _turn(intervals: tuple[Interval, ...]) -> int:
     """The first one of backward."""
-    return next((at for at, station in enumerate(stations) if station.phase is Phase.BACKWARD), len(stations) - 1)
+    return next((at for at, interval in enumerate(intervals) if interval.phase is Phase.BACKWARD), len(intervals) - 1)
 
 
-def _is_turn(station: Station, part: int) -> bool:
-    return station.part == part and not station.outside
+def _is_turn(interval: Interval, part: int) -> bool:
+    return interval.part == part and not interval.outside
 
 
 def _with_moves(
@@ -360,7 +360,7 @@ def _with_moves(
     """The effect with what it moves: what it no longer keeps, and would without its moves."""
     moves = candidate.techniques & MOVES
     out = 0
-    turn = _turn(base.stations)
+    turn = _turn(base.intervals)
     if "offload" in moves and (unmoved := known.get(candidate.unmoved)) is not None:
         out = max(0, int(unmoved.held_bytes[turn] - effect.held_bytes[turn]))
     if "stream" not in moves:

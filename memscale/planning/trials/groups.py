@@ -16,7 +16,7 @@ from memscale.planning.parts.parts import Part
 from memscale.planning.trials.costs import Assignment, Bytes, Costs, Effect, measured_costs
 from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Simulate, Trials
-from memscale.simulation import OUTSIDE, Phase, SimulatedStep, Station
+from memscale.simulation import OUTSIDE, Interval, Phase, SimulatedStep
 
 # Of what a step holds whose parts keep least: a group is tried if so much of it is what it keeps all the same.
 _MATTERS = 1 / 10
@@ -80,7 +80,7 @@ def _matters(costs: Costs, plain: SimulatedStep, group: Part) -> bool:
     """Whether a group may make a step smaller than its parts do, by a share that shows."""
     least = tuple(_least(costs, row) for row in range(len(costs.effects)))
     held = costs.held_bytes(least)
-    updates = [station.phase is Phase.OPTIMIZER for station in costs.stations]
+    updates = [interval.phase is Phase.OPTIMIZER for interval in costs.intervals]
     most_bytes = int(held.max())
     left_bytes = int(plain.attribution([group.path]).kept_bytes[0])
     for row in group.members:
@@ -98,7 +98,7 @@ def _least(costs: Costs, row: int) -> int:
 
 def _added(costs: Costs, coarse: Costs, row: int) -> tuple[Effect, ...]:
     """What each candidate of the group in `row` of `coarse` adds to the step that `costs` are of."""
-    none = np.zeros(len(costs.stations), dtype=np.int64)
+    none = np.zeros(len(costs.intervals), dtype=np.int64)
     found = [Effect(none, none, 0.0, 0.0)]
     as_it_is = coarse.effects[row][0]
     for number, effect in enumerate(coarse.effects[row][1:], 1):
@@ -115,23 +115,23 @@ def _added(costs: Costs, coarse: Costs, row: int) -> tuple[Effect, ...]:
 
 
 def _added_bytes(costs: Costs, coarse: Costs, row: int, now: Bytes) -> Bytes:
-    """[station of `costs`] what is held more where the step holds `now` [station of `coarse`] than as it is."""
+    """[interval of `costs`] what is held more where the step holds `now` [interval of `coarse`] than as it is."""
     owner = {part.path: number for number, part in enumerate(coarse.parts)}
     for number, part in enumerate(coarse.parts):
         owner |= {costs.parts[member].path: number for member in part.members if member < len(costs.parts)}
-    columns = {station: at for at, station in enumerate(coarse.stations)}
+    columns = {interval: at for at, interval in enumerate(coarse.intervals)}
     fine, before = costs.held_bytes(costs.as_it_is), coarse.held_bytes(coarse.as_it_is)
     added = np.zeros(len(fine), dtype=np.int64)
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        turn = columns.get(Station(phase, row, False))
+        turn = columns.get(Interval(phase, row, False))
         if turn is None:
             continue
         # Behind its last member a group may go on, or be through: the more of both.
         there: dict[int, list[int]] = {}
-        for at, station in enumerate(costs.stations):
-            if station.phase is phase:
-                number = OUTSIDE if station.part == OUTSIDE else owner[costs.parts[station.part].path]
-                same = columns.get(Station(phase, number, station.outside), turn)
+        for at, interval in enumerate(costs.intervals):
+            if interval.phase is phase:
+                number = OUTSIDE if interval.part == OUTSIDE else owner[costs.parts[interval.part].path]
+                same = columns.get(Interval(phase, number, interval.outside), turn)
                 there[at] = [same, turn] if number == row else [same]
         most = max(int(fine[at]) for at, sources in there.items() if turn in sources)
         for at, sources in there.items():
@@ -139,15 +139,17 @@ def _added_bytes(costs: Costs, coarse: Costs, row: int, now: Bytes) -> Bytes:
     return added
 
 
-def shown_bytes(costs: Costs, assignment: Assignment, held: Mapping[Station, int]) -> Bytes:
-    """[station] what a step with an assignment held: what is thought where it never came; and, in the turns of members
+def shown_bytes(costs: Costs, assignment: Assignment, held: Mapping[Interval, int]) -> Bytes:
+    """[interval] what a step with an assignment held: what is thought where it never came; and, in the turns of members
     of a group, as much more in each as the most of them is more."""
     thought = costs.held_bytes(assignment)
-    found = np.array([held.get(station, each) for station, each in zip(costs.stations, thought.tolist(), strict=True)])
+    found = np.array(
+        [held.get(interval, each) for interval, each in zip(costs.intervals, thought.tolist(), strict=True)]
+    )
     for row, members in costs.groups.items():
         for phase in (Phase.FORWARD, Phase.BACKWARD) if assignment[row] else ():
             of = {*members, *([OUTSIDE] if len(costs.effects) - 1 in members else [])}
-            turn = [at for at, each in enumerate(costs.stations) if each.phase is phase and each.part in of]
+            turn = [at for at, each in enumerate(costs.intervals) if each.phase is phase and each.part in of]
             if turn:
                 shown = max(nbytes for each, nbytes in held.items() if each.phase is phase and each.part in of)
                 found[turn] = thought[turn] + shown - thought[turn].max()

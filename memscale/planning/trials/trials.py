@@ -166,10 +166,10 @@ class TrialSteps:
         return self.simulate(rules, frozenset())
 
     def _is_alike(self, found: Attribution, part: int) -> bool:
-        """Whether a part holds at the stations of `found` what it holds there in the whole step, and takes as long."""
-        base, columns = self.base, {station: at for at, station in enumerate(self.base.stations)}
+        """Whether a part holds at the intervals of `found` what it holds there in the whole step, and takes as long."""
+        base, columns = self.base, {interval: at for at, interval in enumerate(self.base.intervals)}
         # Trials do not update, and have no states.
-        held = [base.held_bytes[part, columns[station]] - base.states_bytes[part] for station in found.stations]
+        held = [base.held_bytes[part, columns[interval]] - base.states_bytes[part] for interval in found.intervals]
         forward_backward = slice(0, 2)
         return (found.held_bytes[part] - found.states_bytes[part]).tolist() == held and np.allclose(
             found.seconds[part, forward_backward], base.seconds[part, forward_backward], rtol=_SAME_TIME, atol=0
