@@ -62,19 +62,27 @@ def test_the_record_shows_a_wait_that_is_left_out(monkeypatch, lib, how, name, m
     assert any(races(lib, how, delay) for delay in range(1, 4))
 
 
+@pytest.mark.parametrize("keeps_output", [True, False], ids=["keeps output", "inline"])
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-def test_the_device_holds_what_the_simulation_says(lib, how):
+def test_the_device_holds_what_the_simulation_says(lib, how, keeps_output):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]).cuda()
     x = torch.randn(64, 1024, device="cuda")
     optimizer = how(torch.optim.AdamW(model.parameters()))
-    predicted = ms.profile(model, x, optimizer=optimizer, loss=lambda y, _: y.square().mean(), hardware="h100")
+    step = {"optimizer": optimizer, "loss": lambda y, _: y.square().mean(), "hardware": "h100"}
+    predicted = ms.profile(model, x, keeps_output=keeps_output, **step)
+    output = None
     for number in range(3):
         if number == 2:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        model(x).square().mean().backward()
+        if keeps_output:
+            output = model(x)
+            output.square().mean().backward()
+        else:
+            model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    del output
     assert torch.cuda.max_memory_allocated() == pytest.approx(predicted.peak_bytes, rel=1e-3)
 
 
