@@ -207,6 +207,7 @@ def frontier(options: FrontierOptions) -> int:
         return nothing_fits(fault, steps=True)
     if found is not None:
         show(f"\n{found.explain()}\n\n{found}")
+        stopped += found.evidence.notes
     return INTERRUPTED if INTERRUPTED_SEARCH in stopped else 0
 
 

@@ -1,5 +1,6 @@
 """``memscale plan`` and ``memscale frontier``: what the library plans, as text and files; exit codes for scripts."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -12,7 +13,7 @@ from torch import nn
 import memscale as ms
 from memscale.algebra import is_transformed
 from memscale.cli import main
-from memscale.planning import ProvenPlan
+from memscale.planning import INTERRUPTED_SEARCH, ProvenPlan
 
 FACTORIES = """
 import torch
@@ -97,6 +98,18 @@ def test_a_frontier_with_a_price_has_dollars_on_its_page(folder, capsys):
     assert "fastest, cost: at most" in out
     assert re.search(r"dollars for \d[\d,]* steps", Path("curve.html").read_text())
     assert command("frontier", *STEP, "--price", "0") == 2
+
+
+def test_a_plan_that_is_interrupted_on_the_frontier_is_printed_and_told_by_the_status(folder, capsys, monkeypatch):
+    plan = ms.DecisionEngine.plan
+
+    def interrupted(engine, budget, **given):
+        found = plan(engine, budget, **given)
+        return ProvenPlan(found, dataclasses.replace(found.evidence, notes=(INTERRUPTED_SEARCH,)), found.decision)
+
+    monkeypatch.setattr(ms.DecisionEngine, "plan", interrupted)
+    assert command("frontier", *STEP, "--points", 2, "--budget", "1.3MiB") == 130
+    assert "note: interrupted: the fastest of the plans" in capsys.readouterr().out
 
 
 def test_a_budget_on_the_frontier(folder, capsys):
