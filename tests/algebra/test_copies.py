@@ -160,3 +160,12 @@ def test_parametrizations_and_lists_that_are_shared_in_the_tree() -> None:
     assert log == []
     assert fit.log is fit[0].parametrizations.weight[0].log
     assert fit.log
+
+
+def test_a_container_that_holds_itself() -> None:
+    model = stack()
+    model.ring = ring = [model[0]]
+    ring.append(ring)
+    fit = ms.transform(model, {})
+    assert fit.ring[0] is fit[0]
+    assert fit.ring[1] is fit.ring

@@ -419,3 +419,16 @@ def test_a_lazy_module_is_refused_until_it_has_shapes():
     model(torch.ones(1, 3))
     ms.transform(model, {"*": ms.checkpoint()})(torch.ones(1, 3)).sum().backward()
     assert model[0].weight.grad.shape == (2, 3)
+
+
+def test_training_mode_belongs_to_each_tree():
+    model, fit = transformed(ConvBlock)
+    fit.eval()
+    assert model.training
+    assert model.norm.training
+    assert not fit.norm.training
+    before = bits(fit.norm.running_mean)
+    fit(numbers(2, 4, 5, 5))
+    assert bits(fit.norm.running_mean) == before
+    model(numbers(2, 4, 5, 5))
+    assert bits(fit.norm.running_mean) != before, "buffers are shared"

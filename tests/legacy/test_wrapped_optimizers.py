@@ -220,3 +220,36 @@ def test_a_larger_batch_plans_again_and_the_optimizer_keeps_its_states(device): 
         assert len(executor._plans.known) == 2
         assert optimizer.state[model[0].up.weight]["step"] == 2
     assert optimizer.state[model[0].up.weight]["exp_avg"].dtype == torch.float32
+
+
+def test_an_exception_in_a_backward_that_steps_leaves_a_plain_optimizer():
+    model = stack(2)
+    optimizer = adamw(model)
+    executor = wrapped(
+        model, config(), sample_input=None, plan=ms.Plan({"": ms.step_in_backward()}), optimizer=optimizer
+    )
+    model[0].up.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(rows(2)).sum().backward()
+    executor.detach()
+    assert type(optimizer) is torch.optim.AdamW
+    assert not any("Spent" in repr(parameter.grad) for parameter in model.parameters())
+    optimizer.step()
+
+
+def test_a_scheduler_and_a_bound_step_of_the_block_go_on_after_it():
+    model = stack(2)
+    optimizer = adamw(model)
+    with ms.optimize(model, optimizer, SMALL):
+        step = optimizer.step
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        train(model, optimizer, range(1), scheduler)
+    other, expected = copy.deepcopy((model, optimizer))
+    train(model, optimizer, range(1, 2), scheduler)
+    model(rows(8)).square().mean().backward()
+    step()
+    train(other, expected, range(1, 2))
+    expected.param_groups[0]["lr"] = scheduler.get_last_lr()[0]
+    other(rows(8)).square().mean().backward()
+    expected.step()
+    assert bits(dict(model.state_dict())) == bits(dict(other.state_dict()))

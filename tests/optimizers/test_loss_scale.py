@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.core.errors import ConfigError
+from memscale.core.errors import ConfigError, CorrectnessError
 from memscale.optimizers import LossScale
 
 
@@ -148,3 +148,15 @@ def test_on_a_gpu():
     assert scale.step(optimizer).factor == 131072.0
     model.weight.grad.fill_(math.inf)
     assert scale.step(optimizer).factor == 32768.0
+
+
+def test_it_grows_to_what_float32_holds_and_no_further():
+    scale = LossScale(factor=2.0**127, interval_steps=1)
+    assert scale.update(False) == scale
+    assert LossScale(interval_steps=3, clean_steps=1).update(False).clean_steps == 2
+    assert LossScale(interval_steps=3, clean_steps=2).update(True) == LossScale(factor=32768.0, interval_steps=3)
+
+
+def test_what_is_infinite_at_any_scale_is_not_an_overflow():
+    with pytest.raises(CorrectnessError, match="the model or its data has produced one"):
+        LossScale(factor=2.0**-40).update(True)

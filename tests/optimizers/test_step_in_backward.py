@@ -355,3 +355,20 @@ def test_compiled_between_and_around_steps():
         norm()
     optimizer.step()
     torch._dynamo.reset()
+
+
+def test_options_that_change_too_late_are_noticed():
+    _, (model, optimizer) = twins(ADAMW, HOW)
+    backward(model)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(ms.CorrectnessError, match=r"'lr' of group 0 was changed from 0\.05 to 0\.5 after the backward"):
+        optimizer.step()
+
+
+def test_a_graph_that_still_needs_the_parameter_is_refused_by_autograd():
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = HOW(OPTIMIZERS["Lion"]([first, second]))  # which changes .data
+    hidden = second * first.detach()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (hidden * first).sum().backward()
+    assert optimizer

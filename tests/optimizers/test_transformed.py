@@ -368,3 +368,23 @@ def test_a_profile_changes_nothing_that_training_goes_on_with(title, steps, hard
     for each in ((plain, expected), (model, optimizer)):
         train(*each, range(3))
     assert numbers(model, optimizer) == numbers(plain, expected)
+
+
+@every_transform
+def test_gradients_that_were_assigned_step_with_the_others(how):
+    (plain, expected), (model, optimizer) = twins(ADAMW, how)
+    for net, each in ((plain, expected), (model, optimizer)):
+        for parameter in net[0].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        each.step()
+        each.zero_grad(set_to_none=False)
+        assert net[0].weight.grad.count_nonzero() == 0
+    assert numbers(model, optimizer) == numbers(plain, expected)
+
+
+@pytest.mark.parametrize("rate", [1e-8, 0.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_norm_over_all_gradients_is_found_also_where_no_parameter_of_this_type_would_move(dtype, rate):
+    optimizer = SharesOneNorm(network().to(dtype).parameters(), lr=rate)
+    with pytest.raises(ms.TransformError, match="does not treat each parameter alone"):
+        ms.step_in_backward()(optimizer)

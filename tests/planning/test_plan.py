@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import json
 import os
 import re
 
@@ -543,3 +544,33 @@ def test_a_plan_says_where_rounding_was_allowed_and_not_needed():
     notes = ms.plan(model, budget=limit, exact=False, **step).evidence.notes
     assert any("rounding is allowed, and the fastest plan needs none" in note for note in notes)
     assert not any("rounding is allowed" in note for note in ms.plan(model, budget=limit, **step).evidence.notes)
+
+
+@pytest.mark.deep  # by default in test_plan_cache.py: plans with and without
+def test_mixed_precision_only_where_it_is_allowed():
+    model, batch = _mlps(2), torch.ones(512, 64)
+    step = _step(model, batch)
+    # Cut finely enough, exact activations are no larger than what is cast.
+    config = ms.Config(mode="conservative")
+    allowed = ms.Config(mode="conservative", use_mixed_precision=True)
+    exact, mixed = (ms.DecisionEngine(model, config=each, **step).smallest() for each in (config, allowed))
+    assert "cast" not in repr(exact)
+    assert "cast" in repr(mixed)
+    assert mixed.evidence.planned.peak_bytes < exact.evidence.planned.peak_bytes
+
+
+def test_the_script_of_a_plan_makes_the_same_module(planned):
+    scope = {"model": _mlps()}
+    exec(planned.to_python(), scope)
+    assert scope["plan"] == planned
+    assert json.loads(planned.to_json())["evidence"]["budget_bytes"] == BUDGET
+
+
+def test_a_card_without_units_for_what_autocast_computes_in_is_planned_for():
+    class Autocast(nn.Linear):
+        def forward(self, x):
+            with torch.autocast("cuda", torch.bfloat16):
+                return super().forward(x)
+
+    engine = ms.DecisionEngine(Autocast(64, 64), torch.ones(64, 64), loss=_loss, hardware="t4")
+    assert engine.plain.step_seconds > 0

@@ -276,7 +276,6 @@ def test_no_size_is_slower_than_a_larger_one(monkeypatch):
     seconds = [each.step_seconds for each in best.trials]
     assert [each.size for each in best.trials] == [5, 6]
     assert seconds == sorted(seconds)
-    assert "adopted" in best.trials[0].done or seconds[0] < seconds[1]
 
 
 BAD = {

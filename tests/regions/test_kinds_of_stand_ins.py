@@ -9,24 +9,22 @@ import memscale as ms
 from memscale.regions import Note, Origin, stand_for
 
 
-class HalvedNote(Note):
+class ScaledNote(Note):
     def __init__(self, value):
         self.value = value
 
     @contextmanager
     def bring_back(self, notes):
-        assert all(type(note) is HalvedNote for note in notes)
-        yield {note: note.value * 2 for note in notes}
+        assert all(type(note) is type(self) for note in notes)
+        yield {note: note.value * self.factor for note in notes}
 
 
-class NegatedNote(Note):
-    def __init__(self, value):
-        self.value = value
+class HalvedNote(ScaledNote):
+    factor = 2
 
-    @contextmanager
-    def bring_back(self, notes):
-        assert all(type(note) is NegatedNote for note in notes)
-        yield {note: -note.value for note in notes}
+
+class NegatedNote(ScaledNote):
+    factor = -1
 
 
 class Halved(Origin):

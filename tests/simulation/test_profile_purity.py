@@ -517,3 +517,46 @@ def test_hooks_on_gradients_stay_and_go_as_the_caller_says(device, has_hooks):
             handle.remove()
         F.linear(x, weight).sum().backward()
         assert called == ["after", "after, too"]
+
+
+def test_a_large_batch_that_the_model_writes_to_is_left_alone():
+    batch = torch.randn(300, 200)
+
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(200, 8)
+
+        def forward(self, x):
+            return self.layer(x.mul_(2)).square().mean()
+
+    values, version = batch.clone(), batch._version
+    ms.profile(Writes(), batch)
+    assert torch.equal(batch, values)
+    assert batch._version == version
+
+
+def test_training_flags_and_modes_are_left_alone():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout())
+    model[1].eval()
+
+    def step():
+        model.train()
+        model(torch.ones(2, 8)).sum().backward()
+        model.eval()
+
+    before = world(model)
+    ms.profile(step)
+    assert_same(before, world(model))
+    assert (model.training, model[1].training) == (True, False)
+
+
+def test_a_model_on_meta_is_left_on_meta():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        model[1].weight = model[0].bias
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = world(model, optimizers=[optimizer])
+    ms.profile(model, torch.ones(4, 8), optimizer=optimizer, loss=mean)
+    assert_same(before, world(model, optimizers=[optimizer]))
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])

@@ -20,12 +20,12 @@ from tests.support.checking.hazards import Checked
 from tests.support.schedules import NBYTES, Program, results, run_case
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
-CHUNK, CHUNKS = 100, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 1
+CHUNK, CHUNKS = 100, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 2
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_programs_on_random_devices(chunk):
-    """100 cases, 40 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
+    """200 cases, 40 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         assert run_case(seed) == [], f"case {seed}"
 

@@ -686,3 +686,82 @@ def test_a_module_in_a_nested_cast_and_outside_of_it_is_cast_in_both(inner):
     assert torch.equal(output, expected.float())
     output.sum().backward()
     assert tied.weight.grad is not None
+
+
+def test_a_captured_tensor_gets_its_gradient_in_its_own_dtype():
+    weight = torch.randn(4, 4, requires_grad=True)
+    linear = nn.Linear(4, 4)
+    cast()(lambda x: linear(x @ weight))(torch.randn(2, 4)).sum().backward()
+    assert (weight.dtype, weight.grad.dtype, linear.weight.grad.dtype) == (FP32, FP32, FP32)
+
+
+def test_a_norm_inside_a_kept_module_and_one_without_parameters():
+    seen = []
+
+    class Probe(Unit):
+        def forward(self, x):
+            seen.append(x.dtype)
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Probe(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    fit = ms.transform(model, {"": cast(keep=("<norms>", "2"))})
+    assert fit(torch.randn(2, 4)).dtype == FP32
+    assert seen == [FP32]
+
+
+def test_a_region_that_is_a_norm_keeps_its_precision():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), torch.randn(3, 4)
+    fit = ms.transform(model, {"*": cast()})
+    assert torch.equal(fit(x), model[1](F.linear(x.to(BF16), model[0].weight.to(BF16), model[0].bias.to(BF16)).float()))
+
+
+def test_what_keep_names_may_change():
+    model = nn.Sequential(nn.Linear(4, 4), Average("in place"))
+    cast(keep=("1",))(model)(torch.randn(2, 4))
+    assert model[1].average.dtype == FP32
+    assert not torch.equal(model[1].average, torch.zeros(4))
+
+
+def test_a_cast_around_a_cast_of_the_same_function():
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    expected = F.linear(x.to(BF16).double(), model.weight.double(), model.bias.double()).to(BF16).float()
+    for fit in (
+        ms.transform(model, {"": ms.compose(cast(compute=BF16), cast(compute=FP64))}),
+        ms.transform(ms.transform(model, {"": cast(compute=FP64)}), {"": cast(compute=BF16)}),
+    ):
+        assert torch.equal(fit(x), expected)
+
+
+def test_functional_call_uses_the_weights_that_it_is_given():
+    model, fn, state, x = functional_case()
+    other = {name: torch.randn_like(tensor) for name, tensor in state.items()}
+    expected = copy.deepcopy(model)
+    expected.load_state_dict(other)
+    assert torch.equal(fn(other, x), ms.transform(expected, {"": cast()})(x))
+    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+
+
+def test_gradcheck_of_a_region_computed_in_float64():
+    weight = torch.randn(3, 3, requires_grad=True)
+    region = cast(compute=FP64, output=FP64)(lambda x, w: torch.tanh(x @ w))
+    x = torch.randn(2, 3, dtype=FP64, requires_grad=True)
+    assert torch.autograd.gradcheck(region, (x, weight.detach().double().requires_grad_()))
+
+
+@pytest.mark.usefixtures("cast_in_one_graph")
+def test_compiles_functions_of_arguments_and_modules_that_are_called():
+    linear, x, w = nn.Linear(4, 4), torch.randn(2, 4), torch.randn(4, 4)
+    for region, args in ((cast()(lambda x, w: torch.tanh(x @ w)), (x, w)), (cast()(linear), (x,))):
+        assert torch.equal(compiled(region)(*args), region(*args))
+    assert type(linear.weight) is nn.Parameter
+
+
+@pytest.mark.usefixtures("cast_in_one_graph")
+def test_compiled_regions_have_their_side_effects():
+    model = Stateful()
+    fit, x = ms.transform(model, {"": cast()}), torch.randn(2, 4)
+    expected = fit(x)  # shows that the table is not changed
+    traced = compiled(fit)
+    assert torch.equal(traced(x), expected)
+    assert torch.equal(traced(x), expected)
+    assert (fit.calls, fit.aux.dtype, fit.scale.dtype, fit.table.dtype) == (3, BF16, FP32, FP32)

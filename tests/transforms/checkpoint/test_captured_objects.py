@@ -393,3 +393,15 @@ def test_what_helper_methods_name_is_followed(helper, how):
         return found, COUNT, dict(COUNTS), counted_by_itself.count
 
     assert steps(how) == steps(ms.identity)
+
+
+def test_a_tuple_of_buffers_does_no_harm():
+    def gradient(how):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(4)
+        norm.pair = (norm.running_mean, norm.running_var)
+        model = ms.transform(nn.Sequential(norm), {"0": how})
+        model(X).square().sum().backward()
+        return norm.weight.grad.tolist(), norm.running_mean.tolist()
+
+    assert gradient(ms.checkpoint()) == gradient(ms.identity)

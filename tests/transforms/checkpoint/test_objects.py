@@ -452,3 +452,15 @@ def test_a_backward_of_its_own_behind_what_an_object_holds_is_refused():
     with pytest.raises(ms.CorrectnessError, match="a backward that goes on behind its arguments"):
         out.sum().backward()
     assert torch.equal(w.grad, torch.full((3,), 2.0))
+
+
+def test_identity_is_kept_while_an_object_lives():
+    unset, x = Entry(None), numbers(4)
+    fn = checkpoint()(lambda x, flag: x.sin() if flag is unset else x.exp())
+    assert torch.equal(torch.autograd.grad(fn(x, unset).sum(), x)[0], x.cos())
+
+
+def test_tile_takes_objects_that_it_only_reads():
+    cache, x = Cache(), numbers(3, WIDTH)
+    fn = lambda x, cache: x.sin() * (cache.calls + 2)  # noqa: E731
+    assert bits(ms.tile(chunks=3)(fn)(x, cache)) == bits(fn(x, cache))

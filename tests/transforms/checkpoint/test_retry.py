@@ -18,7 +18,7 @@ import memscale as ms
 from memscale import checkpoint, compose, identity, offload, policies
 from memscale.runtime import Runtime
 from memscale.simulation.measured.allocator_trace import measure
-from memscale.transforms.checkpoint import functorch
+from memscale.transforms.checkpoint import functorch, recompute
 from tests.support.checks import bits
 from tests.support.coverings import pairwise, taking_turns
 from tests.support.models import numbers
@@ -375,3 +375,31 @@ def test_vjp_can_be_called_again_after_an_interrupt(monkeypatch):
 
     wanted = pulled(identity, None)
     assert [pulled(checkpoint(), steps_left) for steps_left in range(STEPS)] == [wanted] * STEPS
+
+
+@pytest.mark.parametrize("outer", [checkpoint(), DOTS], ids=["checkpoint", "dots"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_values_kept_inside_another_region_come_back_without_arguments_to_ask_for(outer, keep):
+    w = numbers(4, 4)
+    inner = DOTS(lambda: (w.sin() @ w).exp() @ w)
+
+    def fn(x):
+        return inner()  # the first that backward asks for is what `inner` keeps, and `outer` has to run again for it
+
+    expected = torch.autograd.grad(((w.sin() @ w).exp() @ w).sum(), w)
+    assert bits(torch.autograd.grad(outer(fn)(numbers(2)).sum(), w, retain_graph=keep)) == bits(expected)
+
+
+def test_another_backward_of_the_graph_may_end_at_any_moment(monkeypatch):
+    """What that one forgets, this one has in hand."""
+    original = recompute._AtTheEnd
+
+    def forget_first(action):
+        action()
+        return original(action)
+
+    monkeypatch.setattr(recompute, "_AtTheEnd", forget_first)
+    x = numbers(4)
+    loss = checkpoint()(lambda x: x.sin().exp().cos())(x).sum()
+    expected = torch.autograd.grad(x.sin().exp().cos().sum(), x)
+    assert bits(torch.autograd.grad(loss, x, retain_graph=True)) == bits(expected)

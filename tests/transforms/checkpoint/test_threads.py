@@ -145,3 +145,25 @@ def test_recomputes_that_share_a_closure_take_turns(monkeypatch):
         return bits([x.grad for x in xs])
 
     assert run(ms.checkpoint(), at_once=True) == run(ms.identity, at_once=False)
+
+
+def test_an_attribute_that_a_class_has_too_is_absent_again_and_methods_bind():
+    class Counts(nn.Module):
+        calls = 0
+
+        def scaled(self, x):
+            return x * (self.calls + 1)
+
+        def forward(self, x):
+            y = self.scaled(x).sin()
+            self.calls += 1
+            self.later = y.detach()
+            return y
+
+    net, x = Counts(), torch.ones(2, requires_grad=True)
+    y = ms.checkpoint()(net)(x).sum()
+    net.scaled = lambda x: x * 100
+    y.backward()
+    assert torch.equal(x.grad, torch.ones(2).cos())
+    assert net.calls == 1
+    assert "scaled" in net.__dict__

@@ -338,3 +338,35 @@ def test_a_model_trains_to_the_same_bits_with_the_default_settings():
     assert moved > 0
     assert 0 < back < moved, "what was still on its way out when backward asked for it did not have to come back"
     assert live == 0
+
+
+LEVELS = {
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
+    "vmap": lambda f: torch.func.vmap(f),
+    "vmap(grad)": lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x).sum())),
+    "jacrev": lambda f: torch.func.jacrev(f),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
+def test_inside_torch_func_a_checkpoint_around_it_leaves_it_nothing_to_do(level):
+    def fn(x):
+        return x.sin().exp()
+
+    x = torch.randn(3, 3)
+    how = compose(checkpoint(), offload(min_bytes=0))
+    assert bits(level(how(fn))(x)) == bits(level(checkpoint()(fn))(x))
+
+
+def test_vmap_inside_a_region_is_right():
+    x, w = numbers(4, 8), numbers(8)
+
+    def fn(x, w):
+        return torch.func.vmap(lambda row: (row * w).sin().exp())(x)
+
+    runtime = synchronous()
+    found = torch.autograd.grad(offload().on(runtime)(fn)(x, w).sum(), (x, w))
+    assert bits(found) == bits(torch.autograd.grad(fn(x, w).sum(), (x, w)))
+    assert totals(runtime)[0] > 0

@@ -309,3 +309,7 @@ def check_parameters_may_be_written_after_each_pass():
         assert set(reads) == set(known)
     # Weights and biases forward, weights backward; from the second step on the last weight stays in between.
     assert len(reads) == 3 * 3 * LAYERS - 2
+
+
+def test_parameters_may_be_written_after_each_pass():
+    check_parameters_may_be_written_after_each_pass()

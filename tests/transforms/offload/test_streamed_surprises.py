@@ -158,3 +158,21 @@ def test_a_layer_that_is_exchanged_is_not_loaded_ahead():
     model[1] = layers()[1]
     model.zero_grad()
     assert trained(model) == trained(layers())
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+
+def test_two_rules_for_one_module_leave_alone_what_others_use():
+    rules = [("embedding", PARAMS), ("*embedding", offload(what="params", tier="disk"))]
+    fit = ms.transform(Tied(), rules, runtime=runtime_of())
+    fit(torch.arange(4)).sum().backward()
+    assert at_home(fit) == []

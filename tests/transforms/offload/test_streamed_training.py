@@ -350,3 +350,14 @@ def test_a_tile_whose_first_piece_gives_the_parameters_their_homes():
     for found, expected in zip(gradients(fit), gradients(plain), strict=True):
         torch.testing.assert_close(found, expected)
     assert at_home(fit) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_gradients_accumulate_where_they_are():
+    def train(model):
+        for _ in range(3):
+            loss_of(model).backward()
+
+    fit = same(train)
+    addresses = [gradient.data_ptr() for gradient in gradients(fit)]
+    train(fit)
+    assert [gradient.data_ptr() for gradient in gradients(fit)] == addresses

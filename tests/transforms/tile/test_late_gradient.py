@@ -217,3 +217,11 @@ def test_of_wider_numbers_it_is_late_where_that_is_asked_for(dtype, reduction, m
     if reduction == "mean":
         peaks = [ms.measure(lambda fit=fit: run(fit)).growth_bytes for fit in fits]
         assert peaks[1] < peaks[0] - 0.7 * model.head.weight.nbytes
+
+
+def test_two_losses_of_one_graph(made):
+    fit, model, ids = pair()
+    (loss(fit, ids) + loss(fit, ids.flip(0))).backward()
+    assert len(made) == 2
+    (loss(model, ids) + loss(model, ids.flip(0))).backward()
+    assert torch.allclose(fit.embed.weight.grad.double(), model.embed.weight.grad.double(), rtol=0.02, atol=1e-4)

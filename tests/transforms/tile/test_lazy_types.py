@@ -88,3 +88,13 @@ def test_a_head_by_classes_takes_a_constant_of_one_element_for_every_block():
     for factor in (one, row):
         for grad, other in zip(gradients(fit, factor), expected, strict=True):
             torch.testing.assert_close(grad, other, rtol=2**-7, atol=2**-10)
+
+
+def test_a_head_of_one_class():
+    layer = nn.Linear(WIDTH, 1).bfloat16()
+    x = torch.randn(ROWS, WIDTH).bfloat16()
+    for value in (torch.tensor([1.5]), torch.tensor(1.5), torch.tensor([[1.5]])):
+        expected, actual = layer(x) * value, tile(chunks=4)(layer)(x) * value
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual + 0, expected)
+        assert F.cross_entropy(actual, torch.zeros(ROWS).long()) == 0

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -665,3 +666,42 @@ def test_mutant_a_tile_that_keeps_the_residuals(monkeypatch):
 def test_a_block_with_dropout_and_fused_attention():
     block, x = TransformerBlock(dropout=0.0), numbers(5, 4, 8)
     check_close(block, tile(chunks=2), (x,), [x, *block.parameters()])
+
+
+def test_elementwise_kernels_are_bitwise():
+    x = numbers(7, 33)
+    check_bitwise(lambda x: F.gelu(x).exp() * x.sigmoid(), tile(chunks=3), (x,), [x])
+    norm = nn.LayerNorm(33)
+    outputs, (grad, *_) = gradients(norm, (x,), [x, *norm.parameters()])
+    tiled_outputs, (tiled_grad, *_) = gradients(tile(chunks=3)(norm), (x,), [x, *norm.parameters()])
+    assert bits((outputs, grad)) == bits((tiled_outputs, tiled_grad)), "only the weight's gradient sums over rows"
+
+
+def test_whole_arguments_get_their_whole_gradient():
+    x, table, scale = integers(6, 3), integers(3, 4), integers(4)
+    check_bitwise(lambda x, t, scale: (x @ t) * scale, tile(chunks=4), (x, table, scale), [x, table, scale])
+    check_bitwise(lambda x, t, scale: (x @ t) * scale, tile(chunks=4), (x.detach(), table, scale), [table, scale])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_of_other_dtypes(dtype):
+    x = torch.randn(6, 4).to(dtype).requires_grad_()
+    ids = torch.arange(6)
+    check_bitwise(lambda x, ids: (x * ids[:, None], ids + 1, x > 0)[0], tile(chunks=4), (x, ids), [x])
+    out = tile(chunks=4)(lambda x, ids: (x, ids + 1, x > 0))(x, ids)
+    assert bits(out) == bits((x * 1, ids + 1, x > 0))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        tile(chunks=2, dim=1, in_dims=(1, 1, 1, None)),
+        tile(chunks=3),
+        tile(chunks=3, in_dims=(2, None, None, -2), out_dims=2),
+    ],
+    ids=["heads", "batch", "query rows"],
+)
+def test_attention_written_by_hand(how):
+    q, k, v = numbers(3, 4, 7, 8), numbers(3, 4, 7, 8), numbers(3, 4, 7, 8)
+    mask = torch.ones(7, 7).tril().bool()
+    check_close(attention, how, (q, k, v, mask), [q, k, v])

@@ -807,3 +807,19 @@ def test_what_draws_is_no_projection_and_asking_draws_nothing(draw):
     before = generators(), own()
     assert not is_projection(model, x)
     assert (generators(), own()) == before
+
+
+def test_no_rows():
+    with torch.no_grad():
+        assert F.cross_entropy(tiled(Head())(inputs()[0])[:0], torch.zeros(0, dtype=torch.long)).isnan()
+    model, (x, y) = Head(), inputs()
+    value = F.cross_entropy(tiled(model)(x)[:0], y[:0], reduction="sum")
+    value.backward()
+    assert value == 0
+
+
+def test_only_the_head_is_trained():
+    model, (x, y) = Head(), inputs()
+    model.body.requires_grad_(False)
+    found = [results(fn, x.detach(), lambda logits: F.cross_entropy(logits, y)) for fn in (model, tiled(model))]
+    close(*found)
