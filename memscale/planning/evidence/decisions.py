@@ -84,7 +84,7 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
     taken, as_it_is_bytes = found.taken_bytes, plain.taken_bytes
     candidates = [each for menu in costs.candidates for each in menu]
     techniques = {name for each in candidates for name in each.techniques}
-    groups = f", {len(costs.groups)} groups of parts" if costs.groups else ""
+    groups = f", {len(costs.groups)} group{'s' * (len(costs.groups) > 1)} of parts" if costs.groups else ""
     takes, budget = format_unlike(as_it_is_bytes, limit)
     trace = [
         f"memory pressure: the step as it is takes {takes}, {as_it_is_bytes / limit:.3g} of the {budget} budget",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memscale.planning.solving.exchanges import INTEGRAL, Exchanges
+from memscale.planning.solving.local_search import INTEGRAL, LocalSearch
 from memscale.planning.solving.program import GAP, Floats, Program
 from memscale.planning.trials.costs import Assignment, Bytes, Costs
 from memscale.planning.trials.trial_rows import MOVES
@@ -194,27 +194,27 @@ class Chooser:
             for row in (family if len(family) > 1 else ())
             if not self._techniques[columns[row]] & MOVES
         ]
-        exchanges, found = self._exchanges(assignment), dict[Assignment, Floats]()
+        search, found = self._local_search(assignment), dict[Assignment, Floats]()
         for kind in dict.fromkeys(each for row in rows for each in self.costs.candidates[row]):
             other = list(assignment)
             for row in rows if not kind.techniques & MOVES else ():
                 menu = self.costs.candidates[row]
                 if kind in menu and allowed[self._offsets[row] + menu.index(kind)]:
                     other[row] = menu.index(kind)
-            found[tuple(other)] = exchanges.held_by(tuple(other))
+            found[tuple(other)] = search.held_by(tuple(other))
         for much in (np.max, np.sum):
             least = min((float(much(each)) for each in found.values()), default=0.0)
             found = {each: held for each, held in found.items() if much(held) <= (1 + _NEAR) * least}
         best = min(found, key=self.seconds, default=assignment)
-        return exchanges.in_order(best, float(exchanges.held_by(assignment).max()))
+        return search.in_order(best, float(search.held_by(assignment).max()))
 
     def held_bytes(self, assignment: Assignment) -> float:
         """The most that the step is thought to hold under an assignment."""
-        return float(self._exchanges(assignment).held_by(assignment).max() * _MIB)
+        return float(self._local_search(assignment).held_by(assignment).max() * _MIB)
 
-    def _exchanges(self, assignment: Assignment) -> Exchanges:
+    def _local_search(self, assignment: Assignment) -> LocalSearch:
         """With what is thought of the candidates now; of those that are decided about beside the groups of one."""
-        return Exchanges(
+        return LocalSearch(
             self.costs.candidates,
             self._apart(assignment),
             self._offsets,
@@ -271,10 +271,10 @@ class Chooser:
             return None
         columns, allowed, unit = len(cost), self._allowed(among), self._unit
         relaxed, bound = program.values[:columns], program.bound
-        exchanges, free = self._beside_groups(relaxed, allowed)
-        quick = None if limit is None else exchanges.rounded(relaxed, limit, free)
+        search, free = self._beside_groups(relaxed, allowed)
+        quick = None if limit is None else search.rounded(relaxed, limit, free)
         if limit is not None and quick is not None:
-            quick = exchanges.in_order(exchanges.polished(quick, limit, free), limit)
+            quick = search.in_order(search.polished(quick, limit, free), limit)
             if self._takes_seconds(cost, quick) <= bound * (1 + GAP) * unit:
                 return Choice(quick, bound * unit + self.costs.fixed_seconds)
         program.whole([*range(columns), *counts])
@@ -291,8 +291,8 @@ class Chooser:
         assignment = self._most(values)
         if limit is None:
             return Choice(assignment, bound * _MIB)
-        exchanges, free = self._beside_groups(values, allowed)
-        polished = exchanges.in_order(exchanges.polished(assignment, limit, free), limit)
+        search, free = self._beside_groups(values, allowed)
+        polished = search.in_order(search.polished(assignment, limit, free), limit)
         return Choice(polished, bound * unit + self.costs.fixed_seconds)
 
     def _most(self, values: Floats) -> Assignment:
@@ -301,14 +301,14 @@ class Chooser:
             int(np.argmax(values[low:high])) for low, high in zip(self._offsets, self._offsets[1:], strict=False)
         )
 
-    def _beside_groups(self, values: Floats, allowed: Floats) -> tuple[Exchanges, Floats]:
-        """Exchanges of what is no group and inside none that `values` choose, with the candidates that may be then."""
+    def _beside_groups(self, values: Floats, allowed: Floats) -> tuple[LocalSearch, Floats]:
+        """The local search among parts that are in no group that `values` choose, and the candidates left to them."""
         chosen = self._most(values)
-        exchanges, free = self._exchanges(chosen), allowed.copy()
-        for row in {*range(len(chosen))} - {row for rows in exchanges.families.values() for row in rows}:
+        search, free = self._local_search(chosen), allowed.copy()
+        for row in {*range(len(chosen))} - {row for rows in search.families.values() for row in rows}:
             free[self._offsets[row] : self._offsets[row + 1]] = 0.0
             free[self._offsets[row] + chosen[row]] = 1.0
-        return exchanges, free
+        return search, free
 
     def _decided(self, values: Floats, allowed: Floats, freed: int) -> tuple[Floats, Floats]:
         """Bounds that fix the parts for which `values` choose one candidate, but for each part whose number is

@@ -72,7 +72,7 @@ _Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(eq=False, slots=True)
 class _Seen:
-    """A tensor as an operator saw it: its layout, over contents that are known or postponed."""
+    """A tensor as an operator saw it: its layout, over contents that are known or computed later."""
 
     contents: LazyValue | torch.UntypedStorage | Callable[[], torch.UntypedStorage | None]
     layout: _Layout

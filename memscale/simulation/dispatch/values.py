@@ -164,7 +164,7 @@ def _validates() -> bool:
 
 
 def _follows(call: Call, result: Any) -> bool:
-    """Whether the values of `result` follow from known ones, so that computing them can be postponed."""
+    """Whether the values of `result` follow from known ones, so that they can be computed later."""
     operator = call.operator
     if operator.rule.values == "constant" or not isinstance(result, torch.Tensor) or operator.draws or operator.leaves:
         return operator.rule.values == "constant" and isinstance(result, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Choices of whole candidates near a divided one, and faster ones near these, by exchanges of one or two."""
+"""`LocalSearch`: rounds the solution of a relaxed program, and swaps one or two candidates while that is faster."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from memscale.planning.trials.costs import Assignment
 #: What is as good as 1 in the solution of a program.
 INTEGRAL = 1 - 1e-6
 
-# So many exchanges for each part make a rounded choice fit, or none do.
-_EXCHANGES = 4
+# The most swaps for each part that make a rounded choice fit.
+_MOST_SWAPS = 4
 
 
 @dataclass(frozen=True)
-class Exchanges:
+class LocalSearch:
     """What candidates hold and take, one for each part to be chosen.
 
     Attributes:
@@ -74,7 +74,7 @@ class Exchanges:
         part_of = np.repeat(np.arange(len(starts)), np.diff(self.offsets))
         matter = _intervals_that_matter(self.held, self.together)
         held, together, seconds = self.held[:, matter], self.together[matter], self.seconds
-        for _ in range(_EXCHANGES * len(chosen)):
+        for _ in range(_MOST_SWAPS * len(chosen)):
             over = held[chosen].sum(axis=0) - limit - together * self.streams[chosen].any()
             excess = float(np.maximum(0.0, over).sum())
             if not excess:
@@ -107,7 +107,7 @@ class Exchanges:
         return numbers
 
     def polished(self, assignment: Assignment, limit: float, allowed: Floats) -> Assignment:
-        """The assignment after exchanges of one or two candidates that make it faster, as long as there are any."""
+        """The assignment after swaps of one or two candidates, as long as one makes it faster."""
         # Whether any part streams stays as it is: no two are exchanged that do not move the same.
         limits = limit + self.together * self.streams[self.columns(assignment)].any()
         matter = _intervals_that_matter(self.held, self.together)
