@@ -36,7 +36,7 @@ memscale.core: Argument Assembled BudgetError COLUMNS Check ConfigError Correctn
     format_bytes format_flops format_seconds format_unlike found_once from_data fsdp_groups fsdp_groups_of history_path
     in_process_group in_rows in_runs integer internals is_alone is_in_memory is_of_modules is_own_thread
     joining matches misfit modules_in numbers one_at_a_time optional own_threads pytrees read_or_empty row_label
-    scalar_loss shown simulated_choices simulated_device_type simulated_randomness simulating simulation spellings
+    scalar_loss shown simulated simulating simulation spellings
     table_lines takes_no template tensors unflatten validate version versions wrapped written
 memscale.crashes: Explanation Holder explain
 memscale.hardware: CARDS COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
@@ -66,7 +66,7 @@ memscale.policy: Artifact FEATURES StrategyContext StrategyDecision TECHNIQUES e
 memscale.regions: ArgumentSpec Attributes Captures Content Environment NOWHERE Names Note OperatorWatch Origin
     PATIENCE_SECONDS PacksSeveral Place RegionEffects Replay SharedCaptures Snapshot Streams accelerators
     as_it_was code_names copying_ahead counted_states differing floats_as_constants functorch_state hidden_changes holds
-    hooks_around in_recompute is_stand_in is_unrecorded memory_of moved naming_refused_hooks never_compiled origin_of
+    hooks_around in_recompute is_stand_in is_unrecorded memory_of moved name_refused_hooks never_compiled origin_of
     pack_all put_back read recomputes recomputing refuse_iterators refused restore running_statistics stand_for storages
     takes_batch_statistics uncompiled unrecorded unrecorded_depth untouched wait_for_recomputes without_dynamo write
 memscale.reports: Axis COLOURS DrawnPoint PAGES PartOfPlan Price TriedSize byte_scale checked_target columns diff_text
@@ -82,10 +82,9 @@ memscale.runtime.storage: PAGE_BYTES page_aligned_memory
 memscale.server: backup invite migrate run
 memscale.server.migrations:
 memscale.server.templatetags:
-memscale.simulation: Attribution Holding Loop MemoryProfiler NeedsValues OUTSIDE Parallel ParallelKind
-  Phase Profile ProfileDiff Schedule Interval Target Trace TrainingStep analyse as_hardware attribute check_plan
-  differences few_collections given_bytes hardware_for memory operators_of pack_weights profile_of queues_of record
-  record_in_a_row runs_of shares turns_of
+memscale.simulation: Attribution Holding Ledger Loop MemoryProfiler NeedsValues OUTSIDE Parallel ParallelKind
+  Phase Profile ProfileDiff Schedule SimulatedStep Interval Target TrainingStep as_hardware check_plan
+  differences few_collections hardware_for pack_weights profile_of queues_of record record_in_a_row
 memscale.simulation.allocator:
 memscale.simulation.dispatch:
 memscale.simulation.kernels:

@@ -30,7 +30,18 @@ _numbers = itertools.count()
 _keys: list[str] = []  # thread-local keys that mark the threads of each running simulation, outermost first
 
 
-class _Simulated(NamedTuple):
+class Simulated(NamedTuple):
+    """What a running simulation simulates.
+
+    Attributes:
+        device_type: the type of the device.
+        type_of: maps a tensor to the type of its device, since some tensors are on the host.
+        capability: the compute capability of a CUDA device.
+        choices: the generator for choices of the simulation itself, with `get_state` and `set_state`, or `None`.
+        randomness: the generators for the random numbers of the step, as attributes `torch`, `python` and `numpy`;
+            all threads share those of the process.
+    """
+
     device_type: str
     type_of: Callable[[torch.Tensor], str]
     capability: tuple[int, int] | None
@@ -38,7 +49,7 @@ class _Simulated(NamedTuple):
     randomness: Any
 
 
-_running: list[_Simulated] = []
+_running: list[Simulated] = []
 
 
 @contextmanager
@@ -175,7 +186,13 @@ def _leave(key: str) -> None:
 _REMOVING = "torch._C._remove_obj_from_tls"
 
 
-def _here() -> _Simulated | None:
+def simulated() -> Simulated | None:
+    """Returns the simulation that this thread belongs to, or `None`.
+
+    >>> with simulation("cuda", lambda tensor: "cuda"):
+    ...     simulated().device_type
+    'cuda'
+    """
     return _running[-1] if _running and is_own_thread() else None
 
 
@@ -185,18 +202,7 @@ def simulating() -> bool:
     >>> simulating()
     False
     """
-    return _here() is not None
-
-
-def simulated_device_type() -> str | None:
-    """Returns the type of the simulated device, or `None` outside of simulations.
-
-    >>> with simulation("cuda", lambda tensor: "cuda"):
-    ...     simulated_device_type()
-    'cuda'
-    """
-    here = _here()
-    return None if here is None else here.device_type
+    return simulated() is not None
 
 
 def device_type(tensor: torch.Tensor) -> str:
@@ -210,7 +216,7 @@ def device_type(tensor: torch.Tensor) -> str:
     ...     device_type(torch.ones(1))
     'cuda'
     """
-    here = _here()
+    here = simulated()
     return tensor.device.type if here is None else here.type_of(tensor)
 
 
@@ -223,23 +229,8 @@ def compute_capability(tensor: torch.Tensor) -> tuple[int, int] | None:
     """
     if device_type(tensor) != "cuda":
         return None
-    here = _here()
+    here = simulated()
     return torch.cuda.get_device_capability(tensor.device) if here is None else here.capability
-
-
-def simulated_choices() -> Any:
-    """Returns the generator that the running simulation uses for its own choices, or `None`."""
-    here = _here()
-    return None if here is None else here.choices
-
-
-def simulated_randomness() -> Any:
-    """Returns the simulation's generators, as attributes `torch`, `python` and `numpy`; `None` outside of simulations.
-
-    A simulation has generators of its own because all threads share those of the process.
-    """
-    here = _here()
-    return None if here is None else here.randomness
 
 
 @contextmanager
@@ -260,7 +251,7 @@ def simulation(
         randomness: the generators for the random numbers of the step.
     """
     with own_threads():
-        _running.append(_Simulated(device_type, type_of, capability, choices, randomness))
+        _running.append(Simulated(device_type, type_of, capability, choices, randomness))
         try:
             yield
         finally:

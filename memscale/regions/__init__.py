@@ -20,7 +20,7 @@ from memscale.regions.replay import Replay
 from memscale.regions.saved_tensors import (
     PacksSeveral,
     hooks_around,
-    naming_refused_hooks,
+    name_refused_hooks,
     pack_all,
     recomputes,
     recomputing,
@@ -67,7 +67,7 @@ __all__ = [
     "is_unrecorded",
     "memory_of",
     "moved",
-    "naming_refused_hooks",
+    "name_refused_hooks",
     "never_compiled",
     "origin_of",
     "pack_all",

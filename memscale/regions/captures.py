@@ -22,7 +22,7 @@ import inspect
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -49,7 +49,7 @@ from memscale.regions.places import (
     write,
 )
 from memscale.regions.randomness import HostGenerator, is_host_generator
-from memscale.regions.stand_ins import any_stand_in
+from memscale.regions.stand_ins import any_stand_in, is_own
 
 # Larger containers are taken for data (a vocabulary, a dataset), since every call would have to copy them.
 LARGEST_CONTAINER = 1024
@@ -138,11 +138,16 @@ class Captures:
         optimizers: the `torch.optim.Optimizer` objects that were reached; their states are not recorded.
         followed: the positions of the places that belong to followed objects.
         hooks: every dictionary of hooks of the modules, with a copy of its contents.
+
+    Attributes of sealed captures:
+        values: the tensors of `tensors`.
+        has_stand_ins: whether one of the tensors is a stand-in.
     """
 
     __slots__ = (
         "_at",
         "_check",
+        "_copied",
         "_flags",
         "_follows",
         "_met",
@@ -151,15 +156,16 @@ class Captures:
         "_root",
         "_seen",
         "_skips_modules",
-        "_small",
         "contents",
         "followed",
         "generators",
+        "has_stand_ins",
         "hooks",
         "labels",
         "optimizers",
         "places",
         "tensors",
+        "values",
     )
 
     def __init__(self, fn: Callable[..., Any], *, reruns: bool = True, follows: bool = False) -> None:
@@ -181,7 +187,7 @@ class Captures:
         self._check: _ContentsCheck | None = None
         self._seen: set[int] = set()
         self._skips_modules = False
-        self._small: list[int] | None = None
+        self._copied: tuple[Collection[Any], list[int], list[int]] | None = None
         self._visit(fn, None)
         for table in global_hooks():
             for hook in table.values():
@@ -205,7 +211,7 @@ class Captures:
     def exchanged(self, other: Mapping[int, torch.Tensor]) -> Captures:
         """Returns a copy of the captures with tensors replaced; `other` maps the id of a tensor to its replacement."""
         found = copy.copy(self)
-        found._check = found._small = None  # both refer to the tensors before the exchange
+        found._check = found._copied = None  # both refer to the tensors before the exchange
         found.contents = [copy.copy(content) for content in self.contents]
         found.tensors = [(position, key, other.get(id(tensor), tensor)) for position, key, tensor in self.tensors]
         for position, key, tensor in found.tensors:
@@ -219,10 +225,6 @@ class Captures:
     def covers(self, thing: Any) -> bool:
         """Whether `thing` is a module, function or container that the captures include."""
         return id(thing) in self._seen
-
-    def covers_none(self, ids: Iterable[int]) -> bool:
-        """Whether the captures include no object with one of these ids."""
-        return self._seen.isdisjoint(ids)
 
     def include(self, thing: Any) -> None:
         """Adds the captures of `thing`, a module or function among the arguments.
@@ -244,6 +246,8 @@ class Captures:
         """Returns the captures, prepared for `is_current`. Must be called before any of the state can change."""
         self._check = _ContentsCheck(self)
         self._flags = self.flags()
+        self.values = [tensor for _, _, tensor in self.tensors]
+        self.has_stand_ins = any_stand_in(self.values)
         return self
 
     def weaken(self, gone: Callable[[Any], None]) -> None:
@@ -252,13 +256,23 @@ class Captures:
             self._root = weakref.ref(self._modules[0], gone)
             self._modules = self._modules[1:]
 
-    @property
-    def small(self) -> list[int]:
-        """The indices of the tensors with at most one dimension, parameters excluded: counters, running statistics."""
-        if self._small is None:
-            found = [(index, tensor) for index, (_, _, tensor) in enumerate(self.tensors)]
-            self._small = [index for index, each in found if not isinstance(each, nn.Parameter) and each.dim() < 2]
-        return self._small
+    def copied(self, changed: Collection[Any]) -> tuple[list[int], list[int]]:
+        """Returns the indices of the tensors to copy before a run that changes those with the lasting names `changed`.
+
+        The second list has those that a kernel may change without a new version, as running statistics: the other
+        tensors with at most one dimension, parameters excluded.
+        """
+        if self._copied is None or self._copied[0] is not changed:
+            own = [
+                index
+                for index, (position, _, tensor) in enumerate(self.tensors)
+                if is_own(tensor) and not isinstance(self.places[position], tuple)
+            ]
+            known = {index for index in own if self.lasting_name(*self.tensors[index][:2]) in changed}
+            others = [(index, self.values[index]) for index in own if index not in known]
+            small = [index for index, each in others if not isinstance(each, nn.Parameter) and each.dim() < 2]
+            self._copied = changed, sorted(known), small
+        return self._copied[1:]
 
     @property
     def is_current(self) -> bool:
@@ -274,10 +288,13 @@ class Captures:
         if any(each is module for module, held in forwards for each in held.values()):
             return False
         tables = set(map(id, chain.from_iterable([(m._parameters, m._buffers) for m in self.modules])))
-        return all(
-            isinstance(tensor, nn.Parameter) or (id(self.places[position]) in tables and tensor.grad_fn is None)
-            for position, _, tensor in self.tensors
-        ) and not any_stand_in([tensor for _, _, tensor in self.tensors])
+        return (
+            all(
+                isinstance(tensor, nn.Parameter) or (id(self.places[position]) in tables and tensor.grad_fn is None)
+                for position, _, tensor in self.tensors
+            )
+            and not self.has_stand_ins
+        )
 
     def lasting_name(self, position: int, key: Any) -> LastingName:
         """Returns a name of the tensor at `key` of the place at `position` that later captures of the function share.
@@ -517,30 +534,57 @@ class Captures:
             self._visit_container(attributes, home)
 
 
+_ORDINARY = {str, int}  # keys that compare in no time
+
+
 class _ContentsCheck:
     """The recorded contents of captures, laid out so that `is_current` compares them in the least time."""
 
-    __slots__ = ("_dicts", "_empty", "_keys", "_others", "_values")
+    __slots__ = ("_empty", "_keys", "_others", "_sized", "_sizes", "_slots", "_tables", "_values")
 
     def __init__(self, captures: Captures) -> None:
-        self._dicts: list[dict[Any, Any]] = []
+        self._slots: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []  # how to read values of a dictionary or cell
+        self._values: list[Any] = []  # those values, all in one list
+        self._sized: list[dict[Any, Any]] = []
+        self._sizes: list[int] = []
+        self._tables: list[dict[Any, Any]] = []  # dictionaries whose order counts
         self._empty: list[Any] = []
         self._others: list[tuple[Place, Content]] = []
         for place, content in (*zip(captures.places, captures.contents, strict=True), *captures.hooks):
-            own = dictionary_of(place)
-            if type(own) is dict and own and all(type(key) is str for key in own):
-                self._dicts.append(own)
-            elif not content and type(place) in CONTAINERS:
+            kind = type(place)
+            if not content and kind in CONTAINERS:
                 self._empty.append(place)
+            elif kind is types.CellType and content:
+                self._slots.append((operator.attrgetter("cell_contents", "cell_contents"), place))
+                self._values += [*content, *content]
+            elif kind is Names and all(name in place.mapping for name in place.names):
+                self._add(place.mapping, {name: place.mapping[name] for name in place.names})
+            elif kind is Attributes or (kind is Fields and not place.members):
+                own = dictionary_of(place)
+                self._sized.append(own)
+                self._sizes.append(len(content) + (place.bookkeeping if kind is Attributes else 0))
+                self._add(own, content)
+            elif kind is dict and _ORDINARY.issuperset(map(type, content)):
+                self._tables.append(place)
+                self._add(place, content)
             else:
                 self._others.append((place, content))
-        self._keys = list(map(list, self._dicts))
-        self._values = [*chain.from_iterable(map(dict.values, self._dicts))]
+        self._keys = list(map(list, self._tables))
+
+    def _add(self, mapping: dict[Any, Any], content: Any) -> None:
+        if content:
+            names = (*content, next(iter(content)))  # of at least two names `itemgetter` makes a tuple
+            self._slots.append((operator.itemgetter(*names), mapping))
+            self._values += [content[name] for name in names]
 
     def is_current(self) -> bool:
-        return (
-            not any(self._empty)
-            and list(map(list, self._dicts)) == self._keys
-            and all(map(operator.is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
-            and all(holds(place, content) for place, content in self._others)
-        )
+        try:
+            return (
+                not any(self._empty)
+                and list(map(len, self._sized)) == self._sizes
+                and list(map(list, self._tables)) == self._keys
+                and all(map(operator.is_, chain.from_iterable([get(own) for get, own in self._slots]), self._values))
+                and all(holds(place, content) for place, content in self._others)
+            )
+        except (KeyError, ValueError):  # an entry or the contents of a cell are gone
+            return False

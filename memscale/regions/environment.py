@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from memscale.core import CorrectnessError, found_once, internals, is_alone, simulated_device_type
+from memscale.core import CorrectnessError, found_once, internals, is_alone, simulated
 from memscale.regions import randomness
 from memscale.regions.modes import modes
 
@@ -40,7 +40,6 @@ class Environment:
         "_kinds",
         "_modes",
         "_parametrizations",
-        "_position",
         "_random",
         "_settings",
         "_shared",
@@ -54,23 +53,23 @@ class Environment:
     def __init__(
         self, devices: set[torch.device], *, host_random: bool, generators: Iterable[Any] = (), drew: bool = False
     ) -> None:
+        here = simulated()
         self.devices = devices
         self.drew = drew
         self.context = contextvars.copy_context()  # constant time, whatever the number of variables
-        shared = randomness.generators(devices)
+        shared = randomness.generators(devices, here)
         self._shared = len(shared)
         self._random: list[tuple[Any, Any]] | None = [
             (generator, generator.get_state()) for generator in (*shared, *generators)
         ]
-        self._counted = randomness.counted_states([state for _, state in self._random or ()])
-        self._position = randomness.position()  # of the first generator, PyTorch's for the CPU
-        self._host_positions = randomness.host_positions()
-        takes_host = host_random or not randomness.can_notice()
+        self._counted = [] if here is None else randomness.counted_states([state for _, state in self._random])
+        self._host_positions = randomness.host_positions(here)
+        takes_host = host_random or len(self._host_positions) < 2
         self._host: tuple[Any, Any] | None = randomness.host_state() if takes_host else None
         self._kinds = {"cpu", *(device.type for device in devices if device.type != "meta")} if devices else _CPU
-        if (simulated := simulated_device_type()) is not None and simulated not in self._kinds:
-            self._kinds = {*self._kinds, simulated}
-        if "cuda" in self._kinds and simulated is None:
+        if here is not None:
+            self._kinds = {*self._kinds, here.device_type}
+        elif devices and "cuda" in self._kinds:
             _settle_attention()
         self._settings = _settings(self._kinds)
         self._modes = modes()
@@ -92,23 +91,21 @@ class Environment:
         Raises:
             CorrectnessError: the region drew from Python's or NumPy's generator, whose state was not taken.
         """
+        here = simulated()
         if self._random is not None:
-            shared, own = self._random[: self._shared], self._random[self._shared :]
-            used = shared
+            used, own = self._random[: self._shared], self._random[self._shared :]
             if not self.drew:
-                used, others = [], shared
-                if self._position is not None:
-                    first, *others = others
-                    if randomness.position() != self._position:
-                        used.append(first)
-                used += [(gen, state) for gen, state in others if not randomness.same(gen.get_state(), state)]
+                now = [generator.get_state() for generator, _ in used]
+                counted = [] if here is None else randomness.counted_states(now)
+                used = [each for each, new in zip(used, now, strict=True) if not randomness.same(new, each[1])]
+                del now, counted
             self._random = [*used, *own] or None
             del self._counted[sum(isinstance(state, torch.Tensor) for _, state in used) :]
         if self._host is not None:
             self.uses_host_random = randomness.differs(self._host, randomness.host_state())
             if not self.uses_host_random:
                 self._host = None
-        elif randomness.host_positions() != self._host_positions:
+        elif randomness.host_positions(here) != self._host_positions:
             raise CorrectnessError(
                 "the region drew random numbers from Python's random or from NumPy, which it had not done on its first "
                 "call, so a recompute cannot repeat them; draw them outside the region, or use torch's generator"

@@ -1,4 +1,4 @@
-"""Reads and restores the states of random generators, and detects draws without reading a whole state again."""
+"""Reads and restores the states of random generators, and detects draws."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import ctypes
 import functools
 import pickle
 import random
-import struct
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
-from memscale.core import simulated_choices, simulated_device_type, simulated_randomness
+from memscale.core import simulated
 from memscale.regions.class_cache import cached_by_class
 from memscale.regions.unrecorded import unrecorded
 
 
-def generators(devices: Iterable[torch.device]) -> list[Any]:
-    """Returns the generators of the CPU and of `devices`, PyTorch's generator for the CPU first."""
-    simulated = simulated_randomness()
-    found: list[Any] = [torch.default_generator if simulated is None else simulated.torch]
-    for device in sorted(devices, key=str):
+def generators(devices: Iterable[torch.device], here: Any) -> list[Any]:
+    """Returns the generators of the CPU and of `devices`, PyTorch's generator for the CPU first.
+
+    Here and below, `here` is the simulation of this thread, from `simulated()`; it has generators of its own.
+    """
+    found: list[Any] = [torch.default_generator if here is None else here.randomness.torch]
+    for device in sorted(devices, key=str) if devices else ():
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             found.append(torch.cuda.default_generators[index])
@@ -31,8 +32,8 @@ def generators(devices: Iterable[torch.device]) -> list[Any]:
         elif device.type == "xpu":
             index = torch.xpu.current_device() if device.index is None else device.index
             found.append(torch.xpu.default_generators[index])
-    if (choices := simulated_choices()) is not None:
-        found.append(choices)
+    if here is not None and here.choices is not None:
+        found.append(here.choices)
     return found
 
 
@@ -41,7 +42,8 @@ def counted_states(states: list[torch.Tensor]) -> list[torch.Tensor]:
 
     A simulation counts the outputs of operators, and a state is the output of no operator.
     """
-    if simulated_device_type() != "cpu":  # with an accelerator, the states are in host memory
+    here = simulated()
+    if here is None or here.device_type != "cpu":  # with an accelerator, the states are in host memory
         return []
     with unrecorded():  # not an operator of a region that happens to be recording
         return [torch.empty(state.shape, dtype=state.dtype) for state in states if isinstance(state, torch.Tensor)]
@@ -92,75 +94,10 @@ def _bytes(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
-def position() -> tuple[bytes, bytes] | None:
-    """Returns bytes that change with each draw from PyTorch's CPU generator, or `None` if its layout is unknown."""
-    simulated = simulated_randomness()
-    if simulated is None:
-        found = _position_of_torch()
-    else:
-        found = None if (at := _place_of_seed()) is None else _views(simulated.torch, at)
-    return found and (found[0].raw, found[1].raw)
-
-
 def draw_marks(generators: list[Any]) -> list[Any]:
-    """Returns a value for each of `generators`, the CPU's first, that changes when the generator is drawn from."""
-    first = position()
-    states = [each.get_state() for each in (generators if first is None else generators[1:])]
-    return [first, *(_bytes(state) if isinstance(state, torch.Tensor) else state for state in states)]
-
-
-# Reading and comparing a whole state (5,056 bytes) would be a tenth of the cost of a small region.
-@functools.cache
-def _position_of_torch() -> tuple[Any, Any] | None:
-    """Returns views of two fields of the CPU generator: position and first words, and the cached normal numbers."""
-    at = _place_of_seed()
-    return None if at is None else _views(torch.default_generator, at)
-
-
-@functools.cache
-def _place_of_seed() -> int | None:
-    """Returns the byte offset of the seed in PyTorch's CPU generator, or `None` if the layout is not as expected.
-
-    The offset is found in a new generator, and used only if the bytes there change together with the state.
-    """
-    probe = torch.Generator("cpu")
-    probe.manual_seed(_SEED)
-    state = probe.get_state()
-    at = ctypes.string_at(_implementation(probe), _SEARCHED).find(struct.pack("=Q", _SEED))
-    layout = struct.Struct("=QiiQ624Q3di4xfi")  # seed, left, whether seeded, next, words; normal numbers
-    if at < 0 or layout.size != state.nbytes:
-        return None
-    seed, left, seeded, following, *rest = layout.unpack(_bytes(state))
-    words = struct.pack("=624I", *rest[:624])
-    start = ctypes.string_at(_implementation(probe) + at, _WORDS)
-    if start[:12] + start[16:] != struct.pack("=QiI", seed, left, following):
-        return None
-    if ctypes.string_at(_implementation(probe) + at + _WORDS, len(words)) != words:
-        return None
-    for normals in ((0.0, 0.5, 0.5, 1, 0.0, 0), (0.0, 0.0, 0.0, 0, 0.5, 1)):
-        _, before = _views(probe, at)
-        packed = layout.pack(seed, left, seeded, following, *rest[:624], *normals)
-        ctypes.memmove(state.data_ptr(), packed, len(packed))
-        then = before.raw
-        probe.set_state(state)
-        if before.raw == then:
-            return None
-    return at
-
-
-_SEED = 0x6D656D7363616C65
-_SEARCHED, _WORDS = 256, 20  # bytes searched for the seed; bytes from the seed to the words of the twister
-
-
-def _implementation(generator: torch.Generator) -> int:
-    address = ctypes.c_void_p.from_address(id(generator) + object.__basicsize__).value
-    assert address is not None
-    return address
-
-
-def _views(generator: torch.Generator, at: int) -> tuple[Any, Any]:
-    start = _implementation(generator) + at
-    return (ctypes.c_char * 52).from_address(start), (ctypes.c_char * 32).from_address(start + _WORDS + 624 * 4)
+    """Returns a value for each of `generators` that changes when the generator is drawn from."""
+    states = [each.get_state() for each in generators]
+    return [_bytes(state) if isinstance(state, torch.Tensor) else state for state in states]
 
 
 def _position_of_python(own: random.Random) -> Any:
@@ -202,22 +139,15 @@ def _positions_of(python: random.Random, numpy: Any) -> list[Any]:
     return [each for each in (_position_of_python(python), _position_of_numpy(numpy)) if each is not None]
 
 
-def _positions() -> list[Any]:
-    simulated = simulated_randomness()
-    return _positions_of_process() if simulated is None else _positions_of(simulated.python, simulated.numpy)
-
-
-def can_notice() -> bool:
-    """Whether `host_positions` detects draws from both Python's and NumPy's generator."""
-    return len(_positions()) == 2  # else (another interpreter, another layout) callers read whole states
-
-
-def host_positions() -> list[tuple[int, int]]:
+def host_positions(here: Any) -> list[tuple[int, int]]:
     """Returns (position, first word) of Python's and NumPy's generators.
 
-    The first word detects a number of draws after which the position is the same again.
+    The first word detects a number of draws after which the position is the same again. Generators of another layout
+    (another interpreter) are left out; of these, callers read whole states.
     """
-    return [(position.value, word.value) for position, word, _ in _positions()]
+    own = here and here.randomness
+    positions = _positions_of_process() if own is None else _positions_of(own.python, own.numpy)
+    return [(position.value, word.value) for position, word, _ in positions]
 
 
 def host_state() -> tuple[Any, Any]:

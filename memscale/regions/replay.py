@@ -19,8 +19,8 @@ from memscale.regions.hidden_changes import memory_of
 from memscale.regions.modes import modes
 from memscale.regions.places import Content, Place, holds, read, write
 from memscale.regions.recompute_lock import exclusive_recompute
-from memscale.regions.snapshot import Snapshot, is_sharded
-from memscale.regions.stand_ins import Note
+from memscale.regions.snapshot import Snapshot
+from memscale.regions.stand_ins import Note, is_sharded
 from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import copies_ahead, unrecorded
 
@@ -43,7 +43,7 @@ class Replay:
             rerun that failed.
     """
 
-    __slots__ = ("_around", "_fresh", "_last", "_made", "_present", "_refused", "_snapshot", "_undo")
+    __slots__ = ("_around", "_fresh", "_last", "_made", "_present", "_refused", "_snapshot", "_undo", "_was_current")
 
     def __init__(
         self, snapshot: Snapshot, *, last: bool, refused: dict[int, str], fresh: list[torch.Tensor], made: set[int]
@@ -55,8 +55,8 @@ class Replay:
         self._made = made
         self._around: list[AbstractContextManager[Any]] = []
         self._undo: list[Callable[[], Any]] = []
-        # The present contents of the places, which `__exit__` restores. None: no place has changed since the snapshot.
-        self._present: list[tuple[Place, Content]] | None = []
+        self._present: list[tuple[Place, Content]] = []  # to be restored at the end
+        self._was_current = False  # whether nothing had changed since the snapshot
 
     def __enter__(self) -> dict[int, torch.Tensor]:
         try:
@@ -71,7 +71,7 @@ class Replay:
         changed = snapshot.changed_since()
         changed.update(self._refused)
         arrived: dict[Note, torch.Tensor] = {}
-        for kind in dict.fromkeys(map(type, snapshot.notes)):
+        for kind in dict.fromkeys(map(type, snapshot.notes)) if snapshot.notes else ():
             first, *others = [note for note in snapshot.notes if type(note) is kind]
             arrived.update(self._enter_around(first.bring_back([first, *others])))
         renewed = self._old_values()
@@ -103,12 +103,9 @@ class Replay:
         try:
             for step in reversed(self._undo):
                 step()
-            captures = self._snapshot.captures
-            if self._present is None and not captures.is_current:
-                self._present = _contents(captures)
-            for place, content in reversed(self._present or ()):  # reversed, since two places may share an object
-                if not holds(place, content):
-                    write(place, content)
+            _write_back(self._present)
+            if self._was_current and not self._snapshot.captures.is_current:
+                _write_back(_contents(self._snapshot.captures))
         finally:
             for context in reversed(self._around):
                 context.__exit__(*error)
@@ -156,15 +153,25 @@ class Replay:
     def _go_back(self, renewed: dict[Name, torch.Tensor], arrived: Mapping[Note, torch.Tensor]) -> None:
         """Writes the snapshot's contents into every place that has changed since."""
         captures = self._snapshot.captures
-        touched = {name[0] for name in renewed if not isinstance(name, int)}
-        if not touched and captures.is_current:
-            self._present = None
+        touched = {name[0] for name in renewed if not isinstance(name, int)} if renewed else set()
+        self._was_current = captures.is_current
+        if self._was_current and not touched:
             return
         contents = _contents(captures)
-        self._present = [(place, then if holds(place, then) else read(place)) for place, then in contents]
-        for position, (place, then) in enumerate(contents):
-            if position in touched or self._present[position][1] is not then:
-                write(place, _as_then(position, place, then, renewed, arrived))
+        if self._was_current:
+            self._present = [contents[position] for position in touched]
+        else:
+            self._present = [(place, then if holds(place, then) else read(place)) for place, then in contents]
+            touched.update(at for at, (_, then) in enumerate(contents) if self._present[at][1] is not then)
+        for position in sorted(touched):
+            place, then = contents[position]
+            write(place, _as_then(position, place, then, renewed, arrived))
+
+
+def _write_back(contents: list[tuple[Place, Content]]) -> None:
+    for place, content in reversed(contents):  # reversed, since two places may share an object
+        if not holds(place, content):
+            write(place, content)
 
 
 def _contents(captures: Captures) -> list[tuple[Place, Content]]:

@@ -33,31 +33,16 @@ def pack_all(pack: Callable[[torch.Tensor], Any], tensors: Sequence[torch.Tensor
     return [pack(tensor.detach()) for tensor in tensors]
 
 
-class naming_refused_hooks:
-    """A context that turns PyTorch's refusal of saved-tensor hooks under `torch.func` into an error about the region.
+def name_refused_hooks(error: RuntimeError, how: object, doing: str) -> None:
+    """Raises `TransformError` if `error` is PyTorch's refusal of the saved-tensor hooks that `doing` needs.
 
-    Args:
-        how: the transform of the region.
-        doing: the words for what the transform needs the hooks for.
-
-    Raises:
-        TransformError: the region uses a transform of `torch.func`, which refuses saved-tensor hooks.
+    PyTorch refuses these hooks under `torch.func`, in words that do not name the region of the transform `how`.
     """
-
-    __slots__ = ("_doing", "_how")
-
-    def __init__(self, how: object, doing: str) -> None:
-        self._how, self._doing = how, doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if type(error) is RuntimeError and "saved tensor hooks" in str(error):
-            raise TransformError(
-                f"the region of {self._how!r} uses a transform of torch.func, which does not allow the saved-tensor "
-                f"hooks that {self._doing} needs; move it out of the region, or use torch.autograd.grad there"
-            ) from error
+    if type(error) is RuntimeError and "saved tensor hooks" in str(error):
+        raise TransformError(
+            f"the region of {how!r} uses a transform of torch.func, which does not allow the saved-tensor "
+            f"hooks that {doing} needs; move it out of the region, or use torch.autograd.grad there"
+        ) from error
 
 
 def recomputing(unpack: F) -> F:

@@ -27,7 +27,7 @@ from memscale.regions.captures import Captures, LastingName
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import Writes, assigned, is_moved, laid_out, layout, memory_of, storages
 from memscale.regions.places import holds, read
-from memscale.regions.stand_ins import Note, any_stand_in, is_stand_in, origin_of
+from memscale.regions.stand_ins import Note, is_own, is_stand_in, origin_of
 from memscale.regions.unrecorded import copying_ahead, unrecorded
 
 NOTHING = nullcontext()
@@ -67,7 +67,8 @@ class Snapshot:
         trained: `requires_grad` of each of `tensors`.
         environment: random states, flags and modes.
         notes: after the run, the notes that replaced stand-in tensors in the captures.
-        is_first: whether this run is watched in order to find the effects of the region.
+        is_watched: whether this is a first run, watched in order to find the effects of the region. Its rerun must be
+            watched too: under a mode, operators may save other tensors.
         given_away: whether a rerun got the saved old values without a clone, and may have changed them.
         graded: after the run, the tensors whose `.grad` the region changed, for example by a backward of its own.
     """
@@ -76,6 +77,7 @@ class Snapshot:
         "_before",
         "_copied_groups",
         "_everything",
+        "_grad_versions",
         "_grads",
         "_groups",
         "_in_tuples",
@@ -90,7 +92,7 @@ class Snapshot:
         "environment",
         "given_away",
         "graded",
-        "is_first",
+        "is_watched",
         "modules",
         "notes",
         "tensors",
@@ -100,15 +102,15 @@ class Snapshot:
     def __init__(self, captures: Captures, arguments: list[torch.Tensor], effects: RegionEffects | None) -> None:
         self.captures = captures
         self.modules = captures.modules  # kept alive here, since shared captures refer to the first one weakly
-        self.is_first = effects is None
-        self.tensors = [tensor for _, _, tensor in captures.tensors]
+        self.is_watched = effects is None
+        self.tensors = captures.values
         self.trained = [tensor.requires_grad for tensor in self.tensors]
         self.notes: list[Note] = []
         self._everything = [*self.tensors, *arguments]
         self._before = versions(self._everything)
         # Kept until the region has run, so that no storage that it makes can get the address of one that it replaces.
         self._storages_before = storages(self._everything)
-        self._versions = self._before[: len(self.tensors)]  # after the run: the versions at its end
+        self._versions: list[int] = []  # after the run: the versions at its end
         self._storages: list[weakref.ref[Any]] | None = None  # after the run: the storages at its end
         self._groups: AliasGroups | None = None
         self._copied_groups: list[AliasGroup] = []
@@ -119,7 +121,8 @@ class Snapshot:
         self.given_away = False
         self.graded: list[torch.Tensor] = []
         self._leaves = [each for each in self._everything if each.requires_grad and each.is_leaf]
-        self._grads = _gradients(self._leaves)
+        self._grads = [leaf.grad for leaf in self._leaves]
+        self._grad_versions = _versions_of_some(self._grads)
         if effects is None:
             self._take_all()
         else:
@@ -144,7 +147,7 @@ class Snapshot:
         for index, (tensor, storage) in enumerate(zip(self._everything, self._storages_before, strict=True)):
             if wanted is None or id(storage) in wanted:
                 name = self._name(index)
-                if isinstance(name, int) or (_is_own(tensor) and not self._is_in_tuple(name)):
+                if isinstance(name, int) or (is_own(tensor) and not self._is_in_tuple(name)):
                     yield name, tensor, storage
 
     def _is_in_tuple(self, name: tuple[int, Any]) -> bool:
@@ -168,15 +171,14 @@ class Snapshot:
     def _take(self, effects: RegionEffects) -> None:
         """Copies, before a later run, the tensors that the watched run changed, their alias groups, and small state."""
         held, count = self._storages_before, len(self.tensors)
-        looked_at = range(count) if effects.changed else self.captures.small
-        found = [index for index in looked_at if self._needs_copy(index, effects.changed)]
-        found += [index for index in range(count, len(held)) if index - count in effects.changed]
-        if len({id(storage) for storage in held}) == len(held):  # no two tensors share memory
+        changed, small = self.captures.copied(effects.changed)
+        found = [*changed, *(index for index in small if self._is_statistic(index))] if small else changed
+        if effects.changed:
+            found = [*found, *(index for index in range(count, len(held)) if index - count in effects.changed)]
+        if found and len({id(storage) for storage in held}) == len(held):  # no two tensors share memory
             with copying_ahead(recorded=False):
                 self._copied_groups = [
-                    AliasGroup([self._everything[index]], {self._name(index): 0}).take()
-                    for index in found
-                    if index >= count or _is_own(self._everything[index])
+                    AliasGroup([self._everything[index]], {self._name(index): 0}).take() for index in found
                 ]
         elif found:
             names = {self._name(index) for index in found}
@@ -191,16 +193,11 @@ class Snapshot:
                 if self._lasting(name) in effects.reassigned and self._lasting(name) not in effects.changed:
                     self._layouts[name] = layout(tensor)
 
-    def _needs_copy(self, index: int, changed: Collection[LastingName | int]) -> bool:
-        """Whether to copy tensor `index`: the watched run changed it, or it is small, like a running statistic.
-
-        A kernel can change a running statistic in any later run without a new version.
-        """
+    def _is_statistic(self, index: int) -> bool:
+        """Whether tensor `index` is like a running statistic, which a kernel can change without a new version."""
         tensor = self.tensors[index]
-        is_statistic = tensor.dim() == 1 and tensor.is_floating_point() and tensor.numel() <= _LARGEST_STATISTIC
-        if not self.trained[index] and (is_statistic or tensor.dim() == 0):
-            return tensor.layout is torch.strided and not self._is_in_tuple(self.captures.tensors[index][:2])
-        return bool(changed) and self.captures.lasting_name(*self.captures.tensors[index][:2]) in changed
+        is_vector = tensor.dim() == 1 and tensor.is_floating_point() and tensor.numel() <= _LARGEST_STATISTIC
+        return not self.trained[index] and (is_vector or tensor.dim() == 0) and tensor.layout is torch.strided
 
     def _lasting(self, name: Name) -> LastingName | int:
         return name if isinstance(name, int) else self.captures.lasting_name(*name)
@@ -218,11 +215,6 @@ class Snapshot:
         finally:
             for step in steps:
                 step.remove()
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether the run is watched. Its rerun must be watched too: under a mode, operators may save other tensors."""
-        return self.is_first
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         if self._groups is not None:
@@ -261,32 +253,34 @@ class Snapshot:
                 value.
         """
         self.environment.conclude()
-        (now, versions_now), (before, versions_before) = _gradients(self._leaves), self._grads
-        if versions_now != versions_before or not all(map(operator.is_, now, before)):
-            found = zip(self._leaves, now, before, versions_now, versions_before, strict=True)
+        grads = [leaf.grad for leaf in self._leaves]
+        if not all(map(operator.is_, grads, self._grads)) or _versions_of_some(grads) != self._grad_versions:
+            found = zip(self._leaves, grads, self._grads, _versions_of_some(grads), self._grad_versions, strict=True)
             self.graded = [leaf for leaf, new, old, at, then in found if new is not old or at != then]
-        self._leaves, self._grads = [], ([], [])
-        held = storages(self._everything)
-        self.find_reassigned(held)
-        kept = self._changed_groups()
-        given = (
-            frozenset(self._lasting(name) for group in self._reassigned for name in group.names)
-            if self._reassigned
-            else frozenset()
-        )
+        held, now = storages(self._everything), versions(self._everything)
+        self._versions = now[: len(self.tensors)]
+        if not all(map(operator.is_, held, self._storages_before)):
+            self.find_reassigned(held)
+        kept = self._copied()
+        if now != self._before or self.is_watched:
+            kept = self._changed_groups(now)
         self._kept = [*kept, *self._reassigned]
         for group in self._kept:
             group.let_go()
         # Taken after the run, since a transform inside may have moved parameters to another tier during it.
         # A weak reference suffices: PyTorch keeps the one Python object of a storage as long as the storage lives.
-        self._storages = [weakref.ref(storage) for storage in held[: len(self.tensors)]]
-        self._groups, self._copied_groups, self._storages_before, self._everything, self._layouts = None, [], [], [], {}
-        self._let_go_of_stand_ins()
-        if not self.is_first:
+        self._storages = list(map(weakref.ref, held[: len(self.tensors)]))
+        reassigned, self._reassigned = self._reassigned, []
+        self._groups, self._copied_groups, self._layouts = None, [], {}
+        self._storages_before, self._everything, self._leaves, self._grads = [], [], [], []
+        if self.captures.has_stand_ins:
+            self._let_go_of_stand_ins()
+        if not self.is_watched:
             return None
-        changed = frozenset(self._lasting(name) for group in kept for name in group.names)
-        environment = self.environment
-        return RegionEffects(changed, given, environment.uses_host_random, environment.drew)
+        changed, given = (
+            frozenset(self._lasting(name) for group in groups for name in group.names) for groups in (kept, reassigned)
+        )
+        return RegionEffects(changed, given, self.environment.uses_host_random, self.environment.drew)
 
     def changes_beyond_norms(self, effects: RegionEffects) -> bool:
         """Whether a run with these `effects` changes tensors in place besides the running statistics of norms."""
@@ -308,8 +302,6 @@ class Snapshot:
 
     def _let_go_of_stand_ins(self) -> None:
         """Replaces each stand-in tensor in the captures by a note of the value that it stood for."""
-        if not any_stand_in(self.tensors):
-            return
         kept = [not is_stand_in(tensor) for tensor in self.tensors]
         captures = self.captures = self.captures.exchanged({})  # a copy, for other calls may share the captures
         for keep, (position, key, tensor) in zip(kept, captures.tensors, strict=True):
@@ -317,6 +309,7 @@ class Snapshot:
                 note = captures.contents[position][key] = origin_of(tensor).note(tensor)
                 self.notes.append(note)
         captures.tensors, self.tensors = list(compress(captures.tensors, kept)), list(compress(self.tensors, kept))
+        captures.values = self.tensors
         self._versions, self.trained = list(compress(self._versions, kept)), list(compress(self.trained, kept))
         self._storages = list(compress(self._storages or (), kept))
 
@@ -325,7 +318,7 @@ class Snapshot:
         found: dict[int, tuple[torch.Tensor, Any, list[Name]]] = {}
         for index in assigned(storages(self._everything) if held is None else held, self._storages_before):
             name, tensor = self._name(index), self._everything[index]
-            if isinstance(name, int) or _is_own(tensor):
+            if isinstance(name, int) or is_own(tensor):
                 found.setdefault(id(tensor), (tensor, self._storages_before[index], []))[2].append(name)
         if not found:
             return
@@ -341,19 +334,16 @@ class Snapshot:
             else:
                 raise self._lost(names[0], "through .data")
 
-    def _changed_groups(self) -> list[AliasGroup]:
-        """Returns the copied groups that the run changed; in later runs all copied groups."""
-        now, names = versions(self._everything), []
-        if now != self._before:
-            names = [self._name(index) for index, new in enumerate(now) if new != self._before[index]]
-            self._versions = now[: len(self.tensors)]
+    def _changed_groups(self, now: list[int]) -> list[AliasGroup]:
+        """Returns the copied groups that the run changed; in later runs all copied groups. `now` are the versions."""
+        names = [self._name(index) for index, new in enumerate(now) if new != self._before[index]]
         copied = self._copied()
         of_name = {name: group for group in copied for name in group.names} if names else {}
         lost = [name for name in names if name not in of_name]
         self._in_tuples = [name for name in lost if not isinstance(name, int) and self._is_in_tuple(name)]
         if len(lost) > len(self._in_tuples):
             raise self._lost(next(name for name in lost if name not in self._in_tuples), "in place")
-        if not self.is_first:
+        if not self.is_watched:
             return copied  # all of them, since kernels such as batch_norm change tensors without a new version
         seen = {id(of_name[name]) for name in names if name in of_name}
         return [group for group in copied if id(group) in seen or group.written or not self._same(group)]
@@ -366,7 +356,7 @@ class Snapshot:
                 f"the region changed {self.title(name)} {how} while it ran, {problem}; a recompute cannot repeat "
                 "the change. Clone one of the two tensors before the region"
             )
-        if self.is_first:
+        if self.is_watched:
             return CorrectnessError(
                 f"the region changed {self.title(name)} {how} while it ran, and nothing has kept its old value, so a "
                 "recompute would start from the changed value. (No copy exists of parameters that "
@@ -411,20 +401,19 @@ class Snapshot:
         """Maps each storage that was changed or exchanged since the run to the message to raise if a rerun uses it."""
         held, now_at = storages(self.tensors), versions(self.tensors)
         then = held if self._storages is None else [storage() for storage in self._storages]
-        changed = {}
-        for position, key in self._in_tuples:
-            changed[memory_of(self.captures.contents[position][key])] = _IN_A_TUPLE
-        if now_at == self._versions and all(map(operator.is_, held, then)):
+        changed = {memory_of(self.captures.contents[at][key]): _IN_A_TUPLE for at, key in self._in_tuples}
+        expected = self._before[: len(held)] if self._storages is None else self._versions
+        if now_at == expected and all(map(operator.is_, held, then)):
             return changed
         known = {name for group in self.groups() for name in group.names}
         before = self._storages or [weakref.ref(storage) for storage in held]
-        kept = zip(self.captures.tensors, self._versions, now_at, then, held, before, strict=True)
-        for (position, key, tensor), expected, now, old, new, reference in kept:
+        kept = zip(self.captures.tensors, expected, now_at, then, held, before, strict=True)
+        for (position, key, tensor), version_then, now, old, new, reference in kept:
             if (position, key) in known:
                 continue
-            if now != expected:
+            if now != version_then:
                 what = described(self.captures.describe(position, key), tensor.dtype, tensor.shape)
-                error = changed_error(what, now, expected, _REMEDY)
+                error = changed_error(what, now, version_then, _REMEDY)
             elif old is not new and not is_moved(new, reference):
                 what = described(self.captures.describe(position, key), tensor.dtype, tensor.shape)
                 error = CorrectnessError(
@@ -454,17 +443,9 @@ def _refuse_step(optimizer: Any, *_: Any) -> None:
     )
 
 
-def _gradients(leaves: list[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[int]]:
-    """Returns the gradient of each leaf, and the versions of these gradients (0 for none)."""
-    found = [leaf.grad for leaf in leaves]
-    return found, [0 if each is None else version(each) for each in found]
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Whether `tensor` is a DTensor, of which this process holds a shard."""
-    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "device_mesh")
-
-
-def _is_own(tensor: torch.Tensor) -> bool:
-    """Whether a copy can replace `tensor`, which holds unless `tensor` is a stand-in or a shard."""
-    return not (is_stand_in(tensor) or is_sharded(tensor))
+def _versions_of_some(tensors: list[torch.Tensor | None]) -> list[int]:
+    """Returns the version of each of `tensors`, 0 for `None`."""
+    try:
+        return [0 if each is None else each._version for each in tensors]
+    except RuntimeError:  # one is an inference tensor
+        return [0 if each is None else version(each) for each in tensors]

@@ -40,6 +40,16 @@ def is_stand_in(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, _ORIGIN)
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Whether `tensor` is a DTensor, of which this process holds a shard."""
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "device_mesh")
+
+
+def is_own(tensor: torch.Tensor) -> bool:
+    """Whether a copy can replace `tensor`, which holds unless `tensor` is a stand-in or a shard."""
+    return not (is_stand_in(tensor) or is_sharded(tensor))
+
+
 def any_stand_in(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether one of `tensors` is a stand-in."""
     return True in [hasattr(tensor, _ORIGIN) for tensor in tensors]

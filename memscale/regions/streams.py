@@ -6,8 +6,9 @@ end leaves memory that one stream owns and another still reads, and values that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,33 +52,28 @@ class Streams:
             self.are_several = self.are_several or any(other == index for other, _ in self._known)
             self._known[key] = torch.cuda.current_stream(index)
 
-    def again(self) -> AbstractContextManager[Streams]:
-        """Runs the body on the streams on which the run began. Gives the streams of the run and of the caller."""
+    def enter(self, undo: list[Callable[[], Any]]) -> Streams:
+        """Switches to the streams on which the run began. Returns the streams of the run and of the caller.
+
+        Appends to `undo` the calls that switch back, to be run in reverse.
+        """
         known = self._known
         if not known or (len(known) == 1 and all(_current(index) == stream for index, stream in known)):
-            return nullcontext(self)
-        return self._on_those_of_then()
-
-    @contextmanager
-    def _on_those_of_then(self) -> Iterator[Streams]:
+            return self
         then = Streams(stream.device for stream in self._begun)  # the current streams of the caller
-        if self._known:
-            then._known = {**self._known, **(then._known or {})}
-            devices = [index for index, _ in then._known]
-            then.are_several = len(set(devices)) < len(devices)
-        before = torch.cuda.current_device() if self._begun else -1
-        entered = [torch.cuda.stream(stream) for stream in self._begun if stream not in then._begun]
-        for context in entered:
-            context.__enter__()
-        if entered:
-            torch.cuda.set_device(before)
-        try:
-            yield then
-        finally:
-            for context in reversed(entered):
-                context.__exit__(None, None, None)
-            if entered:
-                torch.cuda.set_device(before)
+        then._known = {**known, **(then._known or {})}
+        devices = [index for index, _ in then._known]
+        then.are_several = len(set(devices)) < len(devices)
+        elsewhere = [stream for stream in self._begun if stream not in then._begun]
+        if elsewhere:
+            back = partial(torch.cuda.set_device, torch.cuda.current_device())
+            undo.append(back)
+            for stream in elsewhere:
+                context = torch.cuda.stream(stream)
+                context.__enter__()
+                undo.append(partial(context.__exit__, None, None, None))
+            back()
+        return then
 
     def meet(self) -> None:
         """Makes every stream of a device wait for the work launched so far on its other streams."""

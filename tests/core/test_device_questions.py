@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memscale
-from memscale.core import compute_capability, device_type, simulated_device_type, simulation
+from memscale.core import compute_capability, device_type, simulated, simulation
 from memscale.core.simulating import is_own_thread, joining, own_threads
 
 ROOT = Path(memscale.__file__).parent
@@ -46,7 +46,7 @@ MAY_ASK = {
     "simulation/measured/empirical.py": "measures the device at hand",
     "simulation/sandbox/sandbox.py": "the simulated device, by its kernels",
     "simulation/sandbox/stand_ins.py": "takes the caller's tensors off their devices",
-    "simulation/dispatch/fake_mode.py": "meta, which computes nothing, is left alone",
+    "simulation/dispatch/hollow_mode.py": "meta, which computes nothing, is left alone",
     "simulation/packed.py": "names the caller's device in an error, before any step",
     "simulation/target.py": "where the caller's model is, before the step",
     "transforms/checkpoint/results.py": "the generators that there are",
@@ -89,9 +89,9 @@ def test_simulations_nest_and_end():
     with simulation("cuda", lambda tensor: "cuda", (7, 5)):
         assert compute_capability(tensor) == (7, 5)
         with simulation("mps", lambda tensor: "cpu"):
-            assert (simulated_device_type(), device_type(tensor)) == ("mps", "cpu")
+            assert (simulated().device_type, device_type(tensor)) == ("mps", "cpu")
             assert compute_capability(tensor) is None
-    assert (simulated_device_type(), device_type(tensor)) == (None, "cpu")
+    assert (simulated(), device_type(tensor)) == (None, "cpu")
 
 
 def test_simulations_end_where_pytorch_cannot_take_a_key_out(monkeypatch):

@@ -1,5 +1,6 @@
 """The programs of `test_findings` must fail without the fixes: each mutant here takes one fix away again."""
 
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -99,12 +100,13 @@ def flags_are_those_of_backward(monkeypatch):
 
 
 def storages_may_be_exchanged(monkeypatch):
-    def let_go(self):
-        original(self)
+    def conclude(self):
+        effects = original(self)
         self._storages = None
+        return effects
 
-    original = snapshot.Snapshot._let_go_of_stand_ins
-    monkeypatch.setattr(snapshot.Snapshot, "_let_go_of_stand_ins", let_go)
+    original = snapshot.Snapshot.conclude
+    monkeypatch.setattr(snapshot.Snapshot, "conclude", conclude)
 
 
 def a_factor_of_one_element_is_a_number(monkeypatch):
@@ -126,7 +128,16 @@ def a_recompute_within_the_run_is_part_of_it(monkeypatch):
 
 
 def a_backward_that_keeps_the_graph_forgets_what_it_was_given(monkeypatch):
-    monkeypatch.setattr(recompute._Frame, "can_run_again", True)
+    unpack = recompute._unpack
+
+    @functools.wraps(unpack)
+    def forget(placeholder):
+        tensor = unpack(placeholder)
+        if recompute._keeps_graph():
+            placeholder.found = None
+        return tensor
+
+    monkeypatch.setattr(recompute, "_unpack", forget)
 
 
 def a_recompute_is_not_watched_under_a_mode(monkeypatch):

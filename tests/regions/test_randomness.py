@@ -1,4 +1,4 @@
-"""Whether a generator was drawn from is read from its memory: it must show every draw, and nothing else."""
+"""Random generators: each draw changes the mark of its generator, and a recompute repeats the numbers of all."""
 
 import random
 import types
@@ -23,26 +23,12 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_every_draw_moves_the_position(name):
+def test_every_draw_changes_the_mark_of_the_generator(name):
     for _ in range(3):  # the second normal number of a pair draws nothing: it is the one that was left
-        before = randomness.position()
-        assert before is not None
-        assert before == randomness.position()
+        before = randomness.draw_marks([torch.default_generator])
+        assert before == randomness.draw_marks([torch.default_generator])
         DRAWS[name]()
-        assert (randomness.position() != before) == (name != "another seed" or _ == 0)
-
-
-def test_where_the_position_is_not_found_whole_states_are_compared(monkeypatch):
-    def step(how):
-        seed()
-        x = torch.ones(8, requires_grad=True)
-        how(lambda x: torch.nn.functional.dropout(x).sin())(x).sum().backward()
-        return bits([x.grad, torch.rand(1)])
-
-    expected = step(ms.identity)
-    assert step(ms.checkpoint()) == expected
-    monkeypatch.setattr(randomness, "_position_of_torch", lambda: None)
-    assert step(ms.checkpoint()) == expected
+        assert (randomness.draw_marks([torch.default_generator]) != before) == (name != "another seed" or _ == 0)
 
 
 @pytest.mark.parametrize("place", ["attribute", "argument", "closure", "in a list"])

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch._ops import OpOverload
 
-from memscale.core import internals, simulated_randomness
+from memscale.core import internals, simulated
 from memscale.simulation.sandbox.process_state import patched
 
 _SEED = 0  # any would do
@@ -103,8 +103,8 @@ def drawing(draws: Draws) -> Iterator[Callable[[], bool]]:
         return one
 
     with ExitStack() as stack:
-        simulated = simulated_randomness()
-        for owner in (random, _PYTHON if simulated is None else simulated.python):
+        here = simulated()
+        for owner in (random, _PYTHON if here is None else here.randomness.python):
             stack.enter_context(patched(owner, "random", fixed))
         for name in _NUMPY:
             stack.enter_context(patched(np.random, name, of_numpy(getattr(np.random, name))))

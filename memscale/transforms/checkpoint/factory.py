@@ -27,7 +27,7 @@ from memscale.policies import (
 from memscale.regions import (
     Captures,
     functorch_state,
-    naming_refused_hooks,
+    name_refused_hooks,
     uncompiled,
     without_dynamo,
 )
@@ -207,8 +207,11 @@ def _region(self: Checkpointed, fn: Callable[..., Any], memory: recompute.Memory
             return fn(*args, **kwargs)
     policy = self.how.policy
     record = None if isinstance(policy, NothingSaveable) else functools.partial(Recorder, policy, self.runtime)
-    with naming_refused_hooks(self.how, "recomputing"):
+    try:
         return recompute.run(fn, record, memory, args, kwargs)
+    except RuntimeError as error:
+        name_refused_hooks(error, self.how, "recomputing")
+        raise
 
 
 def _traced(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:

@@ -30,20 +30,24 @@ class Inputs:
         self._is_cut = False
         self._own: dict[int, tuple[torch.Tensor, int]] = {}  # held directly in spite of hooks
         self._attributes = {index: dict(each.__dict__) for index, each in enumerate(tensors) if each.__dict__}
-        self._leaves = [tensor.is_leaf for tensor in tensors]
-        if hooks_around() is not None:
+        self._leaves: list[bool] = []  # where hooks bring back other tensors
+        if (hooks := hooks_around()) is not None:
+            self._leaves = [tensor.is_leaf for tensor in tensors]
             captured = {id(tensor) for _, _, tensor in captures.tensors}
             self._own = {
                 index: (tensor, version(tensor))
                 for index, tensor in enumerate(tensors)
                 if isinstance(tensor, nn.Parameter) or id(tensor) in captured
             }
-        self._kept = SavedTensors([each for index, each in enumerate(tensors) if index not in self._own])
+            tensors = [each for index, each in enumerate(tensors) if index not in self._own]
+        self._kept = SavedTensors(tensors, hooks)
 
     def seal(self, versions: list[int]) -> None:
         """From now on the tensors must stay at `versions`."""
-        self._kept.seal([each for index, each in enumerate(versions) if index not in self._own])
-        self._own = {index: (tensor, versions[index]) for index, (tensor, _) in self._own.items()}
+        if self._own:
+            self._own = {index: (tensor, versions[index]) for index, (tensor, _) in self._own.items()}
+            versions = [each for index, each in enumerate(versions) if index not in self._own]
+        self._kept.seal(versions)
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Keep `tensor`, the old value of what the region changes in place, at `index`."""
@@ -90,12 +94,11 @@ class Inputs:
 
     def _unchanged(self) -> dict[int, torch.Tensor] | None:
         """All of them, where the rerun may be given each as it is: asked at once, for a cache has hundreds."""
-        if self._replaced or self._own or self._attributes or self._is_cut:
-            return None
-        held = self._kept.unchanged()
+        is_other = self._replaced or self._own or self._attributes or self._is_cut
+        held = None if is_other else self._kept.unchanged()
         if held is None or [tensor.requires_grad for tensor in held] != self._requires_grad:
             return None
-        return None if any(tensor.__dict__ for tensor in held) else dict(enumerate(held))
+        return None if [each for each in held if each.__dict__] else dict(enumerate(held))
 
     def _held(self, index: int, owner: Callable[[int], Any], refused: dict[int, str], *, seal: bool) -> torch.Tensor:
         where = owner(index)

@@ -6,7 +6,7 @@ environment, and stops as soon as the last tensor that is still wanted has been 
 is the ordinary one, so captured tensors, double backward, partial gradients and hooks work as without checkpoint.
 
 Stopping early is the idea of `torch.utils.checkpoint` (non-reentrant). What differs: the recompute runs in the
-region's own past (`_snapshot`), and all that is kept is let go as soon as no later backward can ask for it.
+region's own past (`Snapshot`), and all that is kept is let go as soon as no later backward can ask for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -140,7 +140,7 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
     found = placeholder.found
     if found is None:
         found = placeholder.frame.recompute(placeholder)
-    if placeholder.frame.can_run_again and _keeps_graph():
+    if placeholder.frame.past is not None and _keeps_graph():
         # Another backward may follow. It recomputes again, so that this one frees each tensor once it is used.
         placeholder.found = None
     tensor, expected = found
@@ -166,61 +166,64 @@ class _Stop(BaseException):
     """Ends a recompute. Not an `Exception`, for a region's own ``except Exception`` must not swallow it."""
 
 
+class _Past(NamedTuple):
+    """What a recompute needs of the run. It is let go after a backward that keeps no graph."""
+
+    fn: Callable[..., Any]
+    call: ArgumentSpec
+    inputs: Inputs
+    snapshot: Snapshot
+
+
 class _Frame:
-    """One run of a region: its inputs, its snapshot, and the placeholders that autograd holds for it."""
+    """One run of a region: its past, and the placeholders that autograd holds for it.
+
+    Attributes:
+        past: what a recompute needs, while another recompute may come.
+        is_observed: whether somebody looks at the operators of the run.
+        recorder: of the values that a policy keeps, or `None`.
+        streams: the streams that the run used.
+    """
 
     __slots__ = (
-        "_call",
         "_concluded",
-        "_fn",
-        "_inputs",
         "_memory",
         "_mode",
         "_placeholders",
         "_seen",
-        "_snapshot",
         "_trained",
+        "is_observed",
+        "past",
         "recorder",
         "streams",
     )
 
     def __init__(self, fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any, kwargs: Any) -> None:
-        self._fn: Callable[..., Any] | None = fn
         wait_for_recomputes()
         captures = memory.captures_of(fn)
         try:
-            self._call = ArgumentSpec(args, kwargs, captures)
+            call = ArgumentSpec(args, kwargs, captures)
         except SharedCaptures:
             captures = Captures(fn, follows=True)
-            self._call = ArgumentSpec(args, kwargs, captures)
+            call = ArgumentSpec(args, kwargs, captures)
             captures.seal()
-        tensors = self._call.take_tensors()  # `Inputs` decides what holds them
+        tensors = call.take_tensors()  # `Inputs` decides what holds them
         self._memory = memory
-        kinds = [(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors[: self._call.direct]]
+        kinds = [(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors[: call.direct]]
         self._mode: Any = (captures.flags(), len(tensors), *kinds)
-        self._snapshot: Snapshot | None = Snapshot(captures, tensors, memory.effects_in(self._mode))
-        self.streams = Streams(self._snapshot.environment.devices)
-        self._inputs: Inputs | None = Inputs(tensors, captures)
+        snapshot = Snapshot(captures, tensors, memory.effects_in(self._mode))
+        self.past: _Past | None = _Past(fn, call, Inputs(tensors, captures), snapshot)
+        self.streams = Streams(snapshot.environment.devices)
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[_Seen] = []
         self._trained: list[bool] = []  # whether each of these requires a gradient
         self._concluded = False
         self.recorder = record and record(tensors)
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether somebody looks at the operators of the run."""
-        assert self._snapshot is not None
-        return self.recorder is not None or self._snapshot.is_watched
+        self.is_observed = record is not None or snapshot.is_watched
 
     def watching(self) -> AbstractContextManager[Any]:
-        assert self._snapshot is not None
-        return self._snapshot.watching()
-
-    @property
-    def can_run_again(self) -> bool:
-        """Whether what a recompute needs is still there: after a backward that keeps no graph it is let go."""
-        return self._fn is not None
+        assert self.past is not None
+        return self.past.snapshot.watching()
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
@@ -238,9 +241,8 @@ class _Frame:
 
     def conclude(self) -> None:
         """After the run: learn what it changed, and keep the old values of arguments that it changed."""
-        snapshot, inputs = self._snapshot, self._inputs
-        assert snapshot is not None
-        assert inputs is not None
+        assert self.past is not None
+        _, _, inputs, snapshot = self.past
         versions = snapshot.argument_versions
         try:
             effects = snapshot.conclude()
@@ -255,8 +257,9 @@ class _Frame:
         if self.recorder is not None:
             self.recorder.conclude(snapshot.environment.moved)
         inputs.seal(versions)
-        for index, old_value in snapshot.take_replaced().items():
-            inputs.replace(index, old_value)
+        if snapshot.groups():
+            for index, old_value in snapshot.take_replaced().items():
+                inputs.replace(index, old_value)
         self._concluded = True
 
     def recompute(self, wanted: _Placeholder) -> _Found:
@@ -265,72 +268,83 @@ class _Frame:
         Raises:
             CorrectnessError: the recompute saved other tensors than the run, or what it depends on was changed.
         """
-        if self._snapshot is None or self._fn is None or self._inputs is None:
+        if self.past is None:
             raise CorrectnessError(
                 "a checkpointed region was already released: backward went through it without retain_graph. "
                 "Specify retain_graph=True in every backward but the last"
             )
-        in_backward = torch._C._current_graph_task_id() != -1
-        live = [reference() for reference in self._placeholders]
-        if not in_backward:  # somebody looks at one saved tensor from outside: nothing else will be asked for
-            live = [placeholder if placeholder is wanted else None for placeholder in live]
-        last = in_backward and self._concluded and not _keeps_graph()
+        in_backward, keeps_graph = torch._C._current_graph_task_id() != -1, _keeps_graph()
+        alive = [reference() for reference in self._placeholders]
+        # Out of backward somebody looks at one saved tensor from outside: nothing else will be asked for.
+        live = alive if in_backward else [placeholder if placeholder is wanted else None for placeholder in alive]
+        last = in_backward and self._concluded and not keeps_graph
         if in_backward and not self._concluded:
-            self._inputs.cut()
+            self.past.inputs.cut()
         try:
             # Where a policy's results may turn out to be of other calls, the first rerun is not the last one.
-            found = self._rerun(live, last=last and self.recorder is None)
+            found = self._rerun(self.past, live, last=last and self.recorder is None)
         except Misaligned:
             self.recorder = None
-            found = self._rerun(live, last=last)
+            found = self._rerun(self.past, live, last=last)
         if not simulating():
             _reruns[0] += 1
         # Not before: what a rerun that failed has found must not be used, and would only take memory.
         for placeholder in live:
             if placeholder is not None:
                 placeholder.found = found[placeholder.index]
-        if in_backward and _keeps_graph():
+        if in_backward and keeps_graph:
             torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(self._forget))
         elif last:
             # Every tensor that is left to ask for has its value now; the inputs are not needed any more.
-            self._fn = self._inputs = self._snapshot = self.recorder = None
+            self.past = self.recorder = None
         return found[wanted.index]
 
-    def _rerun(self, live: list[_Placeholder | None], *, last: bool) -> dict[int, _Found]:
+    def _rerun(self, past: _Past, live: list[_Placeholder | None], *, last: bool) -> dict[int, _Found]:
         """Run the region again up to the last tensor that is wanted, and return those that are."""
-        assert self._fn is not None
-        assert self._snapshot is not None
-        refused: dict[int, str] = {}
+        refused: dict[int, str] = {}  # what to say of inputs that were changed since, by their memory
         fresh: list[torch.Tensor] = []
-        with self.streams.again() as streams:
-            found = self._values(refused, fresh)
+        undo: list[Callable[[], Any]] = []
+        try:
+            streams = self.streams.enter(undo)
+            found = self._values(past, refused, fresh)
             rerun = _Rerun(self._seen, self._trained, live, fresh, streams)
-            with Replay(self._snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared:
-                self._run_again(rerun, found, _in_order(found, shared), streams)
+            with Replay(past.snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared:
+                values = [value for _, value in sorted((found | shared).items())] if shared else [*found.values()]
+                self._run_again(past, rerun, found, values)
             self.streams = streams
+        finally:
+            for step in reversed(undo):
+                step()
         rerun.check()
         return rerun.found
 
     def _run_again(
-        self, rerun: _Rerun, found: dict[int, torch.Tensor], values: list[torch.Tensor], streams: Streams
+        self, past: _Past, rerun: _Rerun, found: dict[int, torch.Tensor], values: list[torch.Tensor]
     ) -> None:
         """Call the function with `values` for the tensors, until it has saved the last tensor that is wanted."""
-        assert self._fn is not None
-        assert self._snapshot is not None
         objects: list[Any] = []
         is_graded = torch.is_grad_enabled()
-        handles = refuse_backward_behind(self._ends(found))
+        run = past.snapshot.environment.context.copy().run
+        # A cache has many tensors, so only a watched run asks for all that no backward of the region's own goes behind.
+        every, direct = past.snapshot.is_watched, past.call.direct
+        handles = refuse_backward_behind([each for index, each in found.items() if every or index < direct])
         try:
-            args, kwargs = self._call.rebuild(values, objects)
+            args, kwargs = past.call.rebuild(values, objects)
             torch._C._set_grad_enabled(True)
             _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
             try:
-                with self._replaying(values) as rerun.replayer:
-                    self._snapshot.environment.context.copy().run(self._fn, *args, **kwargs)
+                recorder = self.recorder if self._concluded else None
+                if self._concluded and recorder is None:
+                    run(past.fn, *args, **kwargs)
+                else:
+                    # A region that asks for gradients itself (forces are those of an energy) is recomputed amid its
+                    # run. That is no part of the run, and must not count as such where operators are numbered.
+                    with unrecorded() if recorder is None else recorder.replayer(values) as rerun.replayer:
+                        run(past.fn, *args, **kwargs)
             except _Stop:
                 pass
             except BaseException:
-                streams.meet()
+                rerun.streams.meet()
                 raise
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
@@ -340,40 +354,21 @@ class _Frame:
                 handle.remove()
             restore(objects)
 
-    def _ends(self, found: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Behind which no backward of the region's own is to go: a cache has many, so only one watched run asks all."""
-        assert self._snapshot is not None
-        every, direct = self._snapshot.is_watched, self._call.direct
-        return [tensor for index, tensor in found.items() if every or index < direct]
-
-    def _replaying(self, values: list[torch.Tensor]) -> AbstractContextManager[Replayer | None]:
-        if not self._concluded:
-            # A region that asks for gradients itself (forces are those of an energy) is recomputed in the middle of its
-            # run. That is no part of the run, so it must not count as such where operators are numbered.
-            return unrecorded()
-        return nullcontext() if self.recorder is None else self.recorder.replayer(values)
-
-    def _values(self, refused: dict[int, str], fresh: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _values(self, past: _Past, refused: dict[int, str], fresh: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The tensors that the region received: themselves, or copies of what it changes in place.
 
         One behind an object that was changed in place since goes into `refused`, for the region may not need it: the
         next layer may have written into a cache that all of them are given. Copies go into `fresh`.
         """
-        assert self._snapshot is not None
-        assert self._inputs is not None
-        groups = self._snapshot.groups()
-        by_snapshot = {name for group in groups for name in group.names if group.argument is None} if groups else ()
-        replaced = self._snapshot.replaced() if groups else {}
-        return self._inputs.again(by_snapshot, replaced, self._call.owner, refused, fresh)
+        groups = past.snapshot.groups()
+        several = [group.names for group in groups if group.argument is None]  # of these, names may be arguments
+        by_snapshot = {name for names in several for name in names if isinstance(name, int)}
+        return past.inputs.again(by_snapshot, past.snapshot.replaced(), past.call.owner, refused, fresh)
 
     def _forget(self) -> None:
         for reference in self._placeholders:
             if (placeholder := reference()) is not None:
                 placeholder.found = None
-
-
-def _in_order(found: dict[int, torch.Tensor], shared: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    return list(found.values()) if not shared else [value for _, value in sorted((found | shared).items())]
 
 
 class _AtTheEnd:
@@ -429,11 +424,13 @@ class _Rerun:
     ) -> None:
         self._seen = seen
         self._live = live
-        self._streams = streams
+        self.streams = streams
         self._fresh = fresh  # tensors whose version counters mean nothing
         self._of_fresh: set[int] | None = None  # their storages
         self.made: set[int] = set()  # and others
-        self._last = next(index for index in range(len(live) - 1, -1, -1) if live[index] is not None)
+        self._last = len(live) - 1
+        while live[self._last] is None:
+            self._last -= 1
         self._end = _end(seen, trained, self._last)
         self._count = 0
         self.replayer: Replayer | None = None
@@ -443,8 +440,8 @@ class _Rerun:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         index = self._count
         self._count = index + 1
-        if self._streams.are_seen:
-            self._streams.see(tensor)
+        if self.streams.are_seen:
+            self.streams.see(tensor)
         if index <= self._last:
             now = (_shape(tensor) if tensor.is_nested else tensor.shape, tensor.dtype, tensor._version)
             if now != self._seen[index]:
@@ -455,7 +452,7 @@ class _Rerun:
         if index <= self._last and self._live[index] is not None:
             self.found[index] = tensor, tensor._version
         if index == self._end:
-            self._streams.meet()  # before what the run has made goes out of use
+            self.streams.meet()  # before what the run has made goes out of use
             raise _Stop
         return tensor
 

@@ -133,7 +133,7 @@ class Result:
         """After the run: hold the outputs as saved tensors, by `hooks` or by those around the region."""
         versions = [tensor._version for tensor in self.outputs]
         outputs, self.outputs = self.outputs, []
-        self._saved = SavedTensors(outputs, hooks and (hooks.pack, hooks.unpack))
+        self._saved = SavedTensors(outputs, (hooks.pack, hooks.unpack) if hooks is not None else hooks_around())
         self._saved.seal(versions)
         if self._saved.through_hooks:  # which let go of the memory, unless something else holds it
             self._aliases = []

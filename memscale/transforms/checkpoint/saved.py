@@ -17,15 +17,16 @@ from memscale.regions import hooks_around, memory_of, pack_all, recomputes
 
 
 class SavedTensors:
-    """Some tensors, held directly or through the saved-tensor hooks active at construction.
+    """Some tensors, held directly or through saved-tensor hooks.
 
-    `hooks` are a pair of functions to use in place of those.
+    Args:
+        tensors: the tensors.
+        hooks: the hooks as (pack, unpack), or `None`.
     """
 
     __slots__ = ("_held", "_unpack", "_versions")
 
-    def __init__(self, tensors: list[torch.Tensor], hooks: Any = None) -> None:
-        hooks = hooks or hooks_around()
+    def __init__(self, tensors: list[torch.Tensor], hooks: Any) -> None:
         self._held: list[Any] = tensors
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._versions: list[int] = []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memscale.core import internals
-from memscale.regions import Streams, naming_refused_hooks, never_compiled, unrecorded
+from memscale.regions import Streams, name_refused_hooks, never_compiled, unrecorded
 from memscale.runtime import Hooks, HostParameter, Saved, host_parameter_on_device, is_plain
 
 _autograd = internals.autograd
@@ -27,8 +27,10 @@ def saving_by(hooks: Hooks | None, how: object) -> Iterator[None]:
         return
     _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
     try:
-        with naming_refused_hooks(how, "offloading"):
-            yield
+        yield
+    except RuntimeError as error:
+        name_refused_hooks(error, how, "offloading")
+        raise
     finally:
         _autograd._pop_saved_tensors_default_hooks()
         hooks.leave()
