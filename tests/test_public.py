@@ -82,9 +82,10 @@ memscale.runtime.storage: PAGE_BYTES page_aligned_memory
 memscale.server: backup invite migrate run
 memscale.server.migrations:
 memscale.server.templatetags:
-memscale.simulation: Attribution Holding Ledger Loop MemoryProfiler NeedsValues OUTSIDE Parallel ParallelKind
-  Phase Profile ProfileDiff Schedule SimulatedStep Interval Target TrainingStep as_hardware check_plan
-  differences few_collections hardware_for pack_weights profile_of queues_of record record_in_a_row
+memscale.simulation: Attribution Holding Loop MemoryProfiler NeedsValues OUTSIDE Parallel ParallelKind
+  Phase Profile ProfileDiff Schedule Interval Target Trace TrainingStep analyse as_hardware attribute check_plan
+  differences few_collections given_bytes hardware_for memory operators_of pack_weights profile_of queues_of record
+  record_in_a_row runs_of shares turns_of
 memscale.simulation.allocator:
 memscale.simulation.dispatch:
 memscale.simulation.kernels:

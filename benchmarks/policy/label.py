@@ -32,7 +32,7 @@ from memscale.planning.parts.parts import parts_of
 from memscale.planning.search.search import Search
 from memscale.planning.trials.trials import TrialSteps
 from memscale.policy import TECHNIQUES, StrategyContext
-from memscale.simulation import Attribution
+from memscale.simulation import Attribution, attribute
 
 CARDS = (
     "v100-16",
@@ -98,7 +98,7 @@ def trial_steps(search: Search, among: frozenset[str]) -> int:
     menu = dataclasses.replace(search.menu, techniques=search.menu.techniques & among)
     parts = parts_of(search._model, search.plain, tiles=menu.tiles)
     menus = [*(menu.for_part(part, search.plain) for part in parts), menu.for_outside(search._model, parts)]
-    stub = Counted(search.plain.attribution([part.path for part in parts]))
+    stub = Counted(attribute(search.plain, [part.path for part in parts]))
     TrialSteps(stub.base, parts, menus, stub).run({}, search.patience)
     return stub.count
 

@@ -31,7 +31,7 @@ from memscale.planning.step_simulator import OutOfTime, Progress, StepSimulator,
 from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, loop_share, ways
 from memscale.planning.trials.trials import Trials
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
-from memscale.simulation import Parallel, ParallelKind, Profile, SimulatedStep, Target, TrainingStep, hardware_for
+from memscale.simulation import Parallel, ParallelKind, Profile, Target, Trace, TrainingStep, analyse, hardware_for
 from memscale.transforms import cast
 
 Budget = int | float | str
@@ -161,7 +161,7 @@ class DecisionEngine:
         self._link = link_rates(self.hardware, self.config)
         self._loop_share = loop_share(step.optimizer, self.hardware)
         self._nominal = self.hardware != asked
-        self.plain = self.plain_step.profile()
+        self.plain = analyse(self.plain_step)
         self._plan_cache: PlanCache[DecisionEngine] = PlanCache()
 
     def plan(self, budget: Budget, *, tells: bool = True, seconds: float | None = None) -> ProvenPlan:
@@ -366,7 +366,7 @@ class DecisionEngine:
         return self._searches[among, way]
 
     def _search(
-        self, menu: Menu, *, always: Rules = (), plain: SimulatedStep | None = None, trials: Trials | None = None
+        self, menu: Menu, *, always: Rules = (), plain: Trace | None = None, trials: Trials | None = None
     ) -> Search:
         return Search(
             self.model,
@@ -421,7 +421,7 @@ class DecisionEngine:
         among = self._techniques(config or self.config)
         found = [best for search in self._searches_among(among) if (best := search.fastest(limit)) is not None]
         for way in self.ways:
-            seconds = way.plain.profile().step_seconds or 0.0
+            seconds = analyse(way.plain).step_seconds or 0.0
             # No transform of the model makes a step faster than its way to step is without any.
             if "cast" in self.config.eligible() or all(seconds < each.proven.seconds for each in found):
                 searches = self._searches_among(among, way)
@@ -460,7 +460,7 @@ class DecisionEngine:
         """No plan is faster, whatever is eligible: transforms that are exact only add to a step."""
         casting = self.searches[1:] if "cast" in self.config.eligible() else []
         steps = [self.plain_step, *(each.plain for each in casting), *(way.plain for way in self.ways)]
-        return min(step.profile().step_seconds or 0.0 for step in steps)
+        return min(analyse(step).step_seconds or 0.0 for step in steps)
 
     def _floor_bytes(self) -> int:
         """No plan takes less: where parameters stay, only a way to step changes what is held while the optimizer steps.
@@ -470,7 +470,7 @@ class DecisionEngine:
         if self.streams:
             return 0
         steps = [self.plain_step, *(way.plain for way in self.ways)]
-        return min(held_by_phase(step.profile()).get("optimizer", 0) for step in steps)
+        return min(held_by_phase(analyse(step)).get("optimizer", 0) for step in steps)
 
     def _smallest(self, config: Config | None = None, floor_bytes: int = 0) -> Found:
         # What keeps the least for the whole step, whatever the model does.

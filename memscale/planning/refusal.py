@@ -12,6 +12,7 @@ from memscale.planning.parts.globs import with_globs
 from memscale.planning.search.found import Proven
 from memscale.planning.search.search import Search
 from memscale.planning.step_simulator import StepSimulator
+from memscale.simulation import analyse
 from memscale.transforms import cast
 
 # What a field of the config does to numbers, where it does.
@@ -88,4 +89,4 @@ class Refusal:
                 step = self.steps.simulate((*rules, ("", cast(compute=menu.dtype))), True)
             except Exception:  # the model's own code refuses the dtype
                 return
-            yield "use_mixed_precision", step.profile().taken_bytes
+            yield "use_mixed_precision", analyse(step).taken_bytes

@@ -13,7 +13,7 @@ from memscale.hardware import Hardware
 from memscale.planning.parts.candidates import Rules
 from memscale.planning.parts.short_stack import shortened
 from memscale.planning.speeds import timed
-from memscale.simulation import NeedsValues, Parallel, Profile, SimulatedStep, Target, TrainingStep, record
+from memscale.simulation import NeedsValues, Parallel, Profile, Target, Trace, TrainingStep, analyse, record
 
 #: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
 Progress = Callable[[str, int, int | None], None]
@@ -74,7 +74,7 @@ class StepSimulator:
         """The device as steps are simulated for it."""
         return self.target.hardware
 
-    def simulate(self, rules: Rules, updates: bool, left_out: frozenset[str] = frozenset()) -> SimulatedStep:
+    def simulate(self, rules: Rules, updates: bool, left_out: frozenset[str] = frozenset()) -> Trace:
         """The step with these rules, with its update or without; of the model without the parts at these paths."""
         self.say("the step as it is" if not rules else "candidates" if not updates else "a plan")
         self.count += 1
@@ -89,7 +89,7 @@ class StepSimulator:
             step = dataclasses.replace(step, model=model, optimizer=None, parallel=spec)
         return self._recorded(step, Plan(rules), updates)
 
-    def as_it_is(self) -> SimulatedStep:
+    def as_it_is(self) -> Trace:
         """The step without any rule, on hardware that has a speed for whatever it computes in, from then on.
 
         Raises:
@@ -98,7 +98,7 @@ class StepSimulator:
         try:
             step = self.simulate((), True)
             # What autocast and the model's own casts compute in shows in a step only.
-            if (speeds := timed(self.hardware, step.ledger.computes_in())) != self.hardware:
+            if (speeds := timed(self.hardware, step.computes_in())) != self.hardware:
                 self.target = Target.of(speeds)
                 step = self.simulate((), True)
             return step
@@ -124,14 +124,14 @@ class StepSimulator:
     def profile(self, plan: Plan, parallel: Parallel | None = None) -> Profile:
         """The profile of the step under a plan, as one process's of `parallel` if that is given."""
         step = self.step if parallel is None else dataclasses.replace(self.step, parallel=parallel)
-        return self._recorded(step, plan).profile()
+        return analyse(self._recorded(step, plan))
 
     def inline(self, plan: Plan) -> Profile:
         """The profile of the step under a plan, in a loop that lets go of the model's output before backward."""
         self.say("the plan in a loop that keeps no output")
         self.count += 1
         loop = dataclasses.replace(self.step.loop, keeps_output=False)
-        return self._recorded(dataclasses.replace(self.step, loop=loop), plan).profile()
+        return analyse(self._recorded(dataclasses.replace(self.step, loop=loop), plan))
 
     def other(self, plan: Plan, parallel: Parallel | None) -> Profile:
         """The same of what is no plan of the engine's, which counts."""
@@ -144,6 +144,6 @@ class StepSimulator:
         if self.progress is not None:
             self.progress(what, self.count, None)
 
-    def _recorded(self, step: TrainingStep, plan: Plan, updates: bool = True) -> SimulatedStep:
+    def _recorded(self, step: TrainingStep, plan: Plan, updates: bool = True) -> Trace:
         # Without an optimizer there is no update, either: a step that drops its gradients would hide what they are.
         return record(step, plan, self.target, holds_gradients=not updates or step.optimizer is None)

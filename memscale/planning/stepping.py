@@ -20,7 +20,7 @@ from memscale.optimizers import (
     without_states,
 )
 from memscale.planning.parts.candidates import Rules
-from memscale.simulation import Profile, SimulatedStep
+from memscale.simulation import Profile, Trace, analyse
 
 NAMES = ("offload_states", "quantize_states", "step_in_backward", "step_in_groups")
 
@@ -43,7 +43,7 @@ class Way:
     """
 
     how: Transform
-    plain: SimulatedStep
+    plain: Trace
 
     @property
     def rules(self) -> Rules:
@@ -120,21 +120,19 @@ def loop_share(optimizer: torch.optim.Optimizer | None, hardware: Hardware) -> f
     return min(1.0, _OF_ONE * max(nbytes, default=1) / max(1, sum(nbytes)))
 
 
-def ways(
-    hows: Iterable[Transform], plain: SimulatedStep, simulate: Callable[[Rules, bool], SimulatedStep]
-) -> list[Way]:
+def ways(hows: Iterable[Transform], plain: Trace, simulate: Callable[[Rules, bool], Trace]) -> list[Way]:
     """The ways that lower the peak of the step as it is or what stays for the whole of it, the fastest first."""
     found = []
-    before = held_by_phase(plain.profile())
+    before = held_by_phase(analyse(plain))
     for how in hows:
         try:
             way = Way(how, simulate((("", how),), True))
         except MemscaleError:  # it cannot work on what FSDP2 has of a parameter, or step before DDP has averaged
             continue
-        after = held_by_phase(way.plain.profile())
+        after = held_by_phase(analyse(way.plain))
         if any(after.get(phase, 0) < (1 - _LEAST_GAIN) * nbytes for phase, nbytes in before.items()):
             found.append(way)
-    return sorted(found, key=lambda way: (way.plain.profile().step_seconds or 0.0, len(repr(way.how))))
+    return sorted(found, key=lambda way: (analyse(way.plain).step_seconds or 0.0, len(repr(way.how))))
 
 
 def least_held(way: Way) -> tuple[int, ...]:
@@ -142,7 +140,7 @@ def least_held(way: Way) -> tuple[int, ...]:
 
     From its end to the next step it holds parameters and states; of gradients, those that wait for the update.
     """
-    profile = way.plain.profile()
+    profile = analyse(way.plain)
     return int(profile.timeline.total_bytes[-1]) + profile.by_category.get("gradient", 0), profile.taken_bytes
 
 

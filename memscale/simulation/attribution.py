@@ -7,6 +7,8 @@ together from the intervals of others: bytes of parts add up, and the most at an
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memscale.hardware import Hardware
-from memscale.simulation.ledger import Ledger, OpCall, Phase
-from memscale.simulation.schedule.clock import Clock
+from memscale.simulation.trace import OpCall, Phase, Times, Trace
 
 #: The number that stands for what no part holds.
 OUTSIDE = -1
@@ -81,65 +82,64 @@ class Shares:
     first: npt.NDArray[np.int64]
 
 
-def shares(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Shares:
+def shares(trace: Trace, paths: Sequence[str]) -> Shares:
     """The `Shares` of the last step; a path inside another one counts apart from it."""
-    begin, first_op = ledger.steps[-1]
-    owners = Owners(paths)
-    of_op = [owners.of(op.path) for op in ledger.ops[first_op:]]
-    rows = _rows(ledger, owners, of_op, first_op, begin)
+    begin, first_op = trace.steps[-1]
+    owners = _Owners(paths)
+    of_op = [owners.of(op.path) for op in trace.ops[first_op:]]
+    rows = _rows(trace, owners, of_op, first_op, begin)
     kept = np.zeros(len(paths) + 1, dtype=np.int64)
     seconds = np.zeros(len(paths) + 1)
     first = np.full(len(paths) + 1, -1, dtype=np.int64)
-    for at, (taken, part) in enumerate(zip(_op_seconds(ledger, clock), of_op, strict=True)):
+    for at, (taken, part) in enumerate(zip(_op_seconds(trace), of_op, strict=True)):
         seconds[part] += taken
         if first[part] < 0:
             first[part] = at
-    for number in _waiting(ledger, begin):
-        kept[rows[number]] += _size(ledger.records[number].nbytes, clock.hardware)
+    for number in _waiting(trace, begin):
+        kept[rows[number]] += _size(trace.storages[number].nbytes, trace.hardware)
     return Shares(kept, seconds, first)
 
 
-def _waiting(ledger: Ledger, begin: int) -> set[int]:
+def _waiting(trace: Trace, begin: int) -> set[int]:
     """The storages that are alive when the last backward begins, without parameters and the like."""
-    ops = ledger.event_ops
-    until = next((at for at in range(max(begin, 0), len(ops)) if _is_backward(ledger, ops[at])), len(ops))
-    alive = _alive(ledger.events[:until])
-    return {number for number in alive if ledger.records[number].category not in _RESIDENT}
+    ops = trace.event_ops
+    until = next((at for at in range(max(begin, 0), len(ops)) if _is_backward(trace, ops[at])), len(ops))
+    alive = _alive(trace.events[:until])
+    return {number for number in alive if trace.storages[number].category not in _RESIDENT}
 
 
-def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution:
-    """What the parts at `paths`, none of which is inside another, hold of the last step in `ledger`.
+def attribute(trace: Trace, paths: Sequence[str]) -> Attribution:
+    """What the parts at `paths`, none of which is inside another, hold of the last step in `trace`.
 
     Args:
-        ledger: with `add_in_place` done.
-        clock: when its operators ran; on a CUDA device what counts is the blocks that its allocator would hand out.
+        trace: of a step; on a CUDA device what counts is the blocks that its allocator would hand out.
         paths: of modules.
     """
-    begin, first_op = ledger.steps[-1]
-    owners = Owners(paths)
-    of_op = [owners.of(op.path) for op in ledger.ops[first_op:]]
-    intervals, interval_of_op = _intervals(ledger.ops[first_op:], of_op)
-    sizes = np.array([_size(record.nbytes, clock.hardware) for record in ledger.records], dtype=np.int64)
-    rows = np.array(_rows(ledger, owners, of_op, first_op, begin), dtype=np.int64)
+    begin, first_op = trace.steps[-1]
+    owners = _Owners(paths)
+    of_op = [owners.of(op.path) for op in trace.ops[first_op:]]
+    intervals, interval_of_op = _intervals(trace.ops[first_op:], of_op)
+    sizes = np.array([_size(each.nbytes, trace.hardware) for each in trace.storages], dtype=np.int64)
+    rows = np.array(_rows(trace, owners, of_op, first_op, begin), dtype=np.int64)
     # A part's number is its row, and `OUTSIDE` the last one.
     parts = len(paths) + 1
     held, slack, handed = _held(
-        _Events.of(ledger, sizes, [interval_of_op[max(0, op - first_op)] for op in ledger.event_ops[begin:]]),
+        _Events.of(trace, sizes, [interval_of_op[max(0, op - first_op)] for op in trace.event_ops[begin:]]),
         rows,
-        np.array([owners.of(record.path) for record in ledger.records], dtype=np.int64),
+        np.array([owners.of(each.path) for each in trace.storages], dtype=np.int64),
         (parts, len(intervals)),
     )
 
     resident = {name: np.zeros(parts, dtype=np.int64) for name in _RESIDENT}
-    born = {event - 1 for event in ledger.events[begin:] if event > 0}
-    for number in _alive(ledger.events[:begin]) | born:
-        if (category := ledger.records[number].category) in resident:
+    born = {event - 1 for event in trace.events[begin:] if event > 0}
+    for number in _alive(trace.events[:begin]) | born:
+        if (category := trace.storages[number].category) in resident:
             resident[category][rows[number]] += sizes[number]
     kept = np.zeros(parts, dtype=np.int64)
-    for number in _waiting(ledger, begin):
+    for number in _waiting(trace, begin):
         kept[rows[number]] += sizes[number]
     seconds = np.zeros((parts, len(_PHASES)))
-    for op, taken, part in zip(ledger.ops[first_op:], _op_seconds(ledger, clock), of_op, strict=True):
+    for op, taken, part in zip(trace.ops[first_op:], _op_seconds(trace), of_op, strict=True):
         seconds[part, _PHASES.index(op.phase)] += taken
     return Attribution(
         intervals=intervals,
@@ -150,7 +150,7 @@ def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution
         parameters_bytes=resident["parameter"],
         kept_bytes=kept,
         seconds=seconds,
-        waits_seconds=_waits(clock, of_op, first_op, parts),
+        waits_seconds=_waits(trace.times, of_op, first_op, parts),
         handed_bytes=handed,
     )
 
@@ -185,11 +185,11 @@ class _Events(NamedTuple):
     intervals: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, ledger: Ledger, sizes: Bytes, intervals: Sequence[int]) -> _Events:
-        events = np.array(ledger.events, dtype=np.int64)
+    def of(cls, trace: Trace, sizes: Bytes, intervals: Sequence[int]) -> _Events:
+        events = np.array(trace.events, dtype=np.int64)
         numbers = np.abs(events) - 1
         deltas = np.sign(events) * sizes[numbers] if len(events) else events
-        return cls(numbers, deltas, ledger.steps[-1][0], np.array([0, *intervals], dtype=np.int64))
+        return cls(numbers, deltas, trace.steps[-1][0], np.array([0, *intervals], dtype=np.int64))
 
     def levels(self, rows: npt.NDArray[np.int64], count: int) -> Bytes:
         """[row, 1 + events of the step] what is held by each of `count` rows, each event being on one."""
@@ -234,13 +234,13 @@ def _held(
     return held, slack, handed
 
 
-def _waits(clock: Clock, of_op: Sequence[int], first_op: int, parts: int) -> npt.NDArray[np.float64]:
+def _waits(times: Times, of_op: Sequence[int], first_op: int, parts: int) -> npt.NDArray[np.float64]:
     """[part] how long the device stands still for what the part moves."""
-    copies = {transfer.end: transfer for transfer in clock.transfers}
+    copies = {transfer.end: transfer for transfer in times.transfers}
     waits = np.zeros(parts)
-    for stall in clock.stalls:
+    for stall in times.stalls:
         transfer = copies.get(stall.end)
-        if transfer is None or stall.cause == "host" or stall.begin < clock.steps[-1]:
+        if transfer is None or stall.cause == "host" or stall.begin < times.steps[-1]:
             continue
         # Who waits for memory that is to be used again need not be who sent away what is in it.
         at = (stall.op if transfer.direction == "in" else transfer.asked - 1) - first_op
@@ -256,7 +256,7 @@ def _alive(events: Sequence[int]) -> set[int]:
     return alive
 
 
-class Owners:
+class _Owners:
     """Which part a path belongs to."""
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -273,38 +273,98 @@ class Owners:
         return self._known[path]
 
 
-def _rows(ledger: Ledger, owners: Owners, of_op: list[int], first_op: int, begin: int) -> list[int]:
+def _rows(trace: Trace, owners: _Owners, of_op: list[int], first_op: int, begin: int) -> list[int]:
     """The part that each storage counts to.
 
     What backward waited for counts to the part that let go of it: the input of a block is the output of the one before,
     and whether it is there for backward is the block's doing. Everything else counts to what made it.
     """
-    rows = [owners.of(record.path) for record in ledger.records]
-    for event, op in zip(ledger.events[begin:], ledger.event_ops[begin:], strict=True):
-        if event > 0 or op < first_op or ledger.ops[op].phase is not Phase.BACKWARD:
+    rows = [owners.of(each.path) for each in trace.storages]
+    for event, op in zip(trace.events[begin:], trace.event_ops[begin:], strict=True):
+        if event > 0 or op < first_op or trace.ops[op].phase is not Phase.BACKWARD:
             continue
-        record = ledger.records[-event - 1]
+        record = trace.storages[-event - 1]
         if record.category not in _RESIDENT and record.op >= first_op:
             rows[-event - 1] = of_op[op - first_op]
     return rows
 
 
-def _is_backward(ledger: Ledger, op: int) -> bool:
-    return op >= 0 and ledger.ops[op].phase is Phase.BACKWARD
+def _is_backward(trace: Trace, op: int) -> bool:
+    return op >= 0 and trace.ops[op].phase is Phase.BACKWARD
 
 
-def _op_seconds(ledger: Ledger, clock: Clock) -> list[float]:
+def _op_seconds(trace: Trace) -> list[float]:
     """What each operator of the last step takes, with what the host takes to issue it; copies are not waited for.
 
     What the host itself computes beside a card takes as long as the card stands still for it.
     """
-    first_op = ledger.steps[-1][1]
-    found = [0.0 if at in clock.on_host else op.seconds or 0.0 for at, op in enumerate(ledger.ops[first_op:], first_op)]
-    for stall in clock.stalls:
-        if found and stall.cause == "host" and stall.begin >= clock.steps[-1]:
+    first_op, on_host = trace.steps[-1][1], set(trace.times.on_host)
+    found = [0.0 if at in on_host else op.seconds or 0.0 for at, op in enumerate(trace.last_operators, first_op)]
+    for stall in trace.times.stalls:
+        if found and stall.cause == "host" and stall.begin >= trace.times.steps[-1]:
             found[min(stall.op - first_op, len(found) - 1)] += stall.end - stall.begin  # behind the last one, too
     return found
 
 
 def _size(nbytes: int, hardware: Hardware) -> int:
     return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES if hardware.device_type == "cuda" else nbytes
+
+
+def operators_of(trace: Trace, path: str) -> frozenset[str]:
+    """Returns the names of the operators that the forward of the module at `path` runs, with those inside it.
+
+    Of the whole model those inside it alone: its own are not known from the loss's.
+    """
+    inside = f"{path}."
+    return frozenset(
+        op.name
+        for op in trace.last_operators
+        if op.phase is Phase.FORWARD and (f"{op.path}.".startswith(inside) if path else op.path)
+    )
+
+
+def runs_of(trace: Trace, path: str) -> int:
+    """Returns how often the forward of the module at `path` runs: as often as the rarest operator in it."""
+    inside = f"{path}."
+    found = Counter(
+        (op.path, op.name)
+        for op in trace.last_operators
+        if op.phase is Phase.FORWARD and f"{op.path}.".startswith(inside)
+    )
+    return min(found.values(), default=0)
+
+
+def turns_of(trace: Trace, path: str) -> int:
+    """Returns how often the forward of the module at `path` begins behind another's, as a cell in a loop does."""
+    inside = path and f"{path}."
+    within = [f"{op.path}.".startswith(inside) for op in trace.last_operators if op.phase is Phase.FORWARD]
+    return sum(now and not before for before, now in itertools.pairwise([False, *within]))
+
+
+def given_bytes(trace: Trace, paths: Sequence[str]) -> list[int]:
+    """Returns the bytes that each module at `paths`, which run one after the other, is given by those before it.
+
+    That is the last that these made which is still there when the module begins; 0 if nothing is.
+    """
+    owners = _Owners(paths)
+    begin, first_op = trace.steps[-1]
+    firsts: dict[int, int] = {}
+    for at, op in enumerate(trace.last_operators, first_op):
+        if op.phase is Phase.FORWARD and (part := owners.of(op.path)) != OUTSIDE:
+            firsts.setdefault(part, at)
+    given = [0] * len(paths)
+    waiting = sorted(((at, part) for part, at in firsts.items()), reverse=True)
+    there: dict[int, None] = {}
+    for event, now in zip(trace.events[begin:], trace.event_ops[begin:], strict=True):
+        while waiting and now >= waiting[-1][0]:
+            made = [trace.storages[number] for number in there]
+            last = max((storage.op for storage in made), default=-1)
+            # Beside its values an operator may give indices or statistics.
+            given[waiting.pop()[1]] = max((storage.nbytes for storage in made if storage.op == last), default=0)
+        number = abs(event) - 1
+        storage = trace.storages[number]
+        if event < 0:
+            there.pop(number, None)
+        elif "float" in storage.dtype and owners.of(storage.path) != OUTSIDE:
+            there[number] = None
+    return given

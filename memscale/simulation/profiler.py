@@ -14,15 +14,17 @@ from memscale.config import Config, check_config
 from memscale.core import ConfigError, Loss, MemscaleError, check_count
 from memscale.core import tensors as tensors_of
 from memscale.hardware import Hardware
+from memscale.simulation.analysis import analyse
 from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.measured.empirical import measured_profile
+from memscale.simulation.memory import memory
 from memscale.simulation.parallel.spec import ParallelKind
 from memscale.simulation.record import check_plan, record, record_in_a_row, under
 from memscale.simulation.results import Profile
 from memscale.simulation.sandbox.garbage import few_collections
-from memscale.simulation.simulated_step import SimulatedStep
 from memscale.simulation.step import TrainingStep
 from memscale.simulation.target import Target, hardware_for
+from memscale.simulation.trace import Trace
 
 
 class MemoryProfiler:
@@ -84,8 +86,8 @@ class MemoryProfiler:
         """
         return profile_of(self._on(batch, accumulate), self.plan, self.target, self.config, capacity_bytes)
 
-    def simulated(self, batch: Any, *, accumulate: int = 1, updates: bool = True) -> SimulatedStep:
-        """The step by simulation alone, with what its modules hold and when.
+    def simulated(self, batch: Any, *, accumulate: int = 1, updates: bool = True) -> Trace:
+        """Returns the trace of the step, by simulation alone.
 
         Args:
             batch, accumulate: as in `profile`.
@@ -115,7 +117,7 @@ class MemoryProfiler:
             ConfigError, NeedsValues, or what the model raises: a step cannot be simulated.
         """
         steps = [self._on(batch, accumulate) for batch in batches]
-        return record_in_a_row(steps, self.plan, self.target).profile(capacity_bytes).reserved_peak_bytes
+        return memory(record_in_a_row(steps, self.plan, self.target), capacity_bytes=capacity_bytes).reserved_peak_bytes
 
     def _on(self, batch: Any, accumulate: int) -> TrainingStep:
         check_count(f"profile(accumulate={accumulate!r})", accumulate)
@@ -142,7 +144,7 @@ def profile_of(
         return _measured(step, plan, target, config, "Config(use_static_profiling=False)")
     try:
         with few_collections():  # also between the simulation and what is made of it
-            return record(step, plan, target).profile(capacity_bytes, advises=True)
+            return analyse(record(step, plan, target), capacity_bytes, advises=True)
     except ConfigError:
         raise
     except NeedsValues as error:

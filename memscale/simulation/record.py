@@ -14,6 +14,7 @@ from torch import nn
 from memscale.algebra import Plan, PlanLike, as_plan, find_regions, install, transform, uninstall
 from memscale.core import ConfigError, one_at_a_time
 from memscale.optimizers import TransformedOptimizer, without_states
+from memscale.simulation.analysis import analyse
 from memscale.simulation.checks import about_compiled
 from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.key_values import about_key_values
@@ -23,10 +24,10 @@ from memscale.simulation.parallel.spec import Parallel
 from memscale.simulation.sandbox.draws import PYTHON_DRAWN, Draws, drawing
 from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.sandbox.sandbox import Simulation
-from memscale.simulation.simulated_step import SimulatedStep
 from memscale.simulation.simulation_cost import own_cost
 from memscale.simulation.step import TrainingStep
 from memscale.simulation.target import Target
+from memscale.simulation.trace import Trace
 from memscale.telemetry import uncounted
 
 _STEPS = 2  # the first makes the optimizer's states, the second has them
@@ -41,7 +42,7 @@ class _Steps(NamedTuple):
     kept: list[Any]
 
 
-def record(step: TrainingStep, plan: Plan, target: Target, *, holds_gradients: bool = False) -> SimulatedStep:
+def record(step: TrainingStep, plan: Plan, target: Target, *, holds_gradients: bool = False) -> Trace:
     """The step under a plan, simulated on the target.
 
     Args:
@@ -59,7 +60,7 @@ def record(step: TrainingStep, plan: Plan, target: Target, *, holds_gradients: b
         return _with_the_draws_that_take_most(steps, one, target, about(step, plan))
 
 
-def record_in_a_row(steps: Sequence[TrainingStep], plan: Plan, target: Target) -> SimulatedStep:
+def record_in_a_row(steps: Sequence[TrainingStep], plan: Plan, target: Target) -> Trace:
     """Steps with several batches in their order, in one loop: what the allocator keeps of one need not suit the next.
 
     Args:
@@ -153,11 +154,9 @@ def _forward_and_backward(step: TrainingStep) -> _Steps:
     return _Steps([one.function(kept, drops=drops) for drops in (True, False)], kept)
 
 
-def _with_the_draws_that_take_most(
-    steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...]
-) -> SimulatedStep:
+def _with_the_draws_that_take_most(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...]) -> Trace:
     """The last of `steps`, simulated once for each way to draw random numbers that decides what it does."""
-    found: list[SimulatedStep] = []
+    found: list[Trace] = []
     for draws in Draws:
         try:
             found.append(_followed(steps, step, target, notes, draws))
@@ -167,9 +166,9 @@ def _with_the_draws_that_take_most(
             # A step may wait for a number that is never drawn this way.
             told = f"with the {draws.name.lower()} of random numbers the step fails ({_told(error)}) and does not count"
             found = [dataclasses.replace(each, notes=(*each.notes, told)) for each in found]
-        if not found[0].goes_by_draws:
+        if not found[0].reads_random:
             break
-    return found[0] if len(found) == 1 else max(found, key=lambda each: each.profile().taken_bytes)
+    return found[0] if len(found) == 1 else max(found, key=lambda each: analyse(each).taken_bytes)
 
 
 @dataclass
@@ -189,7 +188,7 @@ class _Attempt:
     asked: list[str] = field(default_factory=list)
 
 
-def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...], draws: Draws) -> SimulatedStep:
+def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...], draws: Draws) -> Trace:
     """The step as its device and its compiler have it; where that cannot be followed, as a CPU has it, or as written.
 
     The notes say which way it is.
@@ -229,7 +228,7 @@ def _simulated(
     notes: tuple[str, ...],
     draws: Draws,
     attempt: _Attempt,
-) -> SimulatedStep:
+) -> Trace:
     """The last of `steps`, on one way to follow their code."""
     functions, kernels = steps.functions, target.kernels
     host = HostTime(own_cost()) if kernels.is_timed else None
@@ -250,7 +249,7 @@ def _simulated(
                 simulation.step(function)
             # A policy whose results are changed in place goes another way, and DDP has other buckets after a step.
             is_one = all(each is functions[-1] for each in functions)
-            if not simulation.mode.books.settled or (is_one and not simulation.mode.ledger.repeats()):
+            if not simulation.mode.recorder.settled or (is_one and not simulation.mode.builder.repeats()):
                 simulation.step(functions[-1])
             began, more = time.perf_counter(), 0
             while host is not None and more < _TIMED_STEPS and time.perf_counter() - began < _TIMING_SECONDS:
@@ -265,8 +264,8 @@ def _simulated(
             attempt.asked += simulation.spoofing.asked
         if simulation.compiled is not None:
             attempt.followed |= simulation.compiled.followed
-    ledger, values = simulation.mode.ledger, simulation.mode.values
-    ledger.add_in_place()
+    builder, values = simulation.mode.builder, simulation.mode.values
+    builder.add_in_place()
     found = (
         *(() if simulation.spoofing is None else simulation.spoofing.notes),
         *simulation.mode.works.notes(),
@@ -278,7 +277,8 @@ def _simulated(
         *cached,
         *simulation.runtimes.notes(),
     )
-    return SimulatedStep(ledger, simulation.clock, (*notes, *found), simulation.below(), drawn or values.goes_by_draws)
+    reads_random = drawn or values.goes_by_draws
+    return builder.trace(target.hardware, simulation.clock.times(), simulation.below(), (*notes, *found), reads_random)
 
 
 def _told(error: Exception) -> str:

@@ -16,8 +16,8 @@ from memscale.config import Config
 from memscale.core import ConfigError, Document
 from memscale.hardware import Hardware
 from memscale.runtime import AsyncOffloadConfig, Runtime
-from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.schedule.schedule import Schedule
+from memscale.simulation.trace import CATEGORIES
 
 _DOCUMENT = Document("profile", version=1, writer="Profile.to_json()", error=ConfigError)
 

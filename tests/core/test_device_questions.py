@@ -46,7 +46,7 @@ MAY_ASK = {
     "simulation/measured/empirical.py": "measures the device at hand",
     "simulation/sandbox/sandbox.py": "the simulated device, by its kernels",
     "simulation/sandbox/stand_ins.py": "takes the caller's tensors off their devices",
-    "simulation/dispatch/hollow_mode.py": "meta, which computes nothing, is left alone",
+    "simulation/dispatch/fake_mode.py": "meta, which computes nothing, is left alone",
     "simulation/packed.py": "names the caller's device in an error, before any step",
     "simulation/target.py": "where the caller's model is, before the step",
     "transforms/checkpoint/results.py": "the generators that there are",

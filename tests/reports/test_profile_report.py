@@ -18,8 +18,8 @@ from memscale.core.units import format_bytes
 from memscale.reports import plot
 from memscale.reports.drawing import columns
 from memscale.reports.module_tree import Held, module_tree, stacks, summary
-from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.results import Holding, Moment
+from memscale.simulation.trace import CATEGORIES
 
 MIB = 1 << 20
 CARD = ms.Hardware.named("h100")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.simulation import OUTSIDE, Phase
+from memscale.simulation import OUTSIDE, Phase, analyse, attribute
 from tests.support.models import TransformerBlock
 
 
@@ -32,13 +32,13 @@ def test_the_parts_add_up_to_the_step(how):
     model, step = _step()
     paths = _blocks(model)
     model, step = _step(None if how is None else dict.fromkeys(paths, how))
-    found = step.attribution(paths)
+    found = attribute(step, paths)
     totals = found.held_bytes.sum(axis=0) - found.slack_bytes
     assert (found.slack_bytes >= 0).all()
-    live = step.profile().timeline.live_bytes
+    live = analyse(step).timeline.live_bytes
     exact = max(sum(values) for values in zip(*(live[name] for name in live if name != "rounding"), strict=True))
-    assert exact <= totals.max() <= exact + 512 * len(step.ledger.records)  # blocks of the allocator
-    profile = step.profile()
+    assert exact <= totals.max() <= exact + 512 * len(step.storages)  # blocks of the allocator
+    profile = analyse(step)
     waits = sum(seconds for cause, seconds in profile.exposed_seconds.items() if cause != "host")
     assert found.seconds.sum() == pytest.approx(profile.step_seconds - waits)
 
@@ -51,10 +51,10 @@ def test_what_the_host_does_for_an_optimizer_is_in_the_parts_once():
         model, optimizer, loss=lambda y, _: y.square().mean(), hardware=ms.Hardware.named("h100")
     )
     step = profiler.simulated(torch.zeros(4, 16, dtype=torch.long))
-    assert step.clock.on_host
-    profile = step.profile()
+    assert step.times.on_host
+    profile = analyse(step)
     assert set(profile.exposed_seconds) == {"host"}
-    assert step.attribution(_blocks(model)).seconds.sum() == pytest.approx(profile.step_seconds, rel=1e-6)
+    assert attribute(step, _blocks(model)).seconds.sum() == pytest.approx(profile.step_seconds, rel=1e-6)
 
 
 def test_what_backward_waits_for_is_the_doing_of_the_part_that_keeps_it():
@@ -62,7 +62,7 @@ def test_what_backward_waits_for_is_the_doing_of_the_part_that_keeps_it():
     paths = _blocks(model)
     _, plain = _step()
     _, first = _step({paths[0]: ms.checkpoint()})
-    before, after = plain.attribution(paths), first.attribution(paths)
+    before, after = attribute(plain, paths), attribute(first, paths)
     assert after.kept_bytes[0] < before.kept_bytes[0]
     assert (after.kept_bytes[1:] == before.kept_bytes[1:]).all()
     assert after.seconds[0, 1] > before.seconds[0, 1]  # the recompute is the region's
@@ -72,7 +72,7 @@ def test_what_backward_waits_for_is_the_doing_of_the_part_that_keeps_it():
 def test_intervals_come_in_the_order_of_the_step():
     model, step = _step()
     paths = _blocks(model)
-    own = [(interval.phase, interval.part) for interval in step.attribution(paths).intervals if not interval.outside]
+    own = [(interval.phase, interval.part) for interval in attribute(step, paths).intervals if not interval.outside]
     forward = [(Phase.FORWARD, part) for part in range(len(paths))]
     backward = [(Phase.BACKWARD, part) for part in reversed(range(len(paths)))]
     assert own == [*forward, *backward]
@@ -83,7 +83,8 @@ def test_a_step_without_updates_is_its_forward_and_backward():
     model, _ = _step()
     optimizer = torch.optim.AdamW(model.parameters())
     profiler = ms.MemoryProfiler(model, optimizer, loss=lambda y, _: y.square().mean())
-    found = profiler.simulated(torch.zeros(4, 16, dtype=torch.long), updates=False).attribution(_blocks(model))
+    trace = profiler.simulated(torch.zeros(4, 16, dtype=torch.long), updates=False)
+    found = attribute(trace, _blocks(model))
     assert {interval.phase for interval in found.intervals} == {Phase.FORWARD, Phase.BACKWARD}
     assert found.states_bytes.sum() == 0
     assert found.parameters_bytes.sum() == sum(parameter.nbytes for parameter in model.parameters())
@@ -91,5 +92,5 @@ def test_a_step_without_updates_is_its_forward_and_backward():
 
 def test_a_model_that_is_one_part():
     layer = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    found = ms.MemoryProfiler(layer, loss=lambda y, _: y.sum()).simulated(torch.ones(2, 8)).attribution([""])
+    found = attribute(ms.MemoryProfiler(layer, loss=lambda y, _: y.sum()).simulated(torch.ones(2, 8)), [""])
     assert found.parameters_bytes.tolist() == [288, 0]

@@ -22,15 +22,15 @@ def penalised(order):
 
 
 def test_what_a_backward_made_comes_after_what_the_forward_made_as_the_thread_of_a_card_has_made_fewer():
-    books = SimpleNamespace(made_as={}, settled=True)
-    thread = BackwardThread(books)
+    recorder = SimpleNamespace(made_as={}, settled=True)
+    thread = BackwardThread(recorder)
     with thread.installed():
         for _ in range(3):
             thread.begin_step()
             penalised(order := [])
-            assert not books.settled, "another step may go another way"
+            assert not recorder.settled, "another step may go another way"
     assert order[0] == "forward"
-    assert set(books.made_as.values()).isdisjoint(books.made_as)
+    assert set(recorder.made_as.values()).isdisjoint(recorder.made_as)
     penalised(order := [])
     assert order[0] == "penalty", "as one thread does, which is put back"
 
@@ -56,11 +56,11 @@ def test_where_a_backward_makes_more_than_the_forward_it_comes_first():
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_gradients_of_leaves_are_followed_too():
-    books = SimpleNamespace(made_as={}, settled=True)
-    thread = BackwardThread(books)
+    recorder = SimpleNamespace(made_as={}, settled=True)
+    thread = BackwardThread(recorder)
     with thread.installed():
         thread.begin_step()
         x = torch.ones(3, requires_grad=True)
         x.sin().exp().sum().backward(create_graph=True)
-    assert x.grad.grad_fn._sequence_nr() in books.made_as
+    assert x.grad.grad_fn._sequence_nr() in recorder.made_as
     x.grad = None

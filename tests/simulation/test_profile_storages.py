@@ -556,7 +556,7 @@ def test_what_was_there_before_lies_in_the_order_in_which_it_was_moved_there():
             return self.inner(x) * self.scale.sum()
 
     profiler = ms.MemoryProfiler(Outer(), loss=lambda y, _: y.sum(), hardware="h100")
-    records = profiler.simulated(torch.ones(2, 4)).ledger.records
+    records = profiler.simulated(torch.ones(2, 4)).storages
     assert [record.path for record in records[:4]] == ["inner.0.weight", "inner.1.weight", "inner.1.bias", "scale"]
     product = next(at for at, record in enumerate(records) if record.category == "workspace")
     assert (records[product - 1].shape, records[product].path) == ((2, 8), "cuBLAS")

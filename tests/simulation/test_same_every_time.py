@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memscale as ms
-from memscale.simulation.dispatch import books
+from memscale.simulation.dispatch import step_recorder
 from memscale.simulation.profiler import MemoryProfiler
 from memscale.simulation.sandbox import garbage, process_state
 
@@ -108,7 +108,7 @@ def after_a_real_step():
 
 
 def after_garbage():
-    after_garbage.kept = [[index] for index in range(6_000)], [torch.empty(size % 13) for size in range(999)]
+    after_garbage.kept = [[index] for index in range(60_000)], [torch.empty(size % 13) for size in range(999)]
 
 
 def after_an_error():
@@ -151,7 +151,7 @@ def test_what_ends_with_autocast_ends_in_an_order_of_its_own():
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
-    monkeypatch.setattr(books, "EVERY", 30)  # these steps are short
+    monkeypatch.setattr(step_recorder, "EVERY", 30)  # these steps are short
     monkeypatch.setattr(garbage, "_YOUNG", 2000)
 
 
@@ -211,8 +211,8 @@ def test_what_libraries_keep_of_answers_about_the_device_is_asked_again(monkeypa
 
 def test_weights_that_came_from_another_tier_have_no_known_values():
     def rows(plan):
-        ledger = step_of(Block, PLANS[plan]).ledger
-        return [record.shape for record in ledger.records if ledger.ops[record.op].name == "aten::nonzero"]
+        trace = step_of(Block, PLANS[plan])
+        return [each.shape for each in trace.storages if trace.ops[each.op].name == "aten::nonzero"]
 
     assert rows("params")[:4] == rows("plain")[:4]  # the router chooses at random, not by what was in the memory
     assert len(set(rows("params"))) > 2

@@ -19,7 +19,7 @@ from memscale.planning.parts.heads import is_tied, loss_head
 from memscale.planning.parts.parts import Part
 from memscale.planning.parts.rows import cuts_of_row
 from memscale.runtime import AsyncOffloadConfig
-from memscale.simulation import SimulatedStep
+from memscale.simulation import Trace, operators_of, turns_of
 from memscale.transforms import Cut, cast, checkpoint, may_be_proven, offload, tile
 
 # Into how many pieces rows are cut: enough for what is alive at once to be small, few enough for large products. Finer
@@ -122,26 +122,26 @@ class Menu:
         leaves = batches.tensors([*batch.values()] if isinstance(batch, Mapping) else batch)
         return cls(frozenset(techniques), dtype, next((leaf.shape[0] for leaf in leaves if leaf.dim()), 1))
 
-    def for_part(self, part: Part, step: SimulatedStep) -> tuple[Candidate, ...]:
+    def for_part(self, part: Part, step: Trace) -> tuple[Candidate, ...]:
         """The candidates for `part`, simplest first, `AS_IT_IS` before all."""
         found = self._for_part(part, step)
         return tuple(dict.fromkeys([AS_IT_IS, *(map(self.cast_within, found) if self.casts else found)]))
 
-    def _for_part(self, part: Part, step: SimulatedStep) -> Iterator[Candidate]:
+    def _for_part(self, part: Part, step: Trace) -> Iterator[Candidate]:
         whole, again = "", checkpoint()
         may = self.techniques.__contains__
-        may_cut = may("tile") and step.turns(part.path) < _MANY_TURNS
+        may_cut = may("tile") and turns_of(step, part.path) < _MANY_TURNS
         cut = [
             child
             for child in (part.children if may_cut else ())
-            if _is_row_by_row(part.module.get_submodule(child), step.operators(f"{part.path}.{child}".lstrip(".")))
+            if _is_row_by_row(part.module.get_submodule(child), operators_of(step, f"{part.path}.{child}".lstrip(".")))
         ]
         pieces = self._tile(_CHUNKS)
         # Pieces within a recompute are many small kernels, which the host of a card is too slow for; and blocks of such
         # and of other kinds leave its allocator holes: with them a Llama 8B at three quarters of its memory took 2.41
         # times as long as it is, and 2.07 without.
-        deep = self.fine or step.clock.hardware.device_type == "cpu"
-        operators = step.operators(part.path)
+        deep = self.fine or step.hardware.device_type == "cpu"
+        operators = operators_of(step, part.path)
         # What attention gives is worth keeping before all else where that is fused, and has no product that is not.
         fused = any(name.removesuffix(".default") in policies.FUSED_ATTENTION for name in operators)
         kept = (
@@ -193,12 +193,12 @@ class Menu:
                 yield Candidate(((whole, compose(streamed, again)),))
                 yield Candidate(((whole, compose(streamed, offload(), again)),))
 
-    def for_group(self, group: Part, inside: Iterable[str], step: SimulatedStep) -> tuple[Candidate, ...]:
+    def for_group(self, group: Part, inside: Iterable[str], step: Trace) -> tuple[Candidate, ...]:
         """The candidates for a part around those at the paths `inside`, beside what these have of their own."""
         found = self._for_group(group, [path.removeprefix(f"{group.path}.") for path in inside], step)
         return tuple(dict.fromkeys([AS_IT_IS, *(map(self.cast_within, found) if self.casts else found)]))
 
-    def _for_group(self, group: Part, inside: Sequence[str], step: SimulatedStep) -> Iterator[Candidate]:
+    def _for_group(self, group: Part, inside: Sequence[str], step: Trace) -> Iterator[Candidate]:
         whole, again = "", checkpoint()
         if "checkpoint" in self.techniques:
             yield Candidate(((whole, again),))
@@ -212,7 +212,7 @@ class Menu:
                 yield Candidate(((whole, pieces), *twice))
         yield from self._cut_whole(group, step)
 
-    def _cut_whole(self, part: Part, step: SimulatedStep) -> Iterator[Candidate]:
+    def _cut_whole(self, part: Part, step: Trace) -> Iterator[Candidate]:
         """Pieces of all of its rows, small ones too where those are asked for."""
         chunks = self._whole_chunks(part, step)
         for each in dict.fromkeys((chunks, min(_FINE_CHUNKS, self.rows)) if self.fine and chunks else (chunks,)):
@@ -238,16 +238,16 @@ class Menu:
         """Whether rows may be cut."""
         return "tile" in self.techniques
 
-    def _whole_chunks(self, part: Part, step: SimulatedStep) -> int:
+    def _whole_chunks(self, part: Part, step: Trace) -> int:
         """Into how many pieces the rows of a whole part are cut; 0 if they cannot be.
 
         Into a share of the batch each: tried on a larger one, pieces of as many rows as here would be very many.
         """
-        may = self.tiles and step.turns(part.path) < _MANY_TURNS and may_be_proven(step.operators(part.path))
+        may = self.tiles and turns_of(step, part.path) < _MANY_TURNS and may_be_proven(operators_of(step, part.path))
         return min(_CHUNKS, self.rows // _FEWEST_ROWS) if may and self.rows >= 2 * _FEWEST_ROWS else 0
 
-    def _cuts(self, part: Part, step: SimulatedStep) -> Iterator[tuple[Cut, ...]]:
-        return cuts_of_row(part.module, part.path, step) if step.turns(part.path) < _MANY_TURNS else iter(())
+    def _cuts(self, part: Part, step: Trace) -> Iterator[tuple[Cut, ...]]:
+        return cuts_of_row(part.module, part.path, step) if turns_of(step, part.path) < _MANY_TURNS else iter(())
 
     def _tile(self, chunks: int) -> Transform:
         # One row has nothing to cut, and its positions are rows to what works on each alone.

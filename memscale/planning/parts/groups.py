@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memscale.planning.parts.parts import Part, Uses
-from memscale.simulation import SimulatedStep
+from memscale.simulation import Trace
 
 # Of what a group keeps: a module around the same parts is a group beside it only if its own code keeps so much more.
 _MORE = 1 / 10
@@ -17,7 +17,7 @@ _MORE = 1 / 10
 _LEAST = 1 / 10
 
 
-def groups_of(model: nn.Module, step: SimulatedStep, parts: Sequence[Part]) -> tuple[Part, ...]:
+def groups_of(model: nn.Module, step: Trace, parts: Sequence[Part]) -> tuple[Part, ...]:
     """The modules around parts that can be regions themselves, those inside others first.
 
     Args:

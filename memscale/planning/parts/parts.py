@@ -11,7 +11,7 @@ from torch import nn
 from memscale.core import matches, template
 from memscale.planning.parts.blocks import could_be_block, repeated_blocks
 from memscale.planning.parts.heads import loss_head
-from memscale.simulation import SimulatedStep
+from memscale.simulation import Trace, runs_of, shares
 
 # A part of more than this share of what the step keeps is looked into, for its own parts decide better than it can.
 _LARGE = 1 / 8
@@ -58,10 +58,10 @@ class Uses:
         first: by path, when the step comes to it, as the number of an operator; not of those that never run.
     """
 
-    def __init__(self, model: nn.Module, step: SimulatedStep) -> None:
+    def __init__(self, model: nn.Module, step: Trace) -> None:
         self.modules = dict(model.named_modules())
         paths = list(self.modules)
-        found = step.shares(paths)
+        found = shares(step, paths)
         self.kept: dict[str, int] = dict(zip(paths, found.kept_bytes.tolist(), strict=False))
         self.seconds: dict[str, float] = dict(zip(paths, found.seconds.tolist(), strict=False))
         self.first: dict[str, float] = {
@@ -106,7 +106,7 @@ class Uses:
         return found
 
 
-def parts_of(model: nn.Module, step: SimulatedStep, *, tiles: bool = False) -> tuple[Part, ...]:
+def parts_of(model: nn.Module, step: Trace, *, tiles: bool = False) -> tuple[Part, ...]:
     """The parts of `model`, none inside another, in the order in which the step comes to them.
 
     Repeated blocks are parts, at whatever depth, and what runs repeatedly. What is not repeated is taken apart until a
@@ -127,7 +127,7 @@ def parts_of(model: nn.Module, step: SimulatedStep, *, tiles: bool = False) -> t
         if kept[path] <= _LARGE * kept[""]:
             return True
         # What is around a loop does not itself recur, though its operators do.
-        return all(kept[child] <= _MOST * kept[path] for child in uses.children(path)) and step.runs(path) >= _RUNS
+        return all(kept[child] <= _MOST * kept[path] for child in uses.children(path)) and runs_of(step, path) >= _RUNS
 
     def within(path: str) -> list[str]:
         """The parts at and below `path`."""

@@ -14,7 +14,7 @@ import numpy as np
 from torch import nn
 
 from memscale.planning.parts.blocks import could_be_block
-from memscale.simulation import Phase, SimulatedStep
+from memscale.simulation import Phase, Trace, attribute, given_bytes
 from memscale.transforms import Cut, layers
 
 # So many limits between the least that cuts reach and what the row takes as it is.
@@ -69,7 +69,7 @@ class _Row:
         return least and least[1]
 
 
-def cuts_of_row(module: nn.Module, path: str, step: SimulatedStep) -> Iterator[tuple[Cut, ...]]:
+def cuts_of_row(module: nn.Module, path: str, step: Trace) -> Iterator[tuple[Cut, ...]]:
     """Cuts of the row that the module at `path` is, of less and less time for more and more bytes; none of another."""
     row = _row(module, path, step)
     if row is None:
@@ -95,7 +95,7 @@ def _fewest(ways: list[tuple[int, float, tuple[Cut, ...]]]) -> list[tuple[int, f
     return found if len(found) <= _WAYS else [found[at * (len(found) - 1) // (_WAYS - 1)] for at in range(_WAYS)]
 
 
-def _row(module: nn.Module, path: str, step: SimulatedStep) -> _Row | None:
+def _row(module: nn.Module, path: str, step: Trace) -> _Row | None:
     found = layers(module)
     if len(found) > _MOST_LAYERS:
         return None
@@ -106,7 +106,7 @@ def _row(module: nn.Module, path: str, step: SimulatedStep) -> _Row | None:
     places = [0, *(at for at in range(1, count) if weighty[at - 1] or weighty[at]), count]
     if len(places) < 3 or len(set(paths)) < count:  # a layer that runs twice holds at once what is told of it
         return None
-    seen = step.attribution(paths)
+    seen = attribute(step, paths)
     columns = {
         each.part: at for at, each in enumerate(seen.intervals) if each.phase is Phase.BACKWARD and not each.outside
     }
@@ -128,4 +128,4 @@ def _row(module: nn.Module, path: str, step: SimulatedStep) -> _Row | None:
         float(again[at]) if weighty[at] and not could_be_block(each) else 0.0
         for at, (_, each) in enumerate(found)
     ]
-    return _Row([cut for cut, _ in found], places, step.given_bytes(paths), takes, again, ends)
+    return _Row([cut for cut, _ in found], places, given_bytes(step, paths), takes, again, ends)

@@ -11,7 +11,7 @@ from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.hardware import Hardware
 from memscale.planning.step_simulator import Progress
-from memscale.simulation import Parallel, Profile, Target, TrainingStep, profile_of, record_in_a_row
+from memscale.simulation import Parallel, Profile, Target, TrainingStep, memory, profile_of, record_in_a_row
 
 
 @dataclass
@@ -48,7 +48,7 @@ class PredictedStep:
     def reserved_over(self, batches: Sequence[Any], capacity_bytes: int | None = None) -> int | None:
         """What the allocator reserves at its most over steps with these batches, as `MemoryProfiler.reserved_over`."""
         steps = [self.step.on(batch) for batch in batches]
-        return record_in_a_row(steps, self.plan, self.target).profile(capacity_bytes).reserved_peak_bytes
+        return memory(record_in_a_row(steps, self.plan, self.target), capacity_bytes=capacity_bytes).reserved_peak_bytes
 
     def accumulating(self, passes: int) -> PredictedStep:
         """The same with so many passes for each step of the optimizer."""

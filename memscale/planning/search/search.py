@@ -36,7 +36,7 @@ from memscale.planning.trials.costs import GROUPED, Assignment, Costs, measured_
 from memscale.planning.trials.groups import shown_bytes, with_groups
 from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Trials
-from memscale.simulation import SimulatedStep
+from memscale.simulation import Trace, analyse, attribute
 
 # Of the budget, for what a simulation may be off: 0.09 % at worst on models that it was never shown.
 _MARGIN = 1e-3
@@ -62,7 +62,7 @@ _KEPT = 0.1
 _MOST_OPERATORS, _FEWEST = 500_000, 2
 
 #: Simulates the step with these rules, with its update or without; of the model without the parts at these paths.
-Simulate = Callable[[Rules, bool, frozenset[str]], SimulatedStep]
+Simulate = Callable[[Rules, bool, frozenset[str]], Trace]
 _WHOLE: frozenset[str] = frozenset()
 
 
@@ -100,7 +100,7 @@ class Search:
         *,
         always: Rules = (),
         link: LinkRates | None = None,
-        plain: SimulatedStep | None = None,
+        plain: Trace | None = None,
         trials: Trials | None = None,
         loop_share: float = 1.0,
     ) -> None:
@@ -109,7 +109,7 @@ class Search:
         self._trials = {} if trials is None else dict(trials)
         self.plain = plain if plain is not None else simulate(always, True, _WHOLE)
         self._simulate = simulate
-        operators = self.plain.last_operators
+        operators = len(self.plain.last_operators)
         self.patience = max(_FEWEST, _MOST_OPERATORS // max(1, operators))
         self.notes: tuple[str, ...] = ()
         if self.patience < _ROUNDS:
@@ -141,7 +141,7 @@ class Search:
             menus.append(by_family[part.alike])
         menus.append(self.menu.for_outside(self._model, self.parts))
 
-        def simulate(rules: Rules, away: frozenset[str]) -> SimulatedStep:
+        def simulate(rules: Rules, away: frozenset[str]) -> Trace:
             self._trial_steps += 1
             return self._simulate(self._with(rules), False, away)
 
@@ -279,7 +279,7 @@ class Search:
         """The step under an assignment, simulated."""
         if assignment not in self._proofs:
             step = self._whole(assignment)
-            found = step.attribution(self.costs.paths)
+            found = attribute(step, self.costs.paths)
             held = dict(zip(found.intervals, (found.held_bytes.sum(axis=0) - found.slack_bytes).tolist(), strict=True))
             taken = found.seconds[:, :2].sum(axis=1)
             self._proofs[assignment] = Proven(
@@ -288,7 +288,7 @@ class Search:
                 self.always,
                 assignment,
                 Plan(self._with(self.costs.rules(assignment))),
-                step.profile(),
+                analyse(step),
                 shown_bytes(self.costs, assignment, held),
                 np.r_[taken[:-1], np.zeros(len(self.costs.groups)), taken[-1:]],
             )
@@ -470,7 +470,7 @@ class Search:
             for kind in (kinds if self.patience >= _ROUNDS else ())
         ]
 
-    def _whole(self, assignment: Assignment) -> SimulatedStep:
+    def _whole(self, assignment: Assignment) -> Trace:
         if assignment == self.costs.as_it_is:
             return self.plain
         return self._simulate(self._with(self.costs.rules(assignment)), True, _WHOLE)

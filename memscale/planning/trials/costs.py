@@ -19,7 +19,7 @@ from memscale.planning.parts.candidates import AS_IT_IS, Candidate, Rules
 from memscale.planning.parts.parts import Part
 from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Simulate, Trials, TrialSteps
-from memscale.simulation import OUTSIDE, Attribution, Interval, Phase, SimulatedStep
+from memscale.simulation import OUTSIDE, Attribution, Interval, Phase, Trace, attribute
 
 Bytes = npt.NDArray[np.int64]
 # How often an optimizer on the host goes over its states in a step: Adam's loop over single tensors, by simulation.
@@ -141,7 +141,7 @@ class Costs:
 
 
 def measured_costs(
-    plain: SimulatedStep,
+    plain: Trace,
     parts: tuple[Part, ...],
     menus: Sequence[tuple[Candidate, ...]],
     simulate: Simulate,
@@ -162,7 +162,7 @@ def measured_costs(
         loop_share: of what the update makes for a moment, what it makes where some parameters live on another tier.
     """
     paths = [part.path for part in parts]
-    base = plain.attribution(paths)
+    base = attribute(plain, paths)
     rejected = TrialSteps(base, parts, menus, simulate).run(trials, most)
     found: list[tuple[Candidate, ...]] = []
     effects: list[tuple[Effect, ...]] = []
@@ -176,7 +176,7 @@ def measured_costs(
                 effect = _effect(base, trial.found, row, trial.row, trial.tried, moves=moves)
                 known[candidate] = effect if "tile" in candidate.techniques else _no_faster(effect, known[AS_IT_IS])
         known = {
-            candidate: _with_moves(candidate, effect, known, base, row, plain.clock.hardware)
+            candidate: _with_moves(candidate, effect, known, base, row, plain.hardware)
             for candidate, effect in known.items()
         }
         found.append(tuple(known))

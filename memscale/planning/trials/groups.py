@@ -16,7 +16,7 @@ from memscale.planning.parts.parts import Part
 from memscale.planning.trials.costs import Assignment, Bytes, Costs, Effect, measured_costs
 from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Simulate, Trials
-from memscale.simulation import OUTSIDE, Interval, Phase, SimulatedStep
+from memscale.simulation import OUTSIDE, Interval, Phase, Trace, attribute
 
 # Of what a step holds whose parts keep least: a group is tried if so much of it is what it keeps all the same.
 _MATTERS = 1 / 10
@@ -24,7 +24,7 @@ _MATTERS = 1 / 10
 
 def with_groups(
     costs: Costs,
-    plain: SimulatedStep,
+    plain: Trace,
     groups: Sequence[Part],
     menu_of: Callable[[Part], tuple[Candidate, ...]],
     simulate: Simulate,
@@ -76,13 +76,13 @@ def with_groups(
     )
 
 
-def _matters(costs: Costs, plain: SimulatedStep, group: Part) -> bool:
+def _matters(costs: Costs, plain: Trace, group: Part) -> bool:
     """Whether a group may make a step smaller than its parts do, by a share that shows."""
     least = tuple(_least(costs, row) for row in range(len(costs.effects)))
     held = costs.held_bytes(least)
     updates = [interval.phase is Phase.OPTIMIZER for interval in costs.intervals]
     most_bytes = int(held.max())
-    left_bytes = int(plain.attribution([group.path]).kept_bytes[0])
+    left_bytes = int(attribute(plain, [group.path]).kept_bytes[0])
     for row in group.members:
         as_it_is, now = costs.effects[row][0], costs.effects[row][least[row]]
         left_bytes -= int(as_it_is.held_bytes[costs.turn] - now.held_bytes[costs.turn])

@@ -18,14 +18,14 @@ from memscale.planning.parts.candidates import Candidate, Rules
 from memscale.planning.parts.parts import Part
 from memscale.planning.parts.short_stack import left_out
 from memscale.planning.trials.trial_rows import next_rows
-from memscale.simulation import Attribution, SimulatedStep
+from memscale.simulation import Attribution, Trace, attribute
 from memscale.transforms import proven_rows, tile
 
 # Of a sum of the same times in another order.
 _SAME_TIME = 1e-9
 
 #: Simulates forward and backward with these rules, of the model without the parts at these paths.
-Simulate = Callable[[Rules, frozenset[str]], SimulatedStep]
+Simulate = Callable[[Rules, frozenset[str]], Trace]
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +150,9 @@ class TrialSteps:
                 self._try(half, done, rejected)
             return
         for row, key in chosen.items():
-            done[key] = Trial(row, found.attribution(self.paths), frozenset(chosen))
+            done[key] = Trial(row, attribute(found, self.paths), frozenset(chosen))
 
-    def _found(self, rules: Rules, tried: Iterable[int]) -> SimulatedStep:
+    def _found(self, rules: Rules, tried: Iterable[int]) -> Trace:
         """The step with these rules; without most blocks where only what is outside of them tries something."""
         outside = len(self.parts)
         away = left_out(self.parts, self.families) if set(tried) == {outside} else frozenset[str]()
@@ -160,7 +160,7 @@ class TrialSteps:
             with contextlib.suppress(Exception):  # a forward that asks for each of its blocks
                 if away not in self._tells:
                     self._tells[away] = False
-                    self._tells[away] = self._is_alike(self.simulate((), away).attribution(self.paths), outside)
+                    self._tells[away] = self._is_alike(attribute(self.simulate((), away), self.paths), outside)
                 if self._tells[away]:
                     return self.simulate(rules, away)
         return self.simulate(rules, frozenset())

@@ -25,7 +25,7 @@ from memscale.planning.prediction.sizes import BatchFn, Sizes
 from memscale.planning.step_simulator import OutOfTime, reason
 from memscale.planning.tuning.rates import Pace, fastest_size
 from memscale.planning.tuning.tuning import SizeTrial, Tuning
-from memscale.simulation import Profile, Target, TrainingStep, record
+from memscale.simulation import Profile, Target, TrainingStep, analyse, record
 
 # Plans for different sizes, beside those at the ends.
 _MOST_PLANS = 12
@@ -349,7 +349,7 @@ class SizeSearch:
             self._say(size, "the plan of another size")
             try:
                 step = self.own.step.on(self._made(size))
-                profile = record(step, plan, Target.of(self._hardware)).profile()
+                profile = analyse(record(step, plan, Target.of(self._hardware)))
                 nbytes = profile.taken_bytes
                 if nbytes <= self.limit:
                     self._others[size] = (plan, profile)

@@ -1,1 +1,1 @@
-"""What each operator of a step does to memory and to the clock: hollow tensors for answers, and books on them."""
+"""What each operator of a step does to memory and to the clock: fake tensors for answers, and a trace of them."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memscale.simulation.dispatch.trace_builder import StorageRecord
 from memscale.simulation.kernels.caches import Caches
-from memscale.simulation.ledger import StorageRecord
 
 
 class CacheContents:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from memscale.core import ConfigError
 from memscale.hardware import Seconds, Work, seconds, tfloat32, work_of
-from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.operators import Operator
 from memscale.simulation.dispatch.values import NeedsValues, stands_in
 from memscale.simulation.kernels.cpu_scratch import ScratchProbe
@@ -64,12 +64,12 @@ class CallEffect:
     has_numbers: bool = False
     listed: int = 0
 
-    def results(self, hollow: HollowStorages, tensors: list[torch.Tensor]) -> Any:
-        """The results of a call with these tensors, hollow."""
+    def results(self, fakes: FakeStorages, tensors: list[torch.Tensor]) -> Any:
+        """The results of a call with these tensors, fake."""
         new = self.alone
         if new is not None:
-            return hollow.alone(self.layout.storage_bytes[0], new.dtype, new.shape, new.stride)
-        return self.layout.build(hollow, tensors)
+            return fakes.alone(self.layout.storage_bytes[0], new.dtype, new.shape, new.stride)
+        return self.layout.build(fakes, tensors)
 
 
 #: Of an operator that touches no data.
@@ -81,15 +81,15 @@ class CallEffects:
 
     Args:
         kernels: its, which remember what is found of PyTorch's own operators.
-        hollow: makes what stands for tensors.
+        fakes: makes what stands for tensors.
 
     Attributes:
         operators: those that are known, by id: the hash of an OpOverload is a function in Python.
     """
 
-    def __init__(self, kernels: Kernels, hollow: HollowStorages) -> None:
+    def __init__(self, kernels: Kernels, fakes: FakeStorages) -> None:
         self._kernels = kernels
-        self._hollow = hollow
+        self._fakes = fakes
         self._switches = (
             kernels.card,
             is_deterministic(),
@@ -127,7 +127,7 @@ class CallEffects:
         """
         op = operator.op
         layout = self._layout(op, args, kwargs, tensors, key, path)
-        shown = layout.build(self._hollow, tensors) if not layout.is_view else tensors[0]
+        shown = layout.build(self._fakes, tensors) if not layout.is_view else tensors[0]
         work = work_of(op, args, kwargs, shown)
         new = layout.outputs
         is_alone = isinstance(new, NewTensor) and not new.offset and len(layout.storage_bytes) == 1
@@ -193,9 +193,9 @@ class CallEffects:
     def _on_zeros(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], path: str) -> ResultLayout:
         if op._schema.is_mutable or sum(tensor.nbytes for tensor in tensors) > LARGEST_RUN_BYTES:
             raise NeedsValues(f"{op} has no usable fake kernel and is too large to try on zeros", path)
-        hollow = {id(tensor): self._hollow.like(tensor) for tensor in tensors if tensor.is_floating_point()}
-        result = op(*exchanged(args, hollow), **exchanged(kwargs, hollow))  # the caller's tensors stay out of it
-        return result_layout(result, [hollow.get(id(tensor), tensor) for tensor in tensors])
+        fakes = {id(tensor): self._fakes.like(tensor) for tensor in tensors if tensor.is_floating_point()}
+        result = op(*exchanged(args, fakes), **exchanged(kwargs, fakes))  # the caller's tensors stay out of it
+        return result_layout(result, [fakes.get(id(tensor), tensor) for tensor in tensors])
 
 
 def _drops_nothing(op: OpOverload, args: Any, kwargs: Any) -> bool:

@@ -10,9 +10,10 @@ import torch
 from torch._ops import OpOverload
 
 from memscale.simulation.dispatch.live_storages import LiveStorages
+from memscale.simulation.dispatch.trace_builder import Sum
 from memscale.simulation.kernels.cuda_autocast import below
 from memscale.simulation.kernels.kernels import linear
-from memscale.simulation.ledger import Phase, Sum
+from memscale.simulation.trace import Phase
 
 aten = torch.ops.aten
 
@@ -25,7 +26,7 @@ _CALLED = type(aten.add.Tensor).__call__.__code__
 
 
 class InPlaceSums:
-    """Notes those of a step in its ledger, which has them happen in place: see `Ledger.add_in_place`.
+    """Notes those of a step in its builder, which has them happen in place: see `TraceBuilder.add_in_place`.
 
     Args:
         storages: those that are added.
@@ -33,7 +34,7 @@ class InPlaceSums:
 
     def __init__(self, storages: LiveStorages) -> None:
         self._storages = storages
-        self._ledger = storages.ledger
+        self._builder = storages.builder
         self._sum: Sum | None = None  # the last one
 
     def maybe_in_place(
@@ -51,7 +52,7 @@ class InPlaceSums:
             if node is None or node.name() not in _FORMULAS:
                 return
             if total.numel() == operands[0].numel() and self._is_of_backward(operands[0]):
-                self._ledger.sums.append(replace(self._noted(operands[0], total), always=True))
+                self._builder.sums.append(replace(self._noted(operands[0], total), always=True))
             return
         frame: Any = sys._getframe(1)
         within = frame.f_code.co_filename
@@ -70,7 +71,7 @@ class InPlaceSums:
         # By the engine where two gradients of one value meet: not by a backward written in Python, nor by the user.
         caller = frame.f_code
         if caller is linear.__code__ or (by_autocast and frame.f_locals["op"] is aten.linear.default):
-            self._ledger.sums.append(self._sum)  # of a product that nobody else has and a bias
+            self._builder.sums.append(self._sum)  # of a product that nobody else has and a bias
             return
         by_engine = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
         if not by_engine or caller.co_name != "_engine_run_backward":
@@ -85,25 +86,25 @@ class InPlaceSums:
             is_in_place = born < first_of_node or _gives_twice(torch._C._current_autograd_node())
         else:
             # A formula writes into zeros of its own. Into a gradient (that of `index_put`, `scatter`, `put`) none does.
-            is_in_place = born >= first_of_node and self._ledger.ops[born].name in _ZEROS
+            is_in_place = born >= first_of_node and self._builder.ops[born].name in _ZEROS
         if is_in_place:
-            self._ledger.sums.append(self._sum)
+            self._builder.sums.append(self._sum)
 
     def _is_of_backward(self, tensor: torch.Tensor) -> bool:
         born = self._storages.record(tensor).op
-        return born >= 0 and self._ledger.ops[born].phase is Phase.BACKWARD
+        return born >= 0 and self._builder.ops[born].phase is Phase.BACKWARD
 
     def _noted(self, first: torch.Tensor, total: torch.Tensor) -> Sum:
         operand, number = map(self._storages.number, (first, total))
-        born = len(self._ledger.events) - 1
-        while self._ledger.events[born] != number + 1:  # scratch memory dies after the result is born
+        born = len(self._builder.events) - 1
+        while self._builder.events[born] != number + 1:  # scratch memory dies after the result is born
             born -= 1
         return Sum(born, operand, number)
 
     def mask_added_in_place(self, scores: torch.Tensor) -> None:
         """Note that the sum just made was attention's, of scores and mask: only that goes into a safe softmax."""
         if self._sum is not None and self._sum.total == self._storages.number(scores):
-            self._ledger.sums.append(self._sum)
+            self._builder.sums.append(self._sum)
 
 
 def _gives_twice(node: Any) -> bool:

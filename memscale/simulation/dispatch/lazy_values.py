@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.kernels.shapes import exchanged
 from memscale.simulation.rules.registry import rule_of
 
@@ -60,7 +60,7 @@ class LazyValue:
                 value = _run(self.op, args, kwargs, self.layout[1])
             else:
                 value = self.before.value(seen).clone()
-                self.op(HollowStorages.tensor(value.untyped_storage(), *self.args[0].layout), *args, **kwargs)
+                self.op(FakeStorages.tensor(value.untyped_storage(), *self.args[0].layout), *args, **kwargs)
             seen[self] = value
             if value.untyped_storage().nbytes() <= _LARGEST_KEPT_BYTES:
                 self._value = value
@@ -83,7 +83,7 @@ class _Seen:
             storage = self.contents if isinstance(self.contents, torch.UntypedStorage) else self.contents()
             if storage is None:
                 raise TooLarge
-            return HollowStorages.tensor(storage, dtype, shape, stride, offset)
+            return FakeStorages.tensor(storage, dtype, shape, stride, offset)
         value = self.contents.value(seen)
         if self.layout == self.contents.layout:
             return value
@@ -91,7 +91,7 @@ class _Seen:
         _check(value.dtype, whole)
         if value.stride() != strides:
             value = torch.empty_strided(whole, strides, dtype=value.dtype).copy_(value)
-        return HollowStorages.tensor(
+        return FakeStorages.tensor(
             value.untyped_storage(), dtype, shape, stride, offset - first + int(value.storage_offset())
         )
 
@@ -124,7 +124,7 @@ def overwritten(
 ) -> LazyValue:
     """How to compute the storage of ``args[0]``, which `op` writes to; `contents` are those of before."""
     storage, dtype = args[0].untyped_storage(), args[0].dtype
-    whole = HollowStorages.tensor(storage, dtype, (storage.nbytes() // dtype.itemsize,), (1,))
+    whole = FakeStorages.tensor(storage, dtype, (storage.nbytes() // dtype.itemsize,), (1,))
     written = lazy_value(op, args, kwargs, tensors, contents, whole)
     written.before = _Seen(written.args[0].contents, written.layout)
     return written

@@ -1,4 +1,4 @@
-"""Which storage is which record of the ledger, from the moment it is seen until it dies."""
+"""Which storage is which record of the trace, from the moment it is seen until it dies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from memscale.simulation.dispatch.cache_contents import CacheContents
 from memscale.simulation.dispatch.new_memory import NewMemory
+from memscale.simulation.dispatch.trace_builder import GIVEN, StorageRecord, TraceBuilder
 from memscale.simulation.kernels.caches import Caches
-from memscale.simulation.ledger import GIVEN, Ledger, StorageRecord
 
 # Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
 LARGEST_KNOWN = 1 << 20
@@ -24,11 +24,11 @@ class LiveStorages:
     """The live storages of a simulation.
 
     Args:
-        ledger: where births and deaths are recorded.
+        builder: where births and deaths are recorded.
         residents: the category and the name of storages of before the step, by address of their storage object.
         beside_cpu: whether the device has a CPU beside it, whose memory is not its own.
         caches: of the device; None where nobody asks what is in them.
-        lane: the stream that is the current one, None for the step's own.
+        stream: the stream that is the current one, None for the step's own.
 
     Attributes:
         given: the addresses of storages that stand for others, of before the step.
@@ -37,15 +37,15 @@ class LiveStorages:
 
     def __init__(
         self,
-        ledger: Ledger,
+        builder: TraceBuilder,
         residents: dict[int, tuple[str, str]],
         *,
         beside_cpu: bool = False,
         caches: Caches | None = None,
-        lane: Callable[[], object] = lambda: None,
+        stream: Callable[[], object] = lambda: None,
     ) -> None:
-        self.ledger = ledger
-        self._lane = lane
+        self.builder = builder
+        self._current_stream = stream
         self._streams: dict[object, int] = {None: 0}
         self.beside_cpu = beside_cpu
         self._caches = None if caches is None else CacheContents(caches)
@@ -64,11 +64,11 @@ class LiveStorages:
 
     def record(self, tensor: torch.Tensor) -> StorageRecord:
         """The record of the storage under `tensor`, made as a resident's if it is seen for the first time."""
-        return self.ledger.records[self.number(tensor)]
+        return self.builder.records[self.number(tensor)]
 
     def of_arguments(self, tensors: list[torch.Tensor]) -> list[StorageRecord]:
         """The records of an operator's arguments; what it makes now lies away if all of these do."""
-        live, known = self.live, self.ledger.records
+        live, known = self.live, self.builder.records
         records, some_away = [], False
         for tensor in tensors:
             number = live.get(tensor.untyped_storage()._cdata)
@@ -90,12 +90,12 @@ class LiveStorages:
 
     def trim(self, if_grown: bool = False) -> None:
         """Record that the device is given back what its allocator only caches."""
-        self.ledger.trim(if_grown=if_grown)
+        self.builder.trim(if_grown=if_grown)
         if self._memory is not None and not if_grown:
             self._memory.trim()
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The number of that record in the ledger."""
+        """The number of that record in the trace."""
         storage = tensor.untyped_storage()
         number = self.live.get(storage._cdata)
         if number is None:
@@ -103,7 +103,7 @@ class LiveStorages:
             known = category != "parameter" and not tensor.requires_grad
             number = self.enter(storage, tensor, -1, category, path, known)
             if category == "input" or storage._cdata in self.given:
-                self.ledger.records[number].guess = GIVEN
+                self.builder.records[number].guess = GIVEN
             if known and is_small(tensor):
                 self._untouched.append((tensor.detach(), tensor.detach().clone()))
         return number
@@ -116,13 +116,13 @@ class LiveStorages:
         nbytes = 0 if away else storage.nbytes()
         shape, dtype = tuple(tensor.shape), _name_of(tensor.dtype)
         record = StorageRecord(nbytes, op, category, shape, dtype, path, known, "", away)
-        if self._lane() is not None:
+        if self._current_stream() is not None:
             record.stream = self._stream()
         if self._caches is not None:
             self._caches.born(record)
         if self._memory is not None:
             self._memory.born(nbytes)
-        number = self.ledger.birth(record)
+        number = self.builder.birth(record)
         key = storage._cdata
         self.live[key] = number
         self._deaths[key] = _Death(storage, self._died)
@@ -132,19 +132,19 @@ class LiveStorages:
     def enter_away(self, tensor: torch.Tensor) -> None:
         """Record a storage of a parameter or a gradient that lies on another memory tier."""
         before, self.away = self.away, True
-        self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, "", "", False)
+        self.enter(tensor.untyped_storage(), tensor, len(self.builder.ops) - 1, "", "", False)
         self._beside.add(tensor.untyped_storage()._cdata)
         self.away = before
 
     def put_together(self, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
         """Record that the contents of these moved to one storage of `nbytes`: theirs take up nothing from here on."""
         first = self.record(tensors[0])
-        self.ledger.birth(dataclasses.replace(first, nbytes=nbytes, shape=(nbytes // tensors[0].itemsize,)))
+        self.builder.birth(dataclasses.replace(first, nbytes=nbytes, shape=(nbytes // tensors[0].itemsize,)))
         for tensor in tensors:
             number = self.number(tensor)
-            empty = dataclasses.replace(self.ledger.records[number], nbytes=0)
-            self.live[tensor.untyped_storage()._cdata] = self.ledger.birth(empty)
-            self.ledger.death(number)
+            empty = dataclasses.replace(self.builder.records[number], nbytes=0)
+            self.live[tensor.untyped_storage()._cdata] = self.builder.birth(empty)
+            self.builder.death(number)
 
     def send_away(self, tensor: torch.Tensor) -> None:
         """Record that a storage of before the step lies on another memory tier."""
@@ -152,7 +152,7 @@ class LiveStorages:
         record.nbytes, record.away = 0, True
 
     def _stream(self) -> int:
-        return self._streams.setdefault(self._lane(), len(self._streams))
+        return self._streams.setdefault(self._current_stream(), len(self._streams))
 
     def gone(self, storage: torch.UntypedStorage) -> None:
         """Record that nobody but the simulation holds `storage` any more."""
@@ -184,12 +184,12 @@ class LiveStorages:
             self._count_out(number)
 
     def _count_out(self, number: int) -> None:
-        record = self.ledger.records[number]
+        record = self.builder.records[number]
         if self._caches is not None:
             self._caches.died(record)
         if self._memory is not None:
             self._memory.died(record.nbytes)
-        self.ledger.death(number)
+        self.builder.death(number)
         record.later = None
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -197,11 +197,11 @@ class LiveStorages:
         number = self.live.get(storage._cdata)
         if number is None:
             return
-        old = self.ledger.records[number]
-        fresh = StorageRecord(nbytes, len(self.ledger.ops) - 1, old.category, old.shape, old.dtype, old.path, False)
+        old = self.builder.records[number]
+        fresh = StorageRecord(nbytes, len(self.builder.ops) - 1, old.category, old.shape, old.dtype, old.path, False)
         fresh.stream = self._stream()
-        self.live[storage._cdata] = self.ledger.birth(fresh)
-        self.ledger.death(number)
+        self.live[storage._cdata] = self.builder.birth(fresh)
+        self.builder.death(number)
         if self._memory is not None:
             self._memory.born(nbytes)
             self._memory.died(old.nbytes)
@@ -213,8 +213,8 @@ class LiveStorages:
 
     def moved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         """Record that `tensor`, which grew, is over a new storage now, and `storage` free."""
-        old = self.ledger.records[self.live[storage._cdata]]
-        self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, old.category, old.path, False)
+        old = self.builder.records[self.live[storage._cdata]]
+        self.enter(tensor.untyped_storage(), tensor, len(self.builder.ops) - 1, old.category, old.path, False)
         self.gone(storage)
 
     def mark(self, tensor: torch.Tensor, category: str, path: str = "") -> None:
@@ -227,12 +227,12 @@ class LiveStorages:
     def is_away(self, tensor: torch.Tensor) -> bool:
         """Whether the storage under `tensor` lies on another memory tier."""
         number = self.live.get(tensor.untyped_storage()._cdata)
-        return number is not None and self.ledger.records[number].away
+        return number is not None and self.builder.records[number].away
 
     def made(self) -> Iterator[tuple[weakref.ref[torch.UntypedStorage], StorageRecord]]:
         """Those of the simulation's own that live, and what is known of them."""
         for key, number in self.live.items():
-            record, storage = self.ledger.records[number], self._deaths[key]()
+            record, storage = self.builder.records[number], self._deaths[key]()
             if storage is not None and (record.op >= 0 or key in self.given) and key not in self._beside:
                 yield weakref.ref(storage), record
 

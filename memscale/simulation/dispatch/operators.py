@@ -10,9 +10,9 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
+from memscale.simulation.dispatch.trace_builder import StorageRecord
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import Kind, kind_of, written_arguments
-from memscale.simulation.ledger import StorageRecord
 from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.rules.rule import OpRule
 from memscale.simulation.sandbox.draws import drawing_from

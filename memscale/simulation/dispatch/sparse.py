@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.kernels.cpu_scratch import ScratchProbe, watched
 from memscale.simulation.kernels.shapes import exchanged, is_sparse, results_of, strided_parts
 from memscale.simulation.rules.layouts import result_layout
@@ -19,14 +19,14 @@ def ran(
     kwargs: Any,
     tensors: list[torch.Tensor],
     written: list[torch.Tensor],
-    hollow: HollowStorages,
+    fakes: FakeStorages,
 ) -> tuple[Any, ScratchProbe]:
     """What `op` returns, and what its kernel allocated.
 
     Args:
-        tensors: those among its arguments; the dense ones may be hollow, which a kernel reads as zeros.
+        tensors: those among its arguments; the dense ones may be fake, which a kernel reads as zeros.
         written: those that it writes to, and returns as they are.
-        hollow: makes the dense results.
+        fakes: makes the dense results.
     """
     parts = strided_parts(tensors)
     own = {id(tensor): torch.zeros_like(tensor) for tensor in written if not is_sparse(tensor)}
@@ -39,4 +39,4 @@ def ran(
     if any(map(is_sparse, results)) or all(each.untyped_storage()._cdata in known for each in results):
         return result, probe  # of indices that are known, or these and the values themselves
     dense = [tensor for tensor in tensors if not is_sparse(tensor)]
-    return result_layout(result, dense).build(hollow, dense), probe
+    return result_layout(result, dense).build(fakes, dense), probe

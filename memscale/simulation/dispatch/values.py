@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from memscale.core import MemscaleError
-from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.lazy_values import TooLarge, lazy_value, overwritten, value_of
 from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
 from memscale.simulation.dispatch.operators import Call, Operator
+from memscale.simulation.dispatch.trace_builder import CHOICE, DRAW, GIVEN, SCALAR, StorageRecord
 from memscale.simulation.kernels.shapes import results_of
-from memscale.simulation.ledger import CHOICE, DRAW, GIVEN, SCALAR, StorageRecord
 
 _MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
 _TORCH = os.path.dirname(torch.__file__)
@@ -195,13 +195,13 @@ def with_numbers(operator: Operator, result: Any) -> Any:
     if not isinstance(result, torch.Tensor) or not stands_in(result):
         return result
     storage = torch.empty(result.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
-    number = HollowStorages.tensor(storage, result.dtype, result.shape, result.stride(), int(result.storage_offset()))
+    number = FakeStorages.tensor(storage, result.dtype, result.shape, result.stride(), int(result.storage_offset()))
     # `isnan(x).any()` and `isfinite(x).all()` are what flags are made of.
     return number.fill_(operator.op._opname != "any")
 
 
-def integers_of(real: Any, hollow: Any) -> Any:
-    """`hollow`, with the real tensors in place of its integer ones."""
-    if isinstance(hollow, torch.Tensor):
-        return hollow if hollow.is_floating_point() else real
-    return type(hollow)([integers_of(*pair) for pair in zip(real, hollow, strict=True)])
+def integers_of(real: Any, fake: Any) -> Any:
+    """`fake`, with the real tensors in place of its integer ones."""
+    if isinstance(fake, torch.Tensor):
+        return fake if fake.is_floating_point() else real
+    return type(fake)([integers_of(*pair) for pair in zip(real, fake, strict=True)])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, strided_parts, tensors_in, written_arguments, written_by
 from memscale.simulation.rules.registry import rule_of
@@ -229,12 +229,12 @@ def _may_take_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
 def probe_scratch(op: OpOverload, args: Any, kwargs: Any) -> ScratchProbe:
     """Run `op` once and return what it allocated.
 
-    It gets zeros in place of the caller's numbers. They are hollow, so that they take no memory, except where the
+    It gets zeros in place of the caller's numbers. They are fake, so that they take no memory, except where the
     operator writes to them; `native_batch_norm` writes to running statistics without saying so, and must not reach the
     caller's.
     """
-    hollow = HollowStorages()
-    own = {id(tensor): hollow.like(tensor) for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}
+    fakes = FakeStorages()
+    own = {id(tensor): fakes.like(tensor) for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}
     own |= {id(tensor): torch.zeros_like(tensor) for tensor in written_by(written_arguments(op), args, kwargs)}
     args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
     return watched(lambda: op(*args, **kwargs), tensors_in(args, kwargs))[1]

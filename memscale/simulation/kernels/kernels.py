@@ -216,7 +216,7 @@ class CudaProbe:
     def nbytes(self, op: OpOverload, args: Any, kwargs: Any) -> int:
         """The bytes of the caching allocator that ``op(*args, **kwargs)`` takes beside its results.
 
-        The arguments are hollow or on the CPU; the kernel gets zeros with their layouts.
+        The arguments are fake or on the CPU; the kernel gets zeros with their layouts.
         """
         own = {id(tensor): _on_device(tensor) for tensor in tensors_in(args, kwargs)}
         args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)

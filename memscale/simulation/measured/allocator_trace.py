@@ -24,10 +24,10 @@ from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memscale.core import ConfigError, RuntimeUnavailable, shown
-from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.packed import beside_weights
 from memscale.simulation.results import MemoryTimeline
 from memscale.simulation.sandbox.stand_ins import with_storages
+from memscale.simulation.trace import CATEGORIES
 
 Roles = Callable[[], Mapping[str, Iterable[torch.Tensor]]]
 

@@ -16,12 +16,12 @@ from memscale.core import tensors as tensors_of
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer
 from memscale.regions import untouched
-from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
 from memscale.simulation.parallel.spec import Parallel, is_distributed
 from memscale.simulation.results import Moment, Profile
 from memscale.simulation.sandbox.step_scope import StepScope
 from memscale.simulation.step import TrainingStep
+from memscale.simulation.trace import CATEGORIES
 
 
 def measured_profile(training_step: TrainingStep, config: Config, hardware: Hardware, reason: str) -> Profile:

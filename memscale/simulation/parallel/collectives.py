@@ -144,7 +144,7 @@ class Works:
         """Wait for the functional collective that returned `tensor`."""
         mark = self._to_come.pop(tensor.untyped_storage()._cdata, None)
         if mark is not None:
-            self._clock.wait(mark, self._clock.lane)
+            self._clock.wait(mark, self._clock.stream)
 
     def notes(self) -> list[str]:
         """What is not known of the step because of them."""
@@ -191,7 +191,7 @@ class Works:
     def _over(self, mark: Mark | None, work: _Work) -> None:
         self._asked.discard(work)
         if mark is not None:
-            self._clock.wait(mark, self._clock.lane)
+            self._clock.wait(mark, self._clock.stream)
 
     def _await_at_end(self, mark: Mark | None) -> None:
         """Let the end of the backward that runs wait for a bucket: of DDP's reducer, or of a communication hook."""

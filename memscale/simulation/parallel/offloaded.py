@@ -12,7 +12,7 @@ import torch
 
 from memscale.hardware import Direction, knows_copies
 from memscale.simulation.dispatch.live_storages import LiveStorages
-from memscale.simulation.ledger import Ledger, StorageRecord
+from memscale.simulation.dispatch.trace_builder import StorageRecord, TraceBuilder
 from memscale.simulation.sandbox.process_state import patched
 from memscale.simulation.schedule.clock import Clock
 
@@ -56,16 +56,16 @@ def offloaded_shards(
         yield
 
 
-def host_bytes(ledger: Ledger, *, pins: bool) -> dict[str, int]:
+def host_bytes(builder: TraceBuilder, *, pins: bool) -> dict[str, int]:
     """The most that the last step has on the host, by tier: shards and gradients, and beside them what is pageable.
 
     PyTorch rounds what is pinned up to a power of two, each tensor by itself.
     """
     most: dict[str, int] = {}
     now = {"pinned": 0, "pageable": 0}
-    begin = ledger.steps[-1][0]
-    for at, event in enumerate(ledger.events):
-        record = ledger.records[abs(event) - 1]
+    begin = builder.steps[-1][0]
+    for at, event in enumerate(builder.events):
+        record = builder.records[abs(event) - 1]
         if record.away:
             tier, nbytes = _taken(record, pins=pins)
             now[tier] += nbytes if event > 0 else -nbytes

@@ -1,4 +1,4 @@
-"""The streams of a device that is not there, as FSDP2 asks for them: each a lane on the clock of the step."""
+"""The streams of a device that is not there, as FSDP2 asks for them, on the clock of the step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from memscale.simulation.schedule.clock import Clock, Lane, Mark
+from memscale.simulation.schedule.clock import Clock, Mark, SideStream
 
 
 class SimulatedEvent:
@@ -18,11 +18,11 @@ class SimulatedEvent:
         self.mark: Mark | None = None
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        self.mark = self._clock.mark(self._clock.lane if stream is None else stream.lane)
+        self.mark = self._clock.mark(self._clock.stream if stream is None else stream.side)
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
         if self.mark is not None:
-            self._clock.wait(self.mark, self._clock.lane if stream is None else stream.lane)
+            self._clock.wait(self.mark, self._clock.stream if stream is None else stream.side)
 
     def query(self) -> bool:
         return self.mark is None or self.mark.end <= self._clock.now
@@ -35,12 +35,12 @@ class SimulatedEvent:
 class SimulatedStream:
     """A stream: the main one, or one beside it."""
 
-    def __init__(self, clock: Clock, lane: Lane | None) -> None:
+    def __init__(self, clock: Clock, side: SideStream | None) -> None:
         self._clock = clock
-        self.lane = lane
+        self.side = side
 
     def wait_stream(self, other: SimulatedStream) -> None:
-        self._clock.wait(self._clock.mark(other.lane), self.lane)
+        self._clock.wait(self._clock.mark(other.side), self.side)
 
     def wait_event(self, event: Any) -> None:
         if isinstance(event, SimulatedEvent):  # others were recorded before the simulation, and are over
@@ -61,16 +61,16 @@ class SimulatedStreams:
         self.Event = partial(SimulatedEvent, clock)
 
     def Stream(self, priority: int = 0) -> SimulatedStream:
-        return SimulatedStream(self._clock, Lane())
+        return SimulatedStream(self._clock, SideStream())
 
     def current_stream(self, device: Any = None) -> SimulatedStream:
         return self._current
 
     @contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:
-        before, lane = self._current, self._clock.lane
-        self._current, self._clock.lane = stream, stream.lane
+        before, side = self._current, self._clock.stream
+        self._current, self._clock.stream = stream, stream.side
         try:
             yield
         finally:
-            self._current, self._clock.lane = before, lane
+            self._current, self._clock.stream = before, side

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.fake_storages import FakeStorages
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,24 @@ class ResultLayout:
     #: True if a result shares an argument's storage although the schema does not say so: run it, it is a view.
     is_view: bool = False
 
-    def build(self, hollow: HollowStorages, arguments: Sequence[torch.Tensor]) -> Any:
-        """The results, as hollow tensors."""
-        return _build(self.outputs, hollow, [hollow.storage(nbytes) for nbytes in self.storage_bytes], arguments)
+    def build(self, fakes: FakeStorages, arguments: Sequence[torch.Tensor]) -> Any:
+        """The results, as fake tensors."""
+        return _build(self.outputs, fakes, [fakes.storage(nbytes) for nbytes in self.storage_bytes], arguments)
 
 
 # A function of the module and not a closure: one that calls itself is a cycle, which would keep the tensors that it
 # holds alive until the next garbage collection.
 def _build(
-    output: Any, hollow: HollowStorages, storages: list[torch.UntypedStorage], arguments: Sequence[torch.Tensor]
+    output: Any, fakes: FakeStorages, storages: list[torch.UntypedStorage], arguments: Sequence[torch.Tensor]
 ) -> Any:
     match output:
         case NewTensor():
             storage = storages[output.storage]
-            return hollow.tensor(storage, output.dtype, output.shape, output.stride, output.offset)
+            return fakes.tensor(storage, output.dtype, output.shape, output.stride, output.offset)
         case Argument():
             return arguments[output.index]
         case list() | tuple():
-            return type(output)([_build(part, hollow, storages, arguments) for part in output])
+            return type(output)([_build(part, fakes, storages, arguments) for part in output])
     return output
 
 

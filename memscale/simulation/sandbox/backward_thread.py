@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from memscale.simulation.dispatch.books import Books
+from memscale.simulation.dispatch.step_recorder import StepRecorder
 from memscale.simulation.sandbox.process_state import patched
 
 
@@ -25,11 +25,11 @@ class BackwardThread:
     """Numbers what backward makes as the thread of a card would.
 
     Args:
-        books: are told which numbers these nodes were made with, and that the next step may go another way.
+        recorder: is told which numbers these nodes were made with, and that the next step may go another way.
     """
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
         self._ahead = 0  # by how much the card's thread has counted further
         self._began = _next()
         self._made = 0  # by backward, in this step
@@ -39,7 +39,7 @@ class BackwardThread:
         """The next step begins, which makes about as many nodes as this one."""
         self._to_be_made = self._made
         self._ahead += 2 * self._made - (_next() - self._began)
-        self._books.made_as.clear()
+        self._recorder.made_as.clear()
         self._began = _next()
         self._made = 0
         # Each run of nodes that the caller's thread made: how many of the step were before it, and its first number.
@@ -85,8 +85,8 @@ class BackwardThread:
                 elif place >= callers:
                     number = following + place - callers + later
                 node._set_sequence_nr(number)
-                self._books.made_as[number] = made
-                self._books.settled = False
+                self._recorder.made_as[number] = made
+                self._recorder.settled = False
 
 
 def _next() -> int:

@@ -13,28 +13,28 @@ from torch import nn
 from memscale.algebra import Method, Transformed
 from memscale.core import internals
 from memscale.regions import OperatorWatch
-from memscale.simulation.dispatch.books import Books
+from memscale.simulation.dispatch.step_recorder import StepRecorder
 from memscale.simulation.sandbox.process_state import patched
 
 
 @contextmanager
-def calls_followed(books: Books, paths: dict[int, str]) -> Iterator[None]:
-    """Keep ``books.modules`` at the modules that are running, and the host busy with modules, regions and hooks.
+def calls_followed(recorder: StepRecorder, paths: dict[int, str]) -> Iterator[None]:
+    """Keep ``recorder.modules`` at the modules that are running, and the host busy with modules, regions and hooks.
 
     Modules are not followed by forward hooks: they are not told of a forward that ends in an exception outside
     `Exception`, such as the one that ends a recompute early, and modules take another path while global hooks exist.
     """
     run, forward, push = nn.Module.__call__, Method.__call__, internals.autograd._push_saved_tensors_default_hooks
     look = OperatorWatch.__torch_dispatch__
-    calls = books.calls
+    calls = recorder.calls
 
     def module_run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls("module")
-        books.modules.append(paths.get(id(module), type(module).__name__))
+        recorder.modules.append(paths.get(id(module), type(module).__name__))
         try:
             return run(module, *args, **kwargs)
         finally:
-            books.modules.pop()
+            recorder.modules.pop()
 
     def region_run(method: Method, *args: Any, **kwargs: Any) -> Any:
         if isinstance(method.fn, Transformed):  # and no face of the whole model

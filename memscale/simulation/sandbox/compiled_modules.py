@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.algebra import is_transformed
 from memscale.core import internals
-from memscale.simulation.dispatch.books import Books
+from memscale.simulation.dispatch.step_recorder import StepRecorder
 from memscale.simulation.sandbox.fused_graphs import FusedGraph
 from memscale.simulation.sandbox.process_state import patched
 
@@ -41,7 +41,7 @@ class CompiledModules:
     """Runs modules that `torch.compile` compiled as the graphs that its compiler gets of them.
 
     Args:
-        books: of the step.
+        recorder: of the step.
         programs: what is known of modules without a transform, and of their copies; what is found of them is added.
 
     Attributes:
@@ -49,10 +49,10 @@ class CompiledModules:
         reasons: why modules ran as they are written instead, each once.
     """
 
-    def __init__(self, books: Books, programs: dict[Any, Any]) -> None:
+    def __init__(self, recorder: StepRecorder, programs: dict[Any, Any]) -> None:
         self.followed: set[int] = set()
         self.reasons: dict[str, None] = {}
-        self._books = books
+        self._recorder = recorder
         self._shared: dict[Any, tuple[_Program | str, _Same]] = programs
         self._programs: dict[Any, _Program | str] = {}
         self._same: dict[int, _Same] = {}
@@ -108,7 +108,7 @@ class CompiledModules:
     ) -> _Program | str:
         """The graphs of a module, or why it has none."""
         try:
-            with _disable_current_modes(), _traced_by(self._books), _hooks_away(), _quiet():
+            with _disable_current_modes(), _traced_by(self._recorder), _hooks_away(), _quiet():
                 _check_compiler(module, compiled)
                 return _Program(module, call, names, leaves, spec)
         except Exception as error:
@@ -211,12 +211,12 @@ def _runs_fused(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def _traced_by(books: Books) -> Iterator[None]:
-    books.traces = True
+def _traced_by(recorder: StepRecorder) -> Iterator[None]:
+    recorder.traces = True
     try:
         yield
     finally:
-        books.traces = False
+        recorder.traces = False
 
 
 @contextmanager

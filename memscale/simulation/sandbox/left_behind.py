@@ -22,10 +22,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.core import ConfigError
-from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.lazy_values import TooLarge, of_any_size
 from memscale.simulation.dispatch.live_storages import LiveStorages
-from memscale.simulation.ledger import StorageRecord
+from memscale.simulation.dispatch.trace_builder import StorageRecord
 from memscale.simulation.sandbox.garbage import all_objects_seen, is_from_before
 
 _Cached = type(functools.lru_cache(maxsize=1)(lambda: None))
@@ -141,10 +141,10 @@ def _computed(tensors: _Own, record: StorageRecord) -> bool:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), _disable_current_modes(), of_any_size():
             value = later.value({})
             whole = torch.zeros(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
-            HollowStorages.tensor(whole, *later.layout).copy_(value)
+            FakeStorages.tensor(whole, *later.layout).copy_(value)
             for tensor in tensors:
                 layout = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-                tensor.data = HollowStorages.tensor(whole, *layout)
+                tensor.data = FakeStorages.tensor(whole, *layout)
     except (TooLarge, RuntimeError):
         return False
     return True

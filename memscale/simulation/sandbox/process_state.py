@@ -69,7 +69,7 @@ def process_kept() -> Iterator[None]:
     """
     settings = SETTINGS if is_alone() else _OF_THREAD
     before = {name: read() for name, (read, _) in settings.items()}
-    # Under the caller's autocast weights are cast once and kept: real ones are not for the simulation, and its hollow
+    # Under the caller's autocast weights are cast once and kept: real ones are not for the simulation, and its fake
     # ones, which have no values, not for the caller.
     casts = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "mps", "xpu"))
     if casts:

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memscale.simulation.dispatch.hollow_mode import HollowMode
+from memscale.simulation.dispatch.fake_mode import FakeMode
 from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.sandbox.process_state import patched
 
 
 @contextmanager
-def reads_checked(mode: HollowMode) -> Iterator[None]:
+def reads_checked(mode: FakeMode) -> Iterator[None]:
     """Make the ways to read a tensor that pass by the dispatcher raise for values that were not computed."""
 
     def checked(name: str) -> Callable[..., Any]:
@@ -28,7 +28,9 @@ def reads_checked(mode: HollowMode) -> Iterator[None]:
             with _disable_current_modes():  # values computed for this, by no operator of the step
                 values = mode.values.of(tensor)
                 if values is None:
-                    raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", mode.books.path())
+                    raise NeedsValues(
+                        f"Tensor.{name}() reads values that only a real run computes", mode.recorder.path()
+                    )
                 return original(values, *args, **kwargs)
 
         return read

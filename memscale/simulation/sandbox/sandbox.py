@@ -22,14 +22,14 @@ from memscale.core import tensors as tensors_of
 from memscale.optimizers import TransformedOptimizer, counts_on_host
 from memscale.regions import untouched
 from memscale.runtime import host_parameter_of, runtimes_replaced
-from memscale.simulation.dispatch.hollow import HollowStorages
-from memscale.simulation.dispatch.hollow_mode import HollowMode
+from memscale.simulation.dispatch.fake_mode import FakeMode
+from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.live_storages import LiveStorages
+from memscale.simulation.dispatch.trace_builder import Course, StorageRecord
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.rnn_weights import flattened_bytes, weights_of
 from memscale.simulation.kernels.shapes import is_sparse
-from memscale.simulation.ledger import Course, StorageRecord
 from memscale.simulation.packed import beside_weights
 from memscale.simulation.parallel.dtensors import propagating
 from memscale.simulation.parallel.offloaded import host_bytes, offloaded_shards
@@ -58,7 +58,7 @@ _PIECES_AT_ONCE = 2
 class Simulation:
     """A context in which the caller's objects can be stepped without computing and without a trace.
 
-    On entry, parameters off the CPU (on ``meta``, on a GPU) get hollow CPU contents; on exit everything reached has
+    On entry, parameters off the CPU (on ``meta``, on a GPU) get fake CPU contents; on exit everything reached has
     what it had: contents, gradients, version counters, optimizer state, attributes, random states.
 
     Args:
@@ -112,7 +112,7 @@ class Simulation:
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._aliases: Counter[int] = Counter()  # how many of them each storage has
         self._variables = contextvars.Context()  # of Python, such as a step sets
-        self.mode: HollowMode
+        self.mode: FakeMode
         self.runtimes: CountingRuntimes
 
     def __enter__(self) -> Simulation:
@@ -127,16 +127,16 @@ class Simulation:
             stack.callback(self.scope.put_back_classes)
             begin_alike()
             stack.enter_context(self._sharded.as_it_was())
-            hollow = HollowStorages()
-            given = stack.enter_context(on_cpu(self._tensors, [*self._inputs, *self._own], hollow))
+            fakes = FakeStorages()
+            given = stack.enter_context(on_cpu(self._tensors, [*self._inputs, *self._own], fakes))
             stack.enter_context(wrapped_on_cpu(self._leaves))
             self._contents = stack.enter_context(contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
-            self.mode = HollowMode(self._kernels, self._residents(), self.clock, self._host, self._draws)
+            self.mode = FakeMode(self._kernels, self._residents(), self.clock, self._host, self._draws)
             self.mode.meets_sparse = self._meets_sparse
             self.mode.storages.given = given
             stack.callback(self.mode.storages.end)
-            stack.callback(self.mode.books.collections.end)
+            stack.callback(self.mode.recorder.collections.end)
             # Functions of the mode, not of the simulation, which holds the caller's model: a cycle would keep that.
             self.runtimes = CountingRuntimes(
                 self.clock,
@@ -147,14 +147,14 @@ class Simulation:
                 new_bytes=self.mode.storages.new_bytes,
             )
             stack.enter_context(optimizers_followed(self._before_optimizer, self._after_optimizer))
-            stack.enter_context(calls_followed(self.mode.books, self._paths))
+            stack.enter_context(calls_followed(self.mode.recorder, self._paths))
             stack.enter_context(threads_followed(self.mode))
             # A compiled function has inlined what the simulation needs to see.
             compiler: Any = importlib.import_module("torch._dynamo.eval_frame")
             stack.enter_context(patched(compiler, "_callback_from_stance", lambda callback: None))
             stack.enter_context(self.mode.randomness.installed(counts=self._kernels.device_type == "cpu"))
             if self._as_graphs and self._kernels.is_cuda and (compiled := compiled_of(self.scope.modules)):
-                self.compiled = CompiledModules(self.mode.books, self._kernels.programs)
+                self.compiled = CompiledModules(self.mode.recorder, self._kernels.programs)
                 stack.enter_context(self.compiled.installed(compiled))
             self._record_residents()
             beside = with_storages(self._sharded.offloaded)
@@ -162,7 +162,7 @@ class Simulation:
                 self.mode.storages.send_away(tensor)
             stack.enter_context(reads_checked(self.mode))
             if self._kernels.is_cuda:
-                self._thread = BackwardThread(self.mode.books)
+                self._thread = BackwardThread(self.mode.recorder)
                 stack.enter_context(self._thread.installed())
             device_type = partial(_device_type, self.mode.storages, self._kernels.device_type)
             capability, choices = self._kernels.capability, self.mode.choices
@@ -192,7 +192,7 @@ class Simulation:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         left = LeftBehind(self.mode.storages, on_card=self._kernels.device_type != "cpu")
-        self.mode.books.graphs.end()
+        self.mode.recorder.graphs.end()
         self._stack.close()
         self._contents.clear()  # it holds the caller's storages
         self._variables = contextvars.Context()
@@ -201,15 +201,15 @@ class Simulation:
 
     def step(self, step: Callable[[], object]) -> None:
         """Run `step` and record it as one step."""
-        self.mode.ledger.begin_step()
+        self.mode.builder.begin_step()
         self.clock.begin_step()
-        self.mode.books.course = Course()
+        self.mode.recorder.course = Course()
         self.mode.values.begin_step()
         if self._thread is not None:
             self._thread.begin_step()
         with nullcontext() if self._host is None else self._host.running():
             self._variables.run(step)
-        self.mode.books.graphs.let_go()
+        self.mode.recorder.graphs.let_go()
         self.clock.end_step()
         self.mark_gradients()
         self._forget_former_contents()
@@ -221,11 +221,11 @@ class Simulation:
 
         Its death is no part of a step.
         """
-        ledger = self.mode.ledger
-        count = len(ledger.events)
+        builder = self.mode.builder
+        count = len(builder.events)
         kept.clear()
-        self.mode.books.graphs.let_go()
-        del ledger.events[count:], ledger.event_ops[count:]
+        self.mode.recorder.graphs.let_go()
+        del builder.events[count:], builder.event_ops[count:]
 
     def _forget_former_contents(self) -> None:
         for tensor, alias in self._contents:
@@ -238,16 +238,16 @@ class Simulation:
 
         As `Module.to` moves them there: what one region has on the device is free again when the next one's comes.
         """
-        ledger = self.mode.ledger
+        builder = self.mode.builder
         for module in self.scope.modules:
             for region in placing_in(module):
                 parts = with_storages([*module.parameters(), *module.buffers()])
                 last = max((self.mode.storages.number(part) for part in parts), default=-1)
-                begin = len(ledger.events)
+                begin = len(builder.events)
                 region.place(list(module.parameters()), torch.device("cpu"))
                 self._forget_former_contents()
-                at = ledger.events.index(last + 1) + 1 if last >= 0 else begin
-                for column in (ledger.events, ledger.event_ops):
+                at = builder.events.index(last + 1) + 1 if last >= 0 else begin
+                for column in (builder.events, builder.event_ops):
                     column[at:] = [*column[begin:], *column[at:begin]]
         for optimizer in self.scope.optimizers:
             for tensor in optimizer.below() if isinstance(optimizer, TransformedOptimizer) else ():
@@ -274,7 +274,7 @@ class Simulation:
         """The most bytes that each tier below the device held."""
         found = self.runtimes.high_water_bytes()
         if self._sharded.offloaded:
-            for tier, nbytes in host_bytes(self.mode.ledger, pins=self._sharded.pins).items():
+            for tier, nbytes in host_bytes(self.mode.builder, pins=self._sharded.pins).items():
                 found[tier] = found.get(tier, 0) + nbytes
         return found
 
@@ -306,13 +306,13 @@ class Simulation:
         for tensor in self._tensors:
             if not tensor.is_meta:
                 storages.record(tensor)
-        ledger, sent = self.mode.ledger, deque[int]()
+        builder, sent = self.mode.builder, deque[int]()
         for nbytes in self._sharded.sent_at_first() if self._kernels.is_cuda else ():
             if len(sent) == _PIECES_AT_ONCE:
-                ledger.death(sent.popleft())
-            sent.append(ledger.birth(StorageRecord(nbytes, -1, "temporary")))
+                builder.death(sent.popleft())
+            sent.append(builder.birth(StorageRecord(nbytes, -1, "temporary")))
         for number in sent:
-            ledger.death(number)
+            builder.death(number)
 
     def _record_shards(self) -> None:
         """Record how shards came to the card that `fully_shard` cut from parameters with numbers.
@@ -320,18 +320,18 @@ class Simulation:
         It brings the whole parameters of a group, cuts this process's shards, and lets the whole ones go: the next
         group's find the memory that these leave, and so does the step.
         """
-        ledger, seen = self.mode.ledger, set[int]()
+        builder, seen = self.mode.builder, set[int]()
         for module in sorted(self.scope.modules, key=self._place):
             for part, _ in _children_first(module, seen):
                 for shards in self._sharded.cut(part):
-                    whole = [ledger.birth(StorageRecord(nbytes, -1, "parameter")) for nbytes, _ in shards]
+                    whole = [builder.birth(StorageRecord(nbytes, -1, "parameter")) for nbytes, _ in shards]
                     for _, shard in shards:
                         for tensor in with_storages([shard]):
                             if any(shard is each for each in self._sharded.offloaded):
-                                ledger.death(ledger.birth(StorageRecord(tensor.nbytes, -1, "parameter")))
+                                builder.death(builder.birth(StorageRecord(tensor.nbytes, -1, "parameter")))
                             self.mode.storages.record(tensor)
                     for number in whole:
-                        ledger.death(number)
+                        builder.death(number)
 
     def _place(self, module: nn.Module) -> int:
         """Where a module stands in the tree; those that are in none come last."""
@@ -368,12 +368,12 @@ class Simulation:
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with self._unseen():
             self.mark_gradients()
-        self.mode.books.course.optimizing = True
+        self.mode.recorder.course.optimizing = True
         # An optimizer that evaluates the loss itself, such as LBFGS, decides by its value how often it does.
         self.mode.searching = any(map(callable, (*args[1:], *kwargs.values())))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-        self.mode.books.course.optimizing = self.mode.searching = False
+        self.mode.recorder.course.optimizing = self.mode.searching = False
         with self._unseen():
             for parameter, state in optimizer.state.items():
                 path = self.mode.storages.record(with_storages([parameter])[0]).path
@@ -410,19 +410,19 @@ def _let_go_of_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _away(mode: HollowMode, nbytes: int) -> torch.Tensor:
+def _away(mode: FakeMode, nbytes: int) -> torch.Tensor:
     with _disable_current_modes():  # it is made by no operator of the step
-        tensor = mode.hollow.tensor(mode.hollow.storage(nbytes), torch.uint8, (nbytes,), (1,))
+        tensor = mode.fakes.tensor(mode.fakes.storage(nbytes), torch.uint8, (nbytes,), (1,))
     mode.storages.enter_away(tensor)
     return tensor
 
 
-def _like(mode: HollowMode, tensor: torch.Tensor, *, away: bool) -> torch.Tensor:
+def _like(mode: FakeMode, tensor: torch.Tensor, *, away: bool) -> torch.Tensor:
     with _disable_current_modes():
-        made = mode.hollow.alone(tensor.nbytes, tensor.dtype, tensor.shape, tensor.stride())
+        made = mode.fakes.alone(tensor.nbytes, tensor.dtype, tensor.shape, tensor.stride())
     storages, before = mode.storages, mode.storages.away
     storages.away = away
-    storages.enter(made.untyped_storage(), made, len(mode.ledger.ops) - 1, "", mode.books.path(), False)
+    storages.enter(made.untyped_storage(), made, len(mode.builder.ops) - 1, "", mode.recorder.path(), False)
     storages.away = before
     return made
 

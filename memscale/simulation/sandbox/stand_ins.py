@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale.core import ConfigError, in_process_group
-from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.live_storages import is_small
 from memscale.simulation.kernels.shapes import is_sparse, strided_parts
 
@@ -31,8 +31,8 @@ def contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tens
 
 
 @contextmanager
-def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: HollowStorages) -> Iterator[frozenset[int]]:
-    """Give every tensor that is not on the CPU hollow contents there; the objects stay who they are.
+def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeStorages) -> Iterator[frozenset[int]]:
+    """Give every tensor that is not on the CPU fake contents there; the objects stay who they are.
 
     Yields the addresses of the storages of these.
     """
@@ -57,10 +57,10 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: Holl
                 )
             own = tensor.untyped_storage()
             if own._cdata not in storages:
-                # What may be computed needs memory of its own: all that is hollow shares one.
-                is_hollow = tensor.requires_grad or not is_small(tensor)
-                storages[own._cdata] = hollow.storage(own.nbytes()) if is_hollow else _zeros(own.nbytes())
-            stand_in = hollow.like(tensor, storages[own._cdata])
+                # What may be computed needs memory of its own: all that is fake shares one.
+                is_fake = tensor.requires_grad or not is_small(tensor)
+                storages[own._cdata] = fakes.storage(own.nbytes()) if is_fake else _zeros(own.nbytes())
+            stand_in = fakes.like(tensor, storages[own._cdata])
             if not tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel() <= 1 << 20:
                 stand_in = tensor.detach().cpu()  # its values may decide what the model does
             given.add(stand_in.untyped_storage()._cdata)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from memscale.runtime.backends import Buffer, CountedBuffer, Event, Stream, TraceBackend, Trims
-from memscale.simulation.schedule.clock import Clock, Transfer
+from memscale.simulation.schedule.clock import Clock
+from memscale.simulation.trace import Transfer
 
 
 class _Point:

@@ -14,6 +14,7 @@ from memscale.hardware import (
     host_calls,
     new_memory_seconds,
 )
+from memscale.simulation.trace import CollectiveRun, Stall, Times, Transfer
 
 #: Why the device stands still: what an operator reads is not back yet, memory that is to be used again is not out yet,
 #: either of them because of the disk, or the host has not handed over the next operator; what another stream of the
@@ -24,42 +25,6 @@ _NO_SECONDS = HostSeconds(**dict.fromkeys(HostSeconds.__annotations__, 0.0))
 
 # A launch waits while so many are queued: the size of CUDA's queue on the cards that it was tried on.
 _MOST_QUEUED = 1024
-
-
-class Stall(NamedTuple):
-    """The device, or the host, stands still from `begin` to `end`, before operator number `op`."""
-
-    begin: float
-    end: float
-    cause: str
-    op: int
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """A copy from the device ("out") to a tier, or back ("in").
-
-    Attributes:
-        begin, end: when it runs.
-        direction, tier, nbytes: what it moves.
-        carried: whether the CPU takes part, so that who waits for it waits on the host.
-        asked: how many operators had been issued when it was asked for.
-        awaited: how many when the first was to come after it; None if none was.
-    """
-
-    begin: float
-    end: float
-    direction: Direction
-    tier: str
-    nbytes: int
-    carried: bool
-    asked: int
-    awaited: int | None = None
-
-    @property
-    def cause(self) -> str:
-        """Why whoever waits for it stands still."""
-        return "disk" if self.tier == "disk" else "room" if self.direction == "out" else "input"
 
 
 class Mark(NamedTuple):
@@ -92,7 +57,7 @@ class Mark(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class SideStream:
     """A stream of the device beside the main one, which runs while that computes.
 
     Attributes:
@@ -107,16 +72,6 @@ class Lane:
     def end(self) -> float:
         """When it is through with what it was given."""
         return self.mark.end
-
-
-class CollectiveRun(NamedTuple):
-    """A collective among `size` processes, over links that its group uses one after the other."""
-
-    begin: float
-    end: float
-    kind: str
-    nbytes: int
-    size: int
 
 
 class Clock:
@@ -142,17 +97,9 @@ class Clock:
         host: what those take.
         is_host: whether the device is the host itself, a CPU.
         now: where the host is.
-        steps: when each step began.
-        end: when the last one was over.
-        timed: whether all that the operators take is known.
-        issued: when the host was through with handing over each operator, or with computing it.
-        begins, ends: of each operator on the device; of one that runs on the host, when the device was through by then.
+        timed, end, steps, issued, begins, ends, stalls, held_up, transfers, collectives: as of `Times`.
         on_host: the numbers of the operators that run on the host.
-        stalls: when the device stood still.
-        held_up: when the host did, likewise.
-        transfers: the copies.
-        collectives: what is sent between processes.
-        lane: the stream that operators are given to; None is the main one.
+        stream: the one that operators are given to; None is the main one.
         beside: begin and end of each operator of another stream, by its number.
     """
 
@@ -169,7 +116,7 @@ class Clock:
         self.on_host: set[int] = set()
         self.transfers: list[Transfer] = []
         self.collectives: list[CollectiveRun] = []
-        self.lane: Lane | None = None
+        self.stream: SideStream | None = None
         self.beside: dict[int, tuple[float, float]] = {}
         self._of_groups: dict[str, Mark] = {}  # the last collective of each group
         self.is_host = hardware.device_type == "cpu"
@@ -189,6 +136,23 @@ class Clock:
         self._link_ends: dict[Direction, float] = {"out": 0.0, "in": 0.0}
         self._carried_ends: dict[Direction, float] = {"out": 0.0, "in": 0.0}
         self._disk_end = 0.0
+
+    def times(self) -> Times:
+        """Returns when everything so far happened."""
+        return Times(
+            self.timed,
+            self.end,
+            tuple(self.steps),
+            tuple(self.issued),
+            tuple(self.begins),
+            tuple(self.ends),
+            tuple(sorted(self.on_host)),
+            tuple((op, begin, end) for op, (begin, end) in self.beside.items()),
+            tuple(self.stalls),
+            tuple(self.held_up),
+            tuple(self.transfers),
+            tuple(self.collectives),
+        )
 
     def begin_step(self) -> None:
         """A step begins where the device has caught up with the host."""
@@ -218,8 +182,8 @@ class Clock:
         """The host has issued an operator that takes so long; nothing is launched for one that takes no time."""
         if seconds is None:
             self.timed, seconds = False, 0.0
-        if seconds and self.lane is not None:
-            self._beside(self.lane, seconds)
+        if seconds and self.stream is not None:
+            self._beside(self.stream, seconds)
             return
         if seconds:
             if len(self.ends) >= _MOST_QUEUED and self.ends[-_MOST_QUEUED] > self.now:
@@ -239,23 +203,23 @@ class Clock:
             self.now = max(self.now, end)  # it may have waited, which what takes time comes after
         self.issued.append(self.now)
 
-    def _beside(self, lane: Lane, seconds: float) -> None:
-        begin = max(self.now, lane.end)
-        lane.mark = Mark.behind(lane.mark, begin, begin + seconds, lane.cause)
-        self.beside[len(self.ends)] = begin, lane.end
+    def _beside(self, side: SideStream, seconds: float) -> None:
+        begin = max(self.now, side.end)
+        side.mark = Mark.behind(side.mark, begin, begin + seconds, side.cause)
+        self.beside[len(self.ends)] = begin, side.end
         self.issued.append(self.now)
         self.begins.append(self._end)
         self.ends.append(self._end)
         self._free_ends.append(self._free)
 
-    def mark(self, lane: Lane | None) -> Mark:
+    def mark(self, side: SideStream | None) -> Mark:
         """When a stream will be through with all that it was given so far."""
-        return Mark(self.point(), "host") if lane is None else lane.mark
+        return Mark(self.point(), "host") if side is None else side.mark
 
-    def wait(self, mark: Mark, lane: Lane | None) -> None:
+    def wait(self, mark: Mark, side: SideStream | None) -> None:
         """Let what a stream is given from here on come after something."""
-        if lane is not None:
-            lane.mark = mark if mark.end > lane.end else lane.mark
+        if side is not None:
+            side.mark = mark if mark.end > side.end else side.mark
         elif self.is_host:
             self.hold_up_for(mark)
         elif mark.end > self._end:
@@ -270,13 +234,13 @@ class Clock:
             seconds: how long it takes.
         """
         self.now += self.host.operator
-        given = self.mark(self.lane)
+        given = self.mark(self.stream)
         before = max(given, self._of_groups.get(group, given), key=lambda mark: mark.end)
         begin = max(self.now, before.end)
         self._of_groups[group] = mark = Mark.behind(before, begin, begin + seconds, kind)
         self.collectives.append(CollectiveRun(begin, mark.end, kind, nbytes, size))
-        if self.lane is not None:
-            self.lane.cause = kind
+        if self.stream is not None:
+            self.stream.cause = kind
         return mark
 
     def host_operator(self, seconds: float) -> None:
@@ -305,8 +269,8 @@ class Clock:
 
     def come_after(self, transfer: Transfer) -> None:
         """Let what the device is given from here on come after a copy. Where the CPU takes part, the host waits."""
-        if transfer.awaited is None:
-            transfer.awaited = len(self.ends)
+        if self.transfers[transfer.number].awaited is None:
+            self.transfers[transfer.number] = transfer._replace(awaited=len(self.ends))
         if transfer.carried:
             self.hold_up(transfer.end, transfer.cause)
         elif transfer.end > self._end:
@@ -347,18 +311,18 @@ class Clock:
             self._link_ends[direction] = end
         if carried:
             self._carried_ends[direction] = end
-        self.transfers.append(Transfer(begin, end, direction, tier, nbytes, carried, asked))
+        self.transfers.append(Transfer(begin, end, direction, tier, nbytes, carried, asked, number=len(self.transfers)))
         return self.transfers[-1]
 
     def copy_in_stream(self, direction: Direction, tier: str, nbytes: int) -> None:
         """A copy on the present stream, behind what that has to do and before what it is given from here on."""
-        lane = self.lane
-        ready = self.point() if lane is None else lane.end
+        side = self.stream
+        ready = self.point() if side is None else side.end
         transfer = self.copy(direction, tier, nbytes, ready=ready, asked=len(self.ends))
-        if lane is None:
+        if side is None:
             self.come_after(transfer)
             return
-        lane.mark = Mark.behind(lane.mark, transfer.begin, transfer.end, transfer.cause)
+        side.mark = Mark.behind(side.mark, transfer.begin, transfer.end, transfer.cause)
         if transfer.carried:
             self.hold_up(transfer.end, transfer.cause)
 

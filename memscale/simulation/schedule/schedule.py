@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from memscale.hardware import COLLECTIVES
-from memscale.simulation.ledger import OpCall, Phase
-from memscale.simulation.schedule.clock import CAUSES, Clock
+from memscale.simulation.schedule.clock import CAUSES
+from memscale.simulation.trace import Phase, Trace
 
 #: The queues of a schedule, in the order in which pictures show them.
 QUEUES = ("device", "streams", *COLLECTIVES, "out", "in", "disk", "host")
@@ -129,21 +129,21 @@ class Schedule:
         return dict(sorted(found.items()))
 
     @classmethod
-    def of_last_step(cls, clock: Clock, ops: Sequence[OpCall], first: int) -> Schedule:
-        """The schedule of the last step on `clock`, whose operators are ``ops[first:]``."""
-        zero = clock.steps[-1]
+    def of_last_step(cls, trace: Trace) -> Schedule:
+        """The schedule of the last step in `trace`."""
+        times, zero = trace.times, trace.times.steps[-1]
         return cls(
-            clock.end - zero,
-            tuple(_operations(clock, ops, first, zero)),
+            times.end - zero,
+            tuple(_operations(trace)),
             tuple(
                 ScheduledCopy(each.direction, each.tier, each.nbytes, each.begin - zero, each.end - each.begin)
-                for each in clock.transfers
+                for each in times.transfers
                 if each.begin >= zero
             ),
-            tuple(_waits(clock, first, zero)),
+            tuple(_waits(trace)),
             tuple(
                 ScheduledCollective(each.kind, each.nbytes, each.size, each.begin - zero, each.end - each.begin)
-                for each in clock.collectives
+                for each in times.collectives
                 if each.begin >= zero
             ),
         )
@@ -184,16 +184,18 @@ def queues_of(copy: ScheduledCopy) -> tuple[str, ...]:
     return (copy.direction, "disk") if copy.tier == "disk" else (copy.direction,)
 
 
-def _operations(clock: Clock, ops: Sequence[OpCall], first: int, zero: float) -> Iterator[ScheduledOperator]:
+def _operations(trace: Trace) -> Iterator[ScheduledOperator]:
     names = {phase: phase.value for phase in Phase}
-    for at in range(first, len(ops)):
-        op, begin, issued = ops[at], clock.begins[at], clock.issued[at]
-        seconds = clock.ends[at] - begin
+    times, zero, first = trace.times, trace.times.steps[-1], trace.steps[-1][1]
+    on_streams, on_host = {at: span for at, *span in times.on_streams}, set(times.on_host)
+    for at, op in enumerate(trace.last_operators, first):
+        begin, issued = times.begins[at], times.issued[at]
+        seconds = times.ends[at] - begin
         queue = "device"
-        if at in clock.beside:
-            begin, end = clock.beside[at]
+        if at in on_streams:
+            begin, end = on_streams[at]
             queue, seconds = "streams", end - begin
-        elif at in clock.on_host:
+        elif at in on_host:
             assert op.seconds is not None
             queue, seconds, begin = "host", op.seconds, issued - op.seconds
         # Half the time of calling the class.
@@ -201,10 +203,9 @@ def _operations(clock: Clock, ops: Sequence[OpCall], first: int, zero: float) ->
         yield tuple.__new__(ScheduledOperator, row)
 
 
-def _waits(clock: Clock, first: int, zero: float) -> Iterator[ScheduledWait]:
-    for stall in clock.stalls:
-        if stall.begin >= zero:
-            yield ScheduledWait("device", stall.cause, stall.begin - zero, stall.end - stall.begin, stall.op - first)
-    for begin, end, cause, op in clock.held_up:
-        if begin >= zero:
-            yield ScheduledWait("host", cause, begin - zero, end - begin, op - first)
+def _waits(trace: Trace) -> Iterator[ScheduledWait]:
+    zero, first = trace.times.steps[-1], trace.steps[-1][1]
+    for queue, waits in (("device", trace.times.stalls), ("host", trace.times.held_up)):
+        for begin, end, cause, op in waits:
+            if begin >= zero:
+                yield ScheduledWait(queue, cause, begin - zero, end - begin, op - first)

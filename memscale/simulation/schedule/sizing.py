@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from memscale.simulation.schedule.clock import Transfer
+from memscale.simulation.trace import Transfer
 
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 # A depth is deep enough where a larger one would not save this share of the step, nor more than what it keeps on the

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from memscale.simulation.dispatch.cache_contents import CacheContents
+from memscale.simulation.dispatch.trace_builder import StorageRecord
 from memscale.simulation.kernels import caches
-from memscale.simulation.ledger import StorageRecord
 
 MIB = 1 << 20
 

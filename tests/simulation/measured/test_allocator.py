@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.measured.allocator_trace import measure, training_roles
+from memscale.simulation.trace import CATEGORIES
 
 MIB = 1 << 20
 

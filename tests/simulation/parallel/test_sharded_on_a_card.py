@@ -12,7 +12,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.hardware import COLLECTIVES
-from memscale.simulation import MemoryProfiler
+from memscale.simulation import MemoryProfiler, analyse
 from memscale.simulation.allocator.caching import replay
 
 pytestmark = [
@@ -75,11 +75,11 @@ def rows(device="cpu"):
 
 def test_whole_parameters_of_a_group_come_and_go_before_the_next_groups(group):
     model = sharded("cpu")
-    ledger = MemoryProfiler(model, loss=loss, hardware="h100").simulated(rows()).ledger
-    before = ledger.events[: ledger.steps[0][0]]
+    trace = MemoryProfiler(model, loss=loss, hardware="h100").simulated(rows())
+    before = trace.events[: trace.steps[0][0]]
     live, most = 0, []
     for event in before:
-        live += ledger.records[abs(event) - 1].nbytes * (1 if event > 0 else -1)
+        live += trace.storages[abs(event) - 1].nbytes * (1 if event > 0 else -1)
         most.append(live)
     shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
     block, root = (sum(each.numel() for each in part.parameters()) * 4 for part in (model.blocks[0], model.head))
@@ -89,7 +89,7 @@ def test_whole_parameters_of_a_group_come_and_go_before_the_next_groups(group):
     assert root > block
     assert most.index(max(most)) > len(most) // 2
     assert most[-1] == pytest.approx(shards + rows().nbytes, abs=64)  # FSDP2 of torch 2.10 has a scalar of its own
-    on_meta = MemoryProfiler(sharded("cpu", device="meta"), loss=loss, hardware="h100").simulated(rows()).ledger
+    on_meta = MemoryProfiler(sharded("cpu", device="meta"), loss=loss, hardware="h100").simulated(rows())
     assert all(event > 0 for event in on_meta.events[: on_meta.steps[0][0]])
 
 
@@ -97,12 +97,10 @@ def test_a_step_that_is_repeated_takes_from_the_same_streams(group):
     model = sharded("cpu")
     profiler = MemoryProfiler(model, torch.optim.AdamW(model.parameters()), loss=loss, hardware="h100")
     step = profiler.simulated(rows())
-    records = step.ledger.records
-    events = [
-        (abs(event) - 1, records[abs(event) - 1].nbytes * (1 if event > 0 else -1)) for event in step.ledger.events
-    ]
+    records = step.storages
+    events = [(abs(event) - 1, records[abs(event) - 1].nbytes * (1 if event > 0 else -1)) for event in step.events]
     once = replay(events, streams={number: record.stream for number, record in enumerate(records)})
-    assert step.profile().reserved_peak_bytes == once.reserved_peak_bytes
+    assert analyse(step).reserved_peak_bytes == once.reserved_peak_bytes
 
 
 def offloaded(hardware="h100", **options):
@@ -160,9 +158,9 @@ def test_a_wait_for_a_shards_copy_is_not_told_as_one_for_the_collective_behind_i
 def test_what_ddp_sends_when_it_is_made_comes_and_goes_before_the_step(group):
     model = nn.parallel.DistributedDataParallel(Model())
     model.broadcast_bucket_size = 1 << 22
-    ledger = MemoryProfiler(model, loss=loss, hardware="h100").simulated(rows()).ledger
-    before = ledger.events[: ledger.steps[0][0]]
-    pieces = [ledger.records[-event - 1].nbytes for event in before if event < 0]
+    trace = MemoryProfiler(model, loss=loss, hardware="h100").simulated(rows())
+    before = trace.events[: trace.steps[0][0]]
+    pieces = [trace.storages[-event - 1].nbytes for event in before if event < 0]
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert sum(pieces) == whole - model.module.head.bias.nbytes  # the last, alone: it is sent from where it is
     assert len(pieces) > 2

@@ -2,8 +2,8 @@
 
 import pytest
 
-from memscale.simulation.schedule.clock import Transfer
 from memscale.simulation.schedule.sizing import DepthReplay, prefetch_depth
+from memscale.simulation.trace import Transfer
 
 LAYERS = 32
 
@@ -39,6 +39,5 @@ def test_both_directions_share_one_disk():
         transfers.append(Transfer(0.0, 1.5, "in", "pinned", 1, False, asked=0, awaited=2 * at + 1))
     step = ([1.0] * (2 * LAYERS), [0] * (2 * LAYERS), transfers, 0)
     assert DepthReplay(*step).seconds(4) <= 2 * LAYERS + 1.5
-    for transfer in transfers:
-        transfer.tier = "disk"
-    assert DepthReplay(*step).seconds(4) >= 3 * (LAYERS - 4)
+    on_disk = [transfer._replace(tier="disk") for transfer in transfers]
+    assert DepthReplay(step[0], step[1], on_disk, 0).seconds(4) >= 3 * (LAYERS - 4)

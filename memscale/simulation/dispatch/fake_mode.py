@@ -1,4 +1,4 @@
-"""The dispatch mode under which a step runs without computing: hollow tensors for answers, and `books` kept on them.
+"""The dispatch mode under which a step runs without computing: it answers with fake tensors, and records.
 
 Every operator of a step passes here, some ten thousand of a large model's: what does not depend on the call is known
 from `operators`, what does not depend on values from `call_effects`.
@@ -21,14 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memscale.core import ConfigError
 from memscale.hardware import Direction
-from memscale.simulation.dispatch.books import Books
 from memscale.simulation.dispatch.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects
-from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.in_place_sums import InPlaceSums
 from memscale.simulation.dispatch.live_storages import LARGEST_KNOWN, LiveStorages, is_small
 from memscale.simulation.dispatch.operators import Call, Operator, composition
 from memscale.simulation.dispatch.sparse import ran
+from memscale.simulation.dispatch.step_recorder import StepRecorder
+from memscale.simulation.dispatch.trace_builder import CHOICE, DRAW, GIVEN, SCALAR, StorageRecord, TraceBuilder
 from memscale.simulation.dispatch.values import NeedsValues, Values, guess_of, integers_of, stands_in, with_numbers
 from memscale.simulation.kernels.caches import own_caches
 from memscale.simulation.kernels.kernels import Kernels
@@ -43,7 +44,6 @@ from memscale.simulation.kernels.shapes import (
     tensors_in,
     written_by,
 )
-from memscale.simulation.ledger import CHOICE, DRAW, GIVEN, SCALAR, Ledger, StorageRecord
 from memscale.simulation.parallel.collectives import (
     NAMESPACE,
     Works,
@@ -69,8 +69,8 @@ _FROM_PYTHON = aten.lift_fresh.default
 _SPARSE_ON_A_CARD = "has sparse tensors: what their kernels take on a card while they run is not known, nor counted"
 
 
-class HollowMode(TorchDispatchMode):
-    """Answers every operator on plain CPU tensors, and records births and deaths of storages in a `Ledger`.
+class FakeMode(TorchDispatchMode):
+    """Answers every operator on plain CPU tensors, and records births and deaths of storages in a `TraceBuilder`.
 
     Args:
         kernels: those of the device that is simulated.
@@ -89,18 +89,18 @@ class HollowMode(TorchDispatchMode):
         draws: Draws = Draws.SEEDED,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger = Ledger()
+        self.builder = TraceBuilder()
         self.storages = LiveStorages(
-            self.ledger,
+            self.builder,
             residents,
             beside_cpu=kernels.device_type != "cpu",
             caches=None if host is None else own_caches(),
-            lane=lambda: clock.lane,
+            stream=lambda: clock.stream,
         )
         self.values = Values(self.storages, alike=draws is not Draws.SEEDED)
         self.draws = draws
-        self.hollow = HollowStorages()
-        self.books = Books(self.storages, clock, host)
+        self.fakes = FakeStorages()
+        self.recorder = StepRecorder(self.storages, clock, host)
         self.searching = False  # the optimizer decides by values of the loss
         self.host = host
         self.meets_sparse = False  # whether the batch has sparse tensors
@@ -109,7 +109,7 @@ class HollowMode(TorchDispatchMode):
         self.randomness = StepRandomness()
         self._one_thread = threading.RLock()  # the step's own threads, one operator at a time
         self._accelerator = kernels.device_type if kernels.device_type != "cpu" else None
-        self._effects = CallEffects(kernels, self.hollow)
+        self._effects = CallEffects(kernels, self.fakes)
         self._operators = self._effects.operators
         self._sums = InPlaceSums(self.storages)
 
@@ -173,7 +173,7 @@ class HollowMode(TorchDispatchMode):
         if effect.draws:
             torch.rand((), generator=self.randomness.torch)  # for a region to see that it moved, and to keep its state
         if effect.layout.is_view:
-            return self.books.enter(operator, op(*args, **kwargs), effect)
+            return self.recorder.enter(operator, op(*args, **kwargs), effect)
         if operator.kind is Kind.IN_PLACE:
             return self._in_place(call, effect)
         if call.known and all(nbytes <= LARGEST_KNOWN for nbytes in effect.layout.storage_bytes):
@@ -204,8 +204,8 @@ class HollowMode(TorchDispatchMode):
         if self._accelerator is not None:
             self.values.assumptions[_SPARSE_ON_A_CARD] = None
         written = written_by(operator.written, args, kwargs)
-        result, probe = ran(operator.op, args, kwargs, tensors, written, self.hollow)
-        self.books.enter(operator, strided_parts(results_of(result)), self._effects.by_probe(parts, probe))
+        result, probe = ran(operator.op, args, kwargs, tensors, written, self.fakes)
+        self.recorder.enter(operator, strided_parts(results_of(result)), self._effects.by_probe(parts, probe))
         return result
 
     def _call(self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call:
@@ -213,7 +213,7 @@ class HollowMode(TorchDispatchMode):
         records = self.storages.of_arguments(tensors)
         if self.host is not None:
             pairs = zip(records, tensors, strict=True)
-            self.books.used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
+            self.recorder.used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
         if operator.op is aten.embedding.default and (records[1].known or tensors[1].is_floating_point()):
             self._check_indices(*tensors[:2])
         known = operator.rule.values == "constant" or (all(map(_KNOWN, records)) and all(map(is_small, tensors)))
@@ -227,21 +227,21 @@ class HollowMode(TorchDispatchMode):
             effect = operator.effects.get(key)
         except TypeError:  # a generator or another argument without a hash
             effect = key = None
-        return effect or self._effects.find(operator, args, kwargs, tensors, key, self.books.path())
+        return effect or self._effects.find(operator, args, kwargs, tensors, key, self.recorder.path())
 
     def _stand_in(self, call: Call, effect: CallEffect) -> Any:
         """Results of the layouts that the kernel returns, without memory."""
         operator, args, kwargs, tensors, *_ = call
-        result = effect.results(self.hollow, tensors)
+        result = effect.results(self.fakes, tensors)
         if effect.has_numbers:
             result = with_numbers(operator, result)
-        self.books.enter(operator, result, effect, is_new=effect.alone is not None)
+        self.recorder.enter(operator, result, effect, is_new=effect.alone is not None)
         if operator.sends:
             self.works.sent(operator.op, args, kwargs, result)
         if not self.values.follow(call, result) and effect.has_numbers:
             self.values.trust([tensor for tensor in results_of(result) if stands_in(tensor)], SCALAR)
         if operator.rule.in_place:
-            self._sums.maybe_in_place(operator.op, tensors, result, self.books.first_of_node)
+            self._sums.maybe_in_place(operator.op, tensors, result, self.recorder.first_of_node)
         elif operator.op is aten._safe_softmax.default:
             self._sums.mask_added_in_place(tensors[0])
         return result
@@ -252,19 +252,19 @@ class HollowMode(TorchDispatchMode):
         # New ones here came from Python (`torch.tensor`), so their values are real.
         self.storages.away = self.storages.counts = op is _FROM_PYTHON and self._counts_beside(list(args[0].shape))
         if self.host is not None:
-            self.books.used = []
+            self.recorder.used = []
             self.host.views()
         view = operator.rule.method if args and args[0].__class__ in _PLAIN else None
         result = op(*args, **kwargs) if view is None else view(*args, **kwargs)
         if result.__class__ is torch.Tensor and result.untyped_storage()._cdata in self.storages.live:
-            self.books.calls("view")
+            self.recorder.calls("view")
             return result  # a view, as most of them are
-        self.books.enter(operator, result, NOTHING, known=True)
+        self.recorder.enter(operator, result, NOTHING, known=True)
         return result
 
     def _counts_beside(self, shape: Any) -> bool:
         """Whether one number is made on the CPU beside the device, as an optimizer does that counts its steps there."""
-        return shape == [] and self.storages.beside_cpu and self.books.course.optimizing
+        return shape == [] and self.storages.beside_cpu and self.recorder.course.optimizing
 
     def _is_there(self, tensor: torch.Tensor, wanted: Mapping[str, Any]) -> bool:
         """Whether `tensor` is on the device already, as it is wanted: ``x.to("cuda")`` copies nothing then."""
@@ -272,7 +272,7 @@ class HollowMode(TorchDispatchMode):
 
     def _check_indices(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
         """Refuse what the kernel would refuse: no fake kernel looks at values."""
-        where = f" ({path})" if (path := self.books.path()) else ""
+        where = f" ({path})" if (path := self.recorder.path()) else ""
         if indices.is_floating_point():
             raise ConfigError(
                 f"the batch gives an embedding {str(indices.dtype).removeprefix('torch.')} numbers as rows{where}; "
@@ -303,17 +303,17 @@ class HollowMode(TorchDispatchMode):
         crosses = self.storages.beside_cpu and op is aten.copy_.default and len(records) == 2
         crosses = crosses and records[0].away != records[1].away
         way: Direction | None = ("out" if records[0].away else "in") if crosses else None
-        self.books.enter(operator, None, effect, way=way)
+        self.recorder.enter(operator, None, effect, way=way)
         returned = written[: len(op._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
     def _resize(self, tensor: torch.Tensor, shape: Any) -> torch.Tensor:
-        """Resize `tensor` to hollow contents: the caller's storage stays as it is."""
+        """Resize `tensor` to fake contents: the caller's storage stays as it is."""
         storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
         nbytes = (math.prod(shape) + offset) * tensor.itemsize
         grows = nbytes > storage.nbytes()
         stride = torch.empty(tuple(shape), device="meta").stride()
-        tensor.set_(self.hollow.storage(nbytes) if grows else storage, offset, tuple(shape), stride)
+        tensor.set_(self.fakes.storage(nbytes) if grows else storage, offset, tuple(shape), stride)
         if grows:
             self.storages.moved(tensor, storage)
         return tensor
@@ -326,7 +326,7 @@ class HollowMode(TorchDispatchMode):
                 result.untyped_storage().fill_(0)  # unlike `zero_`, no new version
         if operator.draws:
             self._settle(result, call)
-        self.books.enter(operator, result, effect)
+        self.recorder.enter(operator, result, effect)
         self.values.trust(
             result, DRAW if operator.draws else "" if operator.rule.values == "constant" else guess_of(call.records)
         )
@@ -355,8 +355,8 @@ class HollowMode(TorchDispatchMode):
         else:
             values = torch.zeros_like(source)
         chosen = self._call_real(operator, [values if arg is source else arg for arg in args], kwargs)
-        result = integers_of(chosen, effect.layout.build(self.hollow, tensors))
-        self.books.enter(operator, result, effect)
+        result = integers_of(chosen, effect.layout.build(self.fakes, tensors))
+        self.recorder.enter(operator, result, effect)
         self.values.trust([tensor for tensor in results_of(result) if not tensor.is_floating_point()], guess)
         return result
 
@@ -364,7 +364,7 @@ class HollowMode(TorchDispatchMode):
         operator, args, kwargs, tensors, records, known = call
         values = {id(tensor): tensor if known else self.values.of(tensor) for tensor in tensors}
         if any(value is None for value in values.values()):
-            raise NeedsValues(f"{operator.op} reads a value that only a real run computes", self.books.path())
+            raise NeedsValues(f"{operator.op} reads a value that only a real run computes", self.recorder.path())
         self._assume(operator, records, reads=True)
         return operator.op(*exchanged(args, values), **exchanged(kwargs, values))
 
@@ -385,15 +385,15 @@ class HollowMode(TorchDispatchMode):
             or sum(tensor.nbytes for tensor in tensors) > LARGEST_RUN_BYTES
             or any(value is None for value in values.values())
         ):
-            raise NeedsValues(f"the shape of what {op} returns depends on values", self.books.path())
+            raise NeedsValues(f"the shape of what {op} returns depends on values", self.recorder.path())
         self._assume(operator, deciding)
         args, kwargs = exchanged(args, values), exchanged(kwargs, values)
         result = op(*args, **kwargs)
         whole = result
         if not all(record.known or record.later for record in records):
-            hollow = result_layout(result, tensors).build(self.hollow, tensors)
-            result = integers_of(result, hollow) if operator.rule.values == "lengths" else hollow
-        self.books.enter(operator, result, self._effects.by_values(op, args, kwargs, result))
+            fake = result_layout(result, tensors).build(self.fakes, tensors)
+            result = integers_of(result, fake) if operator.rule.values == "lengths" else fake
+        self.recorder.enter(operator, result, self._effects.by_values(op, args, kwargs, result))
         trusted = {id(tensor) for tensor in results_of(whole)}
         self.values.trust([tensor for tensor in results_of(result) if id(tensor) in trusted], guess_of(deciding))
         return result
@@ -407,11 +407,11 @@ class HollowMode(TorchDispatchMode):
         else:
             self.values.forget(call.written)
         if self._accelerator is None and (scratch := scratch_bytes(op, args, call)):
-            ledger = self.ledger
-            ledger.death(ledger.birth(StorageRecord(scratch, len(ledger.ops) - 1, "workspace", path="gloo")))
+            builder = self.builder
+            builder.death(builder.birth(StorageRecord(scratch, len(builder.ops) - 1, "workspace", path="gloo")))
         return self.works.returned(op, args, call)
 
     def _assume(self, operator: Operator, records: list[StorageRecord], *, reads: bool = False) -> None:
         # A model must not decide on a number that stands for another.
-        decides = bool(self.books.modules or self.searching)
-        self.values.assume(operator, records, self.books.path(), decides=decides, reads=reads)
+        decides = bool(self.recorder.modules or self.searching)
+        self.values.assume(operator, records, self.recorder.path(), decides=decides, reads=reads)

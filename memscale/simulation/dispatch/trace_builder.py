@@ -1,28 +1,13 @@
-"""What a simulated step did to memory, as data: storages, their births and deaths, the operators that caused them."""
+"""`TraceBuilder`: the trace of a step while it runs, of which `trace` is what remains."""
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from memscale.hardware import Hardware
 from memscale.simulation.dispatch.lazy_values import LazyValue
-
-#: What a storage is for, in the order in which tables and pictures stack it; last what blocks of the caching allocator
-#: have above the storages in them.
-CATEGORIES = (
-    "parameter",
-    "buffer",
-    "optimizer state",
-    "gradient",
-    "input",
-    "activation",
-    "temporary",
-    "workspace",
-    "other",
-    "rounding",
-)
-
+from memscale.simulation.trace import OpCall, Phase, Storage, Times, Trace
 
 #: A choice among random activations: which expert, which token.
 CHOICE = "choice"
@@ -34,32 +19,18 @@ SCALAR = "scalar"
 GIVEN = "given"
 
 
-class Phase(enum.Enum):
-    """The part of a step that an operator runs in."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
-
-
 @dataclass(slots=True)
 class StorageRecord:
-    """One storage.
+    """One storage, and what is known of its values; attributes not below are those of `Storage`.
 
     Attributes:
-        nbytes: its size.
-        op: the index of the operator that made it, -1 for what was there before.
-        category: one of `CATEGORIES`, or "" until the step has shown what it is.
-        shape: of the first tensor over it.
-        dtype: of that tensor, ``"float32"``.
-        path: of the module, or of the parameter, it belongs to.
+        category: one of `CATEGORIES`, or "" for what its life decides: whether backward waited for it.
         known: whether its values are real ones, and not address space.
         guess: where known values are stand-ins: `CHOICE`, `SCALAR`, `DRAW`; where they are computed, `GIVEN`, or ""
             for what follows from constants.
         away: whether it lies on another memory tier, and takes up no byte of the device.
         later: how to compute its values, where they are known and not computed.
         used_at: when it was used last, in bytes that the step has gone through; -1 if never.
-        stream: the number of the stream that it was allocated on, 0 for the step's own.
     """
 
     nbytes: int
@@ -74,27 +45,6 @@ class StorageRecord:
     later: LazyValue | None = None
     used_at: int = -1
     stream: int = 0
-
-
-class OpCall(NamedTuple):
-    """One operator of the step.
-
-    Attributes:
-        name: of the operator, ``"aten::mm"``.
-        path: of the module that called it, in backward of the one whose forward it belongs to.
-        phase: of the step.
-        flops, nbytes, dtype: its arithmetic, its memory traffic, and what the arithmetic is done on.
-        seconds: how long the device takes for it, or the host if that computes it; None where its speed is not known.
-            On a CPU that was probed, with what the host did since the operator before: Python, autograd.
-    """
-
-    name: str
-    path: str
-    phase: Phase
-    flops: int = 0
-    nbytes: int = 0
-    dtype: str = ""
-    seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -148,8 +98,8 @@ class Sum:
 
 
 @dataclass
-class Ledger:
-    """Births (``number + 1``) and deaths (``-(number + 1)``) of ``records[number]``, in order."""
+class TraceBuilder:
+    """Collects births (``number + 1``) and deaths (``-(number + 1)``) of ``records[number]``, in order."""
 
     records: list[StorageRecord] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
@@ -183,12 +133,12 @@ class Ledger:
     def repeats(self) -> bool:
         """Whether another step would find what this one found: it leaves what it freed of those before.
 
-        >>> ledger = Ledger()
+        >>> builder = TraceBuilder()
         >>> for nbytes in (8, 16, 16):
-        ...     ledger.begin_step()
-        ...     number = ledger.birth(StorageRecord(nbytes, 0))
-        ...     _ = number and ledger.death(number - 1)
-        ...     print(ledger.repeats())
+        ...     builder.begin_step()
+        ...     number = builder.birth(StorageRecord(nbytes, 0))
+        ...     _ = number and builder.death(number - 1)
+        ...     print(builder.repeats())
         False
         False
         True
@@ -203,13 +153,51 @@ class Ledger:
         )
         return left == former
 
-    def computes_in(self) -> frozenset[str]:
-        """The dtypes that the last step multiplies in."""
-        return frozenset(op.dtype for op in self.ops[self.steps[-1][1] :] if op.flops)
-
     def trim(self, *, if_grown: bool = False) -> None:
         """Note that the device is given back now what its allocator only caches."""
         (self.trims_if_grown if if_grown else self.trims).append(len(self.events))
+
+    def trace(
+        self, hardware: Hardware, times: Times, by_tier: Mapping[str, int], notes: tuple[str, ...], reads_random: bool
+    ) -> Trace:
+        """Returns what was recorded, after `add_in_place`; arguments as of `Trace`."""
+        storages = [
+            (each.nbytes, each.op, category, each.shape, each.dtype, each.path, each.away, each.stream)
+            for each, category in zip(self.records, self._categories(), strict=True)
+        ]
+        return Trace(
+            hardware,
+            tuple(map(Storage._make, storages)),
+            tuple(self.events),
+            tuple(self.event_ops),
+            tuple(self.ops),
+            tuple(self.steps),
+            tuple(self.trims),
+            tuple(self.trims_if_grown),
+            times,
+            tuple(by_tier.items()),
+            notes,
+            reads_random,
+        )
+
+    def _categories(self) -> Iterator[str]:
+        """The category of each storage; of one without, whether backward waited for it, or whether it came and went."""
+        in_forward, in_backward = (
+            [op.phase is phase for op in self.ops] + [False] for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )  # the last one is that of what no operator made, number -1
+        backwards = (at for at, number in enumerate(self.event_ops) if in_backward[number])
+        died = {-event - 1: at for at, event in enumerate(self.events) if event < 0}
+        born = {event - 1: at for at, event in enumerate(self.events) if event > 0}
+        next_backward = next(backwards, None)
+        for number, record in enumerate(self.records):
+            if record.category:
+                yield record.category
+                continue
+            at = born.get(number, 0)
+            while next_backward is not None and next_backward < at:
+                next_backward = next(backwards, None)
+            lives_on = next_backward is not None and died.get(number, len(self.events)) > next_backward
+            yield "activation" if in_forward[record.op] and lives_on else "temporary"
 
     def add_in_place(self) -> None:
         """Let the additions of gradients happen in place where autograd would have done that.

@@ -1,4 +1,4 @@
-"""The books of a simulated step: what each operator did to memory and to the clock, entered as it runs."""
+"""`StepRecorder`: notes what each operator did to memory and to the clock, as it runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from memscale.simulation.dispatch.graphs import Graphs
 from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.operators import Operator
+from memscale.simulation.dispatch.trace_builder import Course, StorageRecord
 from memscale.simulation.kernels.shapes import results_of
-from memscale.simulation.ledger import Course, OpCall, StorageRecord
 from memscale.simulation.rules.recurrences import DROPOUT_STATES
 from memscale.simulation.rules.rule import PLAIN, Result, in_order
 from memscale.simulation.sandbox.garbage import EVERY, StepCollections
 from memscale.simulation.schedule.clock import Clock
+from memscale.simulation.trace import OpCall
 
 
-class Books:
-    """Enters operators in the ledger of the storages that they make.
+class StepRecorder:
+    """Enters operators, and the storages that they make, in a `TraceBuilder`.
 
     Args:
         storages: those that live.
@@ -48,7 +49,7 @@ class Books:
         self.settled = True
         self.used: list[tuple[StorageRecord, int]] = []
         self._storages = storages
-        self._ledger = storages.ledger
+        self._builder = storages.builder
         self._clock = clock
         self._host = host
         # Of a library in a thread, each of which has a handle: the caller's, and autograd's for the device.
@@ -119,12 +120,12 @@ class Books:
         elif not (new := self._new(operator, result)) and not (work.flops or work.nbytes) and program == PLAIN:
             self.calls("view")
             return result
-        ledger, clock, records = self._ledger, self._clock, torch.is_grad_enabled()
-        at = len(ledger.ops)
+        builder, clock, records = self._builder, self._clock, torch.is_grad_enabled()
+        at = len(builder.ops)
         if running is not None and number != self._node:
             self._node, self.first_of_node = number, at
             self.graphs.runs(running, task)
-        phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=bool(modules), records=records)
+        phase = self.course.phase(builder.ops, in_backward=in_backward, in_module=bool(modules), records=records)
         seconds: float | None
         if way is not None and knows_copies(clock.hardware):
             seconds = clock.across(way, work.nbytes // 2)
@@ -145,7 +146,7 @@ class Books:
             clock.operator(seconds)
         # Half the time of calling the class, which is a fiftieth of a simulation.
         call = (operator.name, path, phase, work.flops, work.nbytes, work.dtype, seconds)
-        ledger.ops.append(tuple.__new__(OpCall, call))
+        builder.ops.append(tuple.__new__(OpCall, call))
         if at % EVERY == 0:
             self.collections.collect()
         if program == PLAIN and not effect.workspaces:
@@ -163,17 +164,17 @@ class Books:
                 part = result[nbytes.place]
                 self._take(operator, result, [each for each in new if each[1] is part], at, path, known)
             elif nbytes > 0:
-                scratch.append(ledger.birth(StorageRecord(nbytes, at, "workspace", path=path)))
+                scratch.append(builder.birth(StorageRecord(nbytes, at, "workspace", path=path)))
             elif nbytes < 0:
-                last = next(number for number in reversed(scratch) if ledger.records[number].nbytes == -nbytes)
+                last = next(number for number in reversed(scratch) if builder.records[number].nbytes == -nbytes)
                 scratch.remove(last)
-                ledger.death(last)
+                builder.death(last)
             elif new:
                 self._take(operator, result, new, at, path, known)
         if workspaces and not is_shared:
             self._leave(workspaces, at, in_backward=in_backward)
         for number in reversed(scratch):
-            ledger.death(number)
+            builder.death(number)
         return result
 
     def _new(self, operator: Operator, result: Any) -> list[tuple[torch.UntypedStorage, torch.Tensor]]:
@@ -206,7 +207,7 @@ class Books:
         for library, nbytes in workspaces.items():
             if (library, in_backward) not in self._workspaces:
                 self._workspaces.add((library, in_backward))
-                self._ledger.birth(StorageRecord(nbytes, at, "workspace", path=library))
+                self._builder.birth(StorageRecord(nbytes, at, "workspace", path=library))
 
     def _take(
         self,

@@ -1,10 +1,10 @@
-"""Hollow tensors: ordinary CPU tensors whose bytes are address space that nobody touches.
+"""Fake tensors: ordinary CPU tensors whose bytes are address space that nobody touches.
 
-A simulated step must take the path that the real one takes. Fake tensors do not: libraries ask `isinstance(x,
-FakeTensor)` and choose another attention mask, `type(p)` is not `Parameter` for an optimizer's foreach path, and
-PyTorch decomposes an LSTM differently for them. A hollow tensor is a plain `torch.Tensor` on the CPU, with a storage of
-the right size, so everything above the kernels behaves as it would; and since no kernel ever runs on it, the operating
-system never gives it a page.
+A simulated step must take the path that the real one takes. Under PyTorch's `FakeTensor` it does not: libraries ask
+`isinstance(x, FakeTensor)` and choose another attention mask, `type(p)` is not `Parameter` for an optimizer's foreach
+path, and PyTorch decomposes an LSTM differently. A fake tensor here is a plain `torch.Tensor` on the CPU, with a
+storage of the right size, so everything above the kernels behaves as it would; and since no kernel ever runs on it, the
+operating system never gives it a page.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SMALLEST_MAPPING = 1 << 40
 _NO_RESERVE = 0x4000 if hasattr(mmap, "MAP_NORESERVE") or hasattr(mmap, "MAP_POPULATE") else 0
 
 
-class HollowStorages:
-    """Makes hollow tensors. All of them share one range of addresses, each with a storage object of its own.
+class FakeStorages:
+    """Makes fake tensors. All of them share one range of addresses, each with a storage object of its own.
 
-    >>> storages = HollowStorages()
+    >>> storages = FakeStorages()
     >>> tensor = storages.tensor(storages.storage(1 << 38), torch.bfloat16, (1 << 18, 1 << 19), (1 << 19, 1))
     >>> tensor.shape, tensor.nbytes == 1 << 38, type(tensor) is torch.Tensor
     (torch.Size([262144, 524288]), True, True)
@@ -43,7 +43,7 @@ class HollowStorages:
     def alone(self, nbytes: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         """A tensor at the beginning of a new storage of `nbytes` bytes, in half the time of making one after the other.
 
-        >>> HollowStorages().alone(24, torch.float32, (3, 2), (1, 3)).stride()
+        >>> FakeStorages().alone(24, torch.float32, (3, 2), (1, 3)).stride()
         (1, 3)
         """
         count, rest = divmod(nbytes, dtype.itemsize)
@@ -69,7 +69,7 @@ class HollowStorages:
         return torch.empty(0, dtype=dtype).set_(storage, offset, tuple(shape), tuple(stride))
 
     def like(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
-        """A hollow tensor with the layout and dtype of `tensor`, over `storage` or one of its own."""
+        """A fake tensor with the layout and dtype of `tensor`, over `storage` or one of its own."""
         storage = storage or self.storage(tensor.untyped_storage().nbytes())
         return self.tensor(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 

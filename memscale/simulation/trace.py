@@ -1,0 +1,274 @@
+"""`Trace`: what a simulated step did, as immutable data. All that is said of a step is a function of its trace."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from memscale.core import ConfigError, Document, aligned, format_bytes, format_seconds
+from memscale.hardware import Direction, Hardware
+
+#: What a storage is for, in the order in which tables and pictures stack it; last what blocks of the caching allocator
+#: have above the storages in them.
+CATEGORIES = (
+    "parameter",
+    "buffer",
+    "optimizer state",
+    "gradient",
+    "input",
+    "activation",
+    "temporary",
+    "workspace",
+    "other",
+    "rounding",
+)
+
+_DOCUMENT = Document("trace", version=1, writer="Trace.to_json()", error=ConfigError)
+_SHOWN = 40  # operators of a printed trace
+
+
+class Phase(str, enum.Enum):
+    """The part of a step that an operator runs in."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Storage(NamedTuple):
+    """One storage.
+
+    Attributes:
+        nbytes: its size on the device.
+        op: the index of the operator that made it, -1 for what was there before.
+        category: one of `CATEGORIES`.
+        shape, dtype: of the first tensor over it, the dtype as ``"float32"``.
+        path: of the module, or of the parameter, that it belongs to.
+        offloaded: whether it lies on another memory tier, and takes up no byte of the device.
+        stream: the number of the stream that it was allocated on, 0 for the step's own.
+    """
+
+    nbytes: int
+    op: int
+    category: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    path: str = ""
+    offloaded: bool = False
+    stream: int = 0
+
+
+class OpCall(NamedTuple):
+    """One operator of the step.
+
+    Attributes:
+        name: of the operator, ``"aten::mm"``.
+        path: of the module that called it, in backward of the one whose forward it belongs to.
+        phase: of the step.
+        flops, nbytes, dtype: its arithmetic, its memory traffic, and what the arithmetic is done on.
+        seconds: how long the device takes for it, or the host if that computes it; None where its speed is not known.
+            On a CPU that was probed, with what the host did since the operator before: Python, autograd.
+    """
+
+    name: str
+    path: str
+    phase: Phase
+    flops: int = 0
+    nbytes: int = 0
+    dtype: str = ""
+    seconds: float | None = None
+
+
+class Stall(NamedTuple):
+    """The device, or the host, stands still from `begin` to `end`, before operator number `op`."""
+
+    begin: float
+    end: float
+    cause: str
+    op: int
+
+
+class Transfer(NamedTuple):
+    """A copy from the device ("out") to a tier, or back ("in").
+
+    Attributes:
+        begin, end: when it runs.
+        direction, tier, nbytes: what it moves.
+        carried: whether the CPU takes part, so that who waits for it waits on the host.
+        asked: how many operators had been issued when it was asked for.
+        awaited: how many when the first was to come after it; None if none was.
+        number: its place among the copies.
+    """
+
+    begin: float
+    end: float
+    direction: Direction
+    tier: str
+    nbytes: int
+    carried: bool
+    asked: int
+    awaited: int | None = None
+    number: int = 0
+
+    @property
+    def cause(self) -> str:
+        """Why whoever waits for it stands still."""
+        return "disk" if self.tier == "disk" else "room" if self.direction == "out" else "input"
+
+
+class CollectiveRun(NamedTuple):
+    """A collective among `size` processes, over links that its group uses one after the other."""
+
+    begin: float
+    end: float
+    kind: str
+    nbytes: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Times:
+    """When everything in a trace happens, in seconds from its beginning.
+
+    Attributes:
+        timed: whether all that the operators take is known.
+        end: when the last step was over.
+        steps: when each step began.
+        issued: when the host was through with handing over each operator, or with computing it.
+        begins, ends: of each operator on the device; of one that runs on the host, when the device was through by then.
+        on_host: the numbers of the operators that run on the host.
+        on_streams: number, begin and end of each operator of a stream beside the main one.
+        stalls: when the device stood still.
+        held_up: when the host did, likewise.
+        transfers: the copies.
+        collectives: what is sent between processes.
+    """
+
+    timed: bool
+    end: float
+    steps: tuple[float, ...]
+    issued: tuple[float, ...]
+    begins: tuple[float, ...]
+    ends: tuple[float, ...]
+    on_host: tuple[int, ...]
+    on_streams: tuple[tuple[int, float, float], ...]
+    stalls: tuple[Stall, ...]
+    held_up: tuple[Stall, ...]
+    transfers: tuple[Transfer, ...]
+    collectives: tuple[CollectiveRun, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Steps of one loop as they were simulated; the last one is the step that stands for all later ones.
+
+    >>> import torch, memscale as ms
+    >>> profiler = ms.MemoryProfiler(torch.nn.Linear(8, 8), loss=lambda y, _: y.sum(), hardware="t4")
+    >>> trace = profiler.simulated(torch.ones(2, 8))
+    >>> [op.name for op in trace.last_operators if op.phase == "forward"]
+    ['aten::addmm', 'aten::sum']
+    >>> Trace.from_json(trace.to_json()).digest() == trace.digest()
+    True
+
+    Attributes:
+        hardware: the device that was simulated.
+        storages: in the order in which they were first seen.
+        events: ``number + 1`` where ``storages[number]`` is allocated, ``-(number + 1)`` where it is freed, in order.
+        event_ops: for each event the index of the operator that it belongs to, -1 before the first.
+        ops: the operators.
+        steps: of each step the index of its first event and of its first operator.
+        trims: the indices of the events before which the device was given back what its allocator only cached.
+        trims_if_grown: those before which that was so if the allocator had taken more since the last of them.
+        times: when everything happened.
+        by_tier: the most bytes that each tier below the device held.
+        notes: what the simulation assumed.
+        reads_random: whether the step's own code read a random number.
+    """
+
+    hardware: Hardware
+    storages: tuple[Storage, ...]
+    events: tuple[int, ...]
+    event_ops: tuple[int, ...]
+    ops: tuple[OpCall, ...]
+    steps: tuple[tuple[int, int], ...]
+    trims: tuple[int, ...]
+    trims_if_grown: tuple[int, ...]
+    times: Times
+    by_tier: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...] = ()
+    reads_random: bool = False
+
+    @property
+    def last_operators(self) -> tuple[OpCall, ...]:
+        """The operators of the last step."""
+        return self.ops[self.steps[-1][1] :]
+
+    def computes_in(self) -> frozenset[str]:
+        """The dtypes that the last step multiplies in."""
+        return frozenset(op.dtype for op in self.last_operators if op.flops)
+
+    def digest(self) -> str:
+        """Returns a hash of all but the hardware, whose times are in it: equal in every process for the same step."""
+        return hashlib.sha256(self._written(None).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Returns the trace as JSON text."""
+        return self._written(json.loads(self.hardware.to_json()))
+
+    def _written(self, hardware: Any) -> str:
+        return _DOCUMENT.write(vars(self) | {"hardware": hardware, "times": vars(self.times)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """Returns the trace that `to_json` wrote.
+
+        Raises:
+            ConfigError: the text is not JSON, is of another schema version, or lacks a field.
+        """
+        data = _DOCUMENT.read(text)
+        with _DOCUMENT.parts():
+            data["hardware"] = Hardware.from_json(json.dumps(data["hardware"]))
+            data["ops"] = [OpCall(name, path, Phase(phase), *rest) for name, path, phase, *rest in data["ops"]]
+            data["storages"] = [
+                Storage(nbytes, op, category, tuple(shape), *rest)
+                for nbytes, op, category, shape, *rest in data["storages"]
+            ]
+            data["times"] = Times(**_with_tuples(data["times"], _OF_TIMES))
+            return cls(**_with_tuples(data, {"steps": tuple, "by_tier": tuple}))
+
+    def __str__(self) -> str:
+        first_event, first_op = self.steps[-1]
+        changes: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        for event, at in zip(self.events[first_event:], self.event_ops[first_event:], strict=True):
+            changes[at][event < 0] += self.storages[abs(event) - 1].nbytes
+        seconds = format_seconds(self.times.end - self.times.steps[-1]) if self.times.timed else "no time"
+        count = len(self.ops) - first_op
+        rows = [("phase", "operator", "module", "allocates", "frees")]
+        for at, op in enumerate(self.ops[first_op : first_op + _SHOWN], first_op):
+            allocated, freed = map(format_bytes, changes[at])
+            rows.append((op.phase.value, op.name, op.path, allocated, freed))
+        more = [f"and {count - _SHOWN} more"] if count > _SHOWN else []
+        return "\n".join(
+            [f"trace for {self.hardware.name}, last step: {count} operators, {seconds}", *aligned(rows, "<<<>>"), *more]
+        )
+
+
+_OF_TIMES: dict[str, Any] = {
+    "on_streams": tuple,
+    "stalls": lambda row: Stall(*row),
+    "held_up": lambda row: Stall(*row),
+    "transfers": lambda row: Transfer(*row),
+    "collectives": lambda row: CollectiveRun(*row),
+}
+
+
+def _with_tuples(fields: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
+    """The fields with tuples where JSON has lists, whose rows are of the kinds that are given for some of them."""
+    return {
+        name: tuple(map(kinds[name], value)) if name in kinds else tuple(value) if isinstance(value, list) else value
+        for name, value in fields.items()
+    }
