@@ -10,6 +10,9 @@ ifeq ($(PYTHON),$(VENV)/bin/python)
 READY := $(STAMP)
 endif
 
+# Without compiled files each worker rewrites every test at every run, and each program of a test compiles memscale: 9 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := setup
 .PHONY: setup demo test test-deep test-server fuzz lint bench gpu gpu-sanitize ghost ghost-tests ghost-bytes ghost-cover docs compat dist policy
 

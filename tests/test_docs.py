@@ -37,7 +37,10 @@ OTHERWISE = {
 WITHOUT_PYTHON = {"server-team.md", "planner.md", "telemetry-schema.md", "benchmarks.md"}
 
 
-SLOW = {"lora.md", "planning.md", "predict.md", "many-cards.md", "tune.md"}
+SLOW = {
+    *("lora.md", "planning.md", "predict.md", "many-cards.md", "tune.md", "integrations.md", "tutorial.md"),
+    *("crashes.md", "optimizers.md", "policy.md", "wrap.md", "step-time.md", "profile.md"),
+}
 
 
 def shown(text):

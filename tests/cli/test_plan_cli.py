@@ -112,13 +112,18 @@ def test_a_plan_that_is_interrupted_on_the_frontier_is_printed_and_told_by_the_s
     assert "note: interrupted: the fastest of the plans" in capsys.readouterr().out
 
 
-def test_a_budget_on_the_frontier(folder, capsys):
+def test_a_budget_on_the_frontier(folder, capsys, monkeypatch):
     step = (*STEP, "--points", 2, "--budget", "1.3MiB", "--python", "script.py")
     assert command("frontier", *step) == 0
     shown = capsys.readouterr().out
     assert "proof: the simulated step takes" in shown
     assert len(shown.partition("\n\n")[0].splitlines()) == 1 + 3
     assert "transform(model, plan)" in Path("script.py").read_text()
+
+    def refused(*_, **__):
+        raise ms.BudgetError("no plan fits 9.00 KiB")
+
+    monkeypatch.setattr(ms.DecisionEngine, "plan", refused)
     assert command("frontier", *STEP, "--points", 2, "--budget", "9KiB", "--json", "curve.json") == 3
     shown = capsys.readouterr()
     assert "as it is" in shown.out, "the curve is of use all the same"

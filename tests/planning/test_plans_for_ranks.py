@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),  # whose output nobody changes here
 ]
 
-WIDTH, BLOCKS, ROWS = 256, 3, 4096
+WIDTH, BLOCKS, ROWS = 256, 2, 4096
 LOSS = {"loss": lambda y, _: y.square().mean()}
 CARD = dataclasses.replace(ms.Hardware.named("a100-80"), name="card", memory_bytes=2**30, call_seconds=QUICK_HOST)
 

@@ -22,6 +22,7 @@ from memscale.simulation.measured.allocator_trace import measure, training_roles
 
 WIDTH = 64
 MIB = 2**20
+FEW = ms.Config(mode="conservative")  # a short search, where what it may choose is not what is tested
 
 
 def box(memory_bytes, device_type="cpu", **speeds):
@@ -190,7 +191,7 @@ def test_the_recommended_plan_is_the_planners_and_frees_by_the_allocator_what_it
         "loss": next_token,
         "keeps_output": False,
         "hardware": box(capacity),
-        "config": ms.Config(mode="aggressive"),
+        "config": ms.Config(mode="conservative", enable_tiling=True),
     }
     prediction = ms.OOMPredictor(model, **step).predict(batch)
     (told,) = [each for each in prediction.recommendations if each.action.startswith("apply the plan: ")]
@@ -291,7 +292,7 @@ def test_a_card_without_bfloat16_is_told_to_compute_in_float16():
     ):
         assert shorthands(blocks(), hardware)["cast"] == {"": ms.cast(compute=dtype)}
     step = {"loss": lambda y, _: y.square().mean(), "hardware": "t4"}
-    told = ms.OOMPredictor(blocks(), **step).predict(torch.ones(1024, 64), budget="24MiB", recommend=True)
+    told = ms.OOMPredictor(blocks(2), config=FEW, **step).predict(torch.ones(1024, 64), budget="24MiB", recommend=True)
     assert [each for each in told.recommendations if each.action.startswith("cast(compute=torch.float16)")]
     assert "cast" not in shorthands(blocks().bfloat16(), box(1))
 
@@ -503,7 +504,7 @@ def test_nothing_is_changed(trained):
         optimizer.step()
         optimizer.zero_grad()
     before = state_of(model, optimizer)
-    predictor = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(1))
+    predictor = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(1), config=FEW)
     assert predictor.predict(torch.ones(8, 8)).recommendations
     assert (
         ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(MIB))
@@ -527,7 +528,8 @@ def test_nothing_is_changed_by_an_interrupt_and_what_was_found_is_kept():
                 raise KeyboardInterrupt
             return square(output, _)
 
-        return ms.OOMPredictor(model, optimizer, loss=interrupted, hardware=box(1)).predict(torch.ones(8, 8))
+        step = {"loss": interrupted, "hardware": box(1), "config": FEW}
+        return ms.OOMPredictor(model, optimizer, **step).predict(torch.ones(8, 8))
 
     with pytest.raises(KeyboardInterrupt):
         predict(0)  # there is no verdict yet

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -211,7 +212,7 @@ def kept(folder):
         return [uid for (uid,) in connection.execute("SELECT uid FROM server_run")]
 
 
-def test_a_server_that_is_killed_keeps_every_run_that_it_acknowledged(tmp_path):
+def test_a_server_that_is_killed_keeps_every_run_that_it_acknowledged_and_so_does_a_backup(tmp_path):
     with running(tmp_path) as (base, log, process):
         token = first_team(base, log)
         acknowledged, stop = [], threading.Event()
@@ -236,11 +237,12 @@ def test_a_server_that_is_killed_keeps_every_run_that_it_acknowledged(tmp_path):
         assert set(acknowledged) <= set(found)
         assert len(found) == len(set(found))
         assert send(base, token, int(acknowledged[0], 16)) == 200
+        a_second_server_is_refused_and_a_backup_while_writing_restores(tmp_path, base, token)
 
 
-def test_a_second_server_on_the_same_file_is_refused_and_a_backup_while_writing_restores(tmp_path, tmp_path_factory):
-    with running(tmp_path) as (base, log, _):
-        token = first_team(base, log)
+def a_second_server_is_refused_and_a_backup_while_writing_restores(tmp_path, base, token):
+    """Of the server that runs in that folder."""
+    with tempfile.TemporaryDirectory() as folder:
         second = subprocess.run(
             [sys.executable, "-m", "memscale", "server", "run", "--listen", "127.0.0.1:1"],
             env=environment(tmp_path),
@@ -263,7 +265,7 @@ def test_a_second_server_on_the_same_file_is_refused_and_a_backup_while_writing_
         while len(acknowledged) < 10:
             time.sleep(0.01)
         before = list(acknowledged)
-        elsewhere = tmp_path_factory.mktemp("restored")
+        elsewhere = Path(folder)
         command = [sys.executable, "-m", "memscale", "server", "backup", str(elsewhere / "server.db")]
         backup = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
         done.set()
@@ -272,16 +274,16 @@ def test_a_second_server_on_the_same_file_is_refused_and_a_backup_while_writing_
         assert (elsewhere / "server.db").stat().st_mode & 0o777 == 0o600
         again = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
         assert (again.returncode, "exists" in again.stderr) == (2, True)
-    assert set(before) <= set(kept(elsewhere))
-    if DEEP:
-        with running(elsewhere) as (base, log, _):
-            assert send(base, token, 0) == 200  # the team's token is in it, too
-            assert "/setup/" not in log.read_text()
+        assert set(before) <= set(kept(elsewhere))
+        if DEEP:
+            with running(elsewhere) as (other, log, _):
+                assert send(other, token, 0) == 200  # the team's token is in it, too
+                assert "/setup/" not in log.read_text()
 
 
-def test_a_newer_database_is_refused_with_the_remedy_and_an_older_one_is_kept_before_it_is_changed(tmp_path):
-    with running(tmp_path):
-        pass
+def test_a_newer_database_is_refused_with_the_remedy_and_an_older_one_is_kept_before_it_is_changed(tmp_path, site):
+    with sqlite3.connect(site / "server.db") as made, sqlite3.connect(tmp_path / "server.db") as copied:
+        made.backup(copied)
     with sqlite3.connect(tmp_path / "server.db") as connection:
         connection.execute(
             "INSERT INTO django_migrations (app, name, applied) VALUES ('server', '0999_later', '2030-01-01')"

@@ -108,7 +108,7 @@ def after_a_real_step():
 
 
 def after_garbage():
-    after_garbage.kept = [[index] for index in range(60_000)], [torch.empty(size % 13) for size in range(999)]
+    after_garbage.kept = [[index] for index in range(6_000)], [torch.empty(size % 13) for size in range(999)]
 
 
 def after_an_error():
