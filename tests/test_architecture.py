@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import memscale
+from tests.support.sources import nodes_of, parsed
 
 ROOT = Path(memscale.__file__).parent
 
@@ -54,14 +55,9 @@ def floor(module):
 
 
 @functools.cache
-def parsed(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
 def statements(path):
     """The import statements of a file, those inside functions and those for type checkers only included."""
-    return [node for node in ast.walk(parsed(path)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return [node for node in nodes_of(path) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def imports(path):
@@ -210,7 +206,7 @@ def test_each_number_that_plans_and_times_rest_on_says_what_it_is_of():
 def silent(path):
     """Lines at which any error whatever is caught, by whoever raises none and says at that line not why."""
     text = path.read_text()
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(path):
         is_handler = isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name)
         broad = is_handler and node.type.id in ("Exception", "BaseException")
         broad = broad or (isinstance(node, ast.withitem) and re.search(r"suppress\(Exception", ast.unparse(node)))

@@ -12,6 +12,7 @@ import torch
 import memscale
 from memscale.core import compute_capability, device_type, simulated, simulation
 from memscale.core.simulating import is_own_thread, joining, own_threads
+from tests.support.sources import nodes_of
 
 ROOT = Path(memscale.__file__).parent
 _FLAGS = {"is_cuda", "is_cpu", "is_mps", "is_xpu"}
@@ -57,7 +58,7 @@ MAY_ASK = {
 
 def questions(path):
     """The lines of a file that ask a tensor or PyTorch for a device to decide by."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if not isinstance(node, ast.Attribute):
             continue
         of_device = node.attr == "type" and (

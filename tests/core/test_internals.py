@@ -1,6 +1,7 @@
 """The list of PyTorch's private names: held against the source, and what happens when one of them is missing."""
 
 import ast
+import itertools
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ import torch
 
 import memscale as ms
 from memscale.core import internals
+from tests.support.sources import nodes_of, parsed
 
 ROOT = Path(ms.__file__).parent
 NAMES = {each.name: each for each in internals.INTERNALS}
@@ -77,10 +79,10 @@ def folder(path):
     return f"{first}/{rest[0]}" if first == "transforms" and len(rest) > 1 else first
 
 
-def aliases(tree):
+def aliases(nodes):
     """What the names of a file are in PyTorch."""
     found = {"torch": "torch"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             found |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
         elif isinstance(node, ast.Import):
@@ -109,25 +111,24 @@ OF_INTERNALS = {
 }
 
 
-@pytest.fixture(scope="module")
-def trees():
-    return {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py") if path.name != "internals.py"}
+FILES = [path for path in ROOT.rglob("*.py") if path.name != "internals.py"]
 
 
 @pytest.fixture(scope="module")
-def used(trees):
+def used():
     """Every private name of PyTorch in the source, with the folders that use it."""
-    found = {}
-    own = {node.name for tree in trees.values() for node in ast.walk(tree) if hasattr(node, "name")}
-    for tree in trees.values():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
-                own.add(node.attr if isinstance(node, ast.Attribute) else node.id)
-    for path, tree in trees.items():
-        known = aliases(tree)
-        whole = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    found, own = {}, set()
+    for node in itertools.chain.from_iterable(map(nodes_of, FILES)):
+        if hasattr(node, "name"):
+            own.add(node.name)
+        elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    for path in FILES:
+        nodes = nodes_of(path)
+        known = aliases(nodes)
+        whole = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
         reached = [name for name in known.values() if not name.startswith("internals")]
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Call) and dotted(node.func) in (["internals", "named"], ["internals", "has"]):
                 reached += [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
             if (
@@ -256,7 +257,7 @@ def test_a_missing_name_refuses_every_use():
             use()
 
 
-def test_a_part_stands_on_every_folder_that_its_files_import(trees):
+def test_a_part_stands_on_every_folder_that_its_files_import():
     """What a part loads at once, its own files and theirs, is no more than `PARTS` says."""
     for part, folders in internals.PARTS.items():
         start = f"memscale.transforms.{part}" if (ROOT / "transforms" / part).is_dir() else f"memscale.{part}"
@@ -269,7 +270,7 @@ def test_a_part_stands_on_every_folder_that_its_files_import(trees):
             seen.add(module)
             todo += [
                 node.module
-                for node in (trees[file].body if file in trees else ())
+                for node in (parsed(file).body if file in FILES else ())
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memscale.")
             ]
         used_there = {folder(file_of(module)) for module in seen}

@@ -92,14 +92,14 @@ def test_loops_of_other_threads_train_as_in_a_quiet_process():
     run(
         """
         torch.set_num_threads(1)
-        quiet = {name: trained(7, *PLANS[name], steps=12) for name in PLANS}
+        quiet = {name: trained(7, *PLANS[name], steps=5) for name in PLANS}
         said = simulated()
         wrong, stop = [], threading.Event()
 
         def loop(name):
             while not stop.is_set():
                 try:
-                    found = trained(7, *PLANS[name], steps=12, started=started)
+                    found = trained(7, *PLANS[name], steps=5, started=started)
                     if not all(map(torch.equal, found, quiet[name])):
                         wrong.append(name)
                 except BaseException as error:

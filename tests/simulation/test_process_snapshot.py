@@ -68,11 +68,14 @@ def text(found):
 
 def differing(before, after):
     found = []
+    last = text(after)
     for name, value in text(before).items():
-        now = text(after)[name]
+        now = last[name]
+        if value == now:
+            continue
         if name == "attributes":
             found += [key for key in value.keys() | now.keys() if value.get(key) != now.get(key)]
-        elif value != now:
+        else:
             found.append((name, value, now) if len(repr(now)) < 2000 else name)
     return found
 
