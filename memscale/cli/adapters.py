@@ -15,7 +15,8 @@ import torch
 from typer import Option
 
 from memscale.cli.subject import DTYPES, Subject, first_line, offline, word_of_dtype
-from memscale.core import ConfigError, RuntimeUnavailable, format_bytes
+from memscale.cli.terminal import package
+from memscale.core import ConfigError, format_bytes
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
@@ -154,7 +155,7 @@ def adapted(
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     with offline(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT uses deprecated names
-        peft = _package("peft", "--lora")
+        peft = package("peft", "--lora")
         model: Any = subject.model
         code = [subject.code, "import peft"]
         if options.quant is not None:
@@ -192,16 +193,8 @@ def note_of(model: torch.nn.Module, options: AdapterOptions, compute: torch.dtyp
 
 
 def _packed_kinds() -> tuple[type, ...]:
-    layers = _package("bitsandbytes.nn", "--quant")
+    layers = package("bitsandbytes.nn", "--quant")
     return layers.Params4bit, layers.Int8Params
-
-
-def _package(name: str, option: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise RuntimeUnavailable(f"{option} needs {package}: pip install {package}") from error
 
 
 def _settings(options: AdapterOptions, compute: torch.dtype) -> dict[str, Any]:
@@ -219,8 +212,8 @@ def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype
     assert options.quant is not None
     from memscale.simulation import pack_weights
 
-    _package("bitsandbytes.nn", "--quant")
-    transformers = _package("transformers", "--quant")
+    package("bitsandbytes.nn", "--quant")
+    transformers = package("transformers", "--quant")
     if not isinstance(model, transformers.PreTrainedModel) or not all(each.is_meta for each in model.parameters()):
         raise ConfigError(
             f"--quant {options.quant} is for a model that transformers builds from a config; {source!r} returns a "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -14,8 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 from torch import nn
 from typer import Option
@@ -23,7 +20,7 @@ from typer import Option
 import memscale as ms
 from memscale.cli.options import count
 from memscale.cli.subject import offline
-from memscale.cli.terminal import Progress, simulations
+from memscale.cli.terminal import Progress, check_files, package, progress, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
 from memscale.core import ConfigError, RuntimeUnavailable, budget_bytes, format_bytes, format_seconds, format_unlike
 
@@ -63,11 +60,12 @@ def demo(options: DemoOptions) -> int:
         RuntimeUnavailable: the device, transformers or matplotlib is missing.
     """
     job, budget, out = _checked_job(options), options.budget, options.out
-    _check_picture(out)
+    check_files({"out": out})
     if budget is not None:
         budget_bytes(budget, ms.Hardware.detect(job.device.type).usable_bytes)
     with offline():
-        _check_packages()
+        package("transformers", "memscale demo", "hf")
+        package("matplotlib", "memscale demo", "plot")
     screen = Console()
     text = read_text()
     screen.print(
@@ -75,13 +73,13 @@ def demo(options: DemoOptions) -> int:
         f"Python source: {job.steps} AdamW steps of {job.batch} × {job.seq} bytes on {job.device}."
     )
     with _deterministic(job.device):
-        with simulations() as progress:
-            plan = _planned(job, budget, progress)
+        with simulations() as simulated:
+            plan = _planned(job, budget, simulated)
         said = [line for line in plan.evidence.trace if line.startswith(("memory pressure", "no plan needed", "proof"))]
         screen.print("\n".join([*said, ""]), highlight=False, markup=False)
         screen.print(f"{plan}\n", highlight=False, markup=False)
-        with _progress() as bar:
-            task = bar.add_task("training", total=2 * job.steps)
+        with progress("training") as bar:
+            task = bar.add_task("", total=2 * job.steps)
             baseline, planned = train(job, text, (_unchanged, _under(plan)), lambda: bar.advance(task))
             bar.update(task, description="picture")
             limit = format_bytes(plan.evidence.budget_bytes)
@@ -177,24 +175,6 @@ def _checked_device(name: str) -> torch.device:
     return device
 
 
-def _check_picture(out: Path) -> None:
-    if out.suffix.lower() != ".png":
-        raise ConfigError(f"--out must end in .png, got {str(out)!r}")
-    folder = out.resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or out.is_dir():
-        raise ConfigError(f"--out must be in a folder that exists and can be written, got {str(out)!r}")
-
-
-def _check_packages() -> None:
-    for package, extra in (("transformers", "hf"), ("matplotlib", "plot")):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise RuntimeUnavailable(
-                f"memscale demo needs {package}: pip install 'memscale-transforms[{extra}]'"
-            ) from error
-
-
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
     """Turns deterministic kernels on for the body: others on CUDA sum in any order, so that no two runs are equal."""
@@ -209,18 +189,6 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warned)
-
-
-def _progress() -> Bar:
-    return Bar(
-        TextColumn("{task.description:<12}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
 
 
 def _table(baseline: Run, planned: Run, evidence: Evidence) -> Table:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,63 +74,50 @@ def check(options: CheckOptions) -> int:
     )
     torch.manual_seed(0)  # for models that route or drop layers at random
     step = read_step(options.step)
-    source = _source(options)
+    find, make = _source(options)
     run = _simulated(step, options)
-    before = _before(source, run)
+    before = find(run)
     if before is None and not options.update:
         raise ConfigError(
             f"--baseline {options.baseline!r} has no run of {run.name!r} on {run.hardware!r}; write the first with "
             "--update into a file, or set $MEMSCALE_HISTORY where the baseline's commit is checked"
         )
     if options.update:
-        assert not isinstance(source, str), "checked before"
-        _write(source, run)
+        assert make is not None, "a commit's runs are not written"
+        make(run)
     comparison = None if before is None else Comparison(before, run, tolerance_bytes)
     _tell(run, comparison, options)
     return DOES_NOT_FIT if comparison is not None and comparison.is_regression and not options.update else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Labelled:
-    """The baselines of a server's project with a label."""
+def _source(options: CheckOptions) -> tuple[Callable[[Run], Run | None], Callable[[Run], object] | None]:
+    """Returns the functions that find the baseline of a run and make the run the baseline.
 
-    remote: Remote
-    label: str
-
-
-def _source(options: CheckOptions) -> Baseline | _Labelled | str:
-    """Returns the source of baselines: a file of runs, a project's label, or a commit whose runs are in the history."""
+    A baseline is in a file of runs, under the label of a server's project, or among the runs of a commit in the
+    history; the second function of a commit is `None`.
+    """
     if is_address(options.baseline):
         url, _, label = options.baseline.partition("#")
-        return _Labelled(Remote(url), label or "main")
+        remote = Remote(url)
+        return partial(remote.baseline, label or "main"), partial(remote.set_baseline, label or "main")
     path = Path(options.baseline)
     if options.update or path.exists() or path.suffix:
         if path.is_dir() or not path.resolve().parent.is_dir():
             raise ConfigError(f"--baseline {options.baseline!r} must be a file in a folder that exists")
-        return Baseline(path)
+        file = Baseline(path)
+        return lambda run: file.run(run.name, run.hardware), file.write
     commit = commit_of(options.baseline)
     if not commit:
         raise ConfigError(
             f"--baseline {options.baseline!r} is neither a file nor a git reference here; pass one of them, or make "
             "the file with --update"
         )
-    return commit
 
+    def newest(run: Run) -> Run | None:
+        with History() as history:
+            return next(iter(history.runs(name=run.name, hardware=run.hardware, commit=commit, last=1)), None)
 
-def _before(source: Baseline | _Labelled | str, run: Run) -> Run | None:
-    if isinstance(source, Baseline):
-        return source.run(run.name, run.hardware)
-    if isinstance(source, _Labelled):
-        return source.remote.baseline(source.label, run)
-    with History() as history:
-        return next(iter(history.runs(name=run.name, hardware=run.hardware, commit=source, last=1)), None)
-
-
-def _write(source: Baseline | _Labelled, run: Run) -> None:
-    if isinstance(source, Baseline):
-        source.write(run)
-        return
-    source.remote.set_baseline(source.label, run)
+    return newest, None
 
 
 def _simulated(step: Step, options: CheckOptions) -> Run:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import ConfigError, RuntimeUnavailable
+from memscale.cli.terminal import package
+from memscale.core import ConfigError
 
 DTYPES = {
     "fp32": torch.float32,
@@ -120,12 +121,7 @@ def offline() -> Iterator[None]:
 
 @offline()
 def _from_config(path: Path, dtype: torch.dtype) -> Subject:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise RuntimeUnavailable(
-            "memscale needs transformers for a config.json: pip install 'memscale-transforms[hf]'"
-        ) from error
+    transformers = package("transformers", "--hf with a config.json", "hf")
     transformers.logging.set_verbosity_error()
     try:
         config = transformers.AutoConfig.from_pretrained(str(path))

@@ -9,8 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from memscale.core import ConfigError, RuntimeUnavailable, wrapped
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 #: The content of a file: a text, or a function that writes the file.
 Content = str | Callable[[Path], object]
@@ -21,7 +25,7 @@ Progress = Callable[[str, int, int | None], None]
 DOES_NOT_FIT, INTERRUPTED = 3, 130
 
 _QUIET_SECONDS = 2.0
-_SUFFIXES = {"html": (".html", ".htm"), "plot": (".png", ".svg"), "json": (), "python": (), "csv": ()}
+_SUFFIXES = {"html": (".html", ".htm"), "plot": (".png", ".svg"), "out": (".png",)}
 
 
 @contextmanager
@@ -31,11 +35,8 @@ def simulations() -> Iterator[Progress]:
     Without a terminal it prints a line from time to time, and nothing for short work.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
 
-    screen = Console(stderr=True)
-    if not screen.is_terminal:
+    if not Console(stderr=True).is_terminal:
         began = said = time.monotonic()
 
         def say(what: str, done: int, total: int | None) -> None:
@@ -47,18 +48,37 @@ def simulations() -> Iterator[Progress]:
 
         yield say
         return
-    bar = Bar(
-        TextColumn("simulating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=screen,
-        transient=True,
-    )
-    with bar:
+    with progress("simulating") as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def progress(name: str) -> Bar:
+    """Returns a bar on stderr, which is gone at its end: a name, what is done of how much, the time, and a task."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
+
+
+def package(name: str, what: str, install: str | None = None) -> Any:
+    """Imports a module that `what` needs.
+
+    Args:
+        name: the module.
+        what: an option or a command.
+        install: what pip installs, if not the module's package: an extra of memscale's, such as ``"hf"``.
+
+    Raises:
+        RuntimeUnavailable: its package is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        own = name.partition(".")[0]
+        missing = own if install is None else f"'memscale-transforms[{install}]'"
+        raise RuntimeUnavailable(f"{what} needs {own}: pip install {missing}") from error
 
 
 def check_files(files: Mapping[str, Path | None]) -> None:
@@ -74,7 +94,7 @@ def check_files(files: Mapping[str, Path | None]) -> None:
     for option, path in files.items():
         if path is None:
             continue
-        suffixes = _SUFFIXES[option]
+        suffixes = _SUFFIXES.get(option, ())
         if suffixes and path.suffix.lower() not in suffixes:
             raise ConfigError(f"--{option} must end in {' or '.join(suffixes)}, got {str(path)!r}")
         folder = path.resolve().parent
@@ -83,10 +103,7 @@ def check_files(files: Mapping[str, Path | None]) -> None:
         if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
             raise ConfigError(f"--{option} {str(path)!r} cannot be written: it is a folder, or not yours to write")
     if files.get("plot") is not None:
-        try:
-            importlib.import_module("matplotlib")
-        except ImportError as error:
-            raise RuntimeUnavailable("--plot needs matplotlib: pip install 'memscale-transforms[plot]'") from error
+        package("matplotlib", "--plot", "plot")
 
 
 def write(files: Mapping[str, Path | None], contents: Mapping[str, Content]) -> None:

@@ -120,7 +120,7 @@ def test_a_transform_that_disturbs_dropout_is_caught(
         (["--device", "cuda:99"], "--device cuda:99 needs a CUDA device that PyTorch can use, and it finds"),
         (["--batch", "1000000"], "free; lower --batch, --seq, --layers or --width"),
         (["--out", "memory.jpg"], "--out must end in .png, got 'memory.jpg'"),
-        (["--out", "no/such/folder/memory.png"], "--out must be in a folder that exists and can be written"),
+        (["--out", "no/such/folder/memory.png"], "--out 'no/such/folder/memory.png' must be in a folder that exists"),
         (["--layers", "many"], "--layers': must be a whole number, got 'many'"),
         (["--budget", "lots"], "budget='lots' must be bytes"),
         (["--budget", "-3"], "budget=-3 is -3 bytes and must be at least 1"),

@@ -343,7 +343,7 @@ def test_the_network_is_not_asked(folder, capsys, monkeypatch):
 def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert predict("--hf", "gpt2.json", "--gpu", "cpu") == 2
-    assert capsys.readouterr().err.endswith("config.json: pip install 'memscale-transforms[hf]'\n")
+    assert capsys.readouterr().err.endswith("config.json needs transformers: pip install 'memscale-transforms[hf]'\n")
 
 
 @pytest.mark.parametrize(
