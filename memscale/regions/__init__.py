@@ -2,7 +2,7 @@
 
 from memscale.regions import functorch_state, hidden_changes
 from memscale.regions.argument_spec import ArgumentSpec, refuse_iterators, restore
-from memscale.regions.captures import NOWHERE, Captures, SharedCaptures, as_it_was, put_back
+from memscale.regions.captures import NOWHERE, Captures, SharedCaptures
 from memscale.regions.code import code_names
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import (
@@ -13,7 +13,6 @@ from memscale.regions.hidden_changes import (
     storages,
     takes_batch_statistics,
 )
-from memscale.regions.places import Attributes, Content, Names, Place, differing, holds, read, write
 from memscale.regions.randomness import counted_states
 from memscale.regions.recompute_lock import PATIENCE_SECONDS, in_recompute, wait_for_recomputes
 from memscale.regions.replay import Replay
@@ -27,6 +26,7 @@ from memscale.regions.saved_tensors import (
 )
 from memscale.regions.snapshot import RegionEffects, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
+from memscale.regions.state_slots import Attributes, Content, Names, StateSlot, differing, holds, read, write
 from memscale.regions.streams import Streams
 from memscale.regions.uncompiled import OperatorWatch, floats_as_constants, never_compiled, uncompiled, without_dynamo
 from memscale.regions.unrecorded import copying_ahead, is_unrecorded, unrecorded, unrecorded_depth
@@ -45,14 +45,13 @@ __all__ = [
     "OperatorWatch",
     "Origin",
     "PacksSeveral",
-    "Place",
     "RegionEffects",
     "Replay",
     "SharedCaptures",
     "Snapshot",
+    "StateSlot",
     "Streams",
     "accelerators",
-    "as_it_was",
     "code_names",
     "copying_ahead",
     "counted_states",
@@ -71,7 +70,6 @@ __all__ = [
     "never_compiled",
     "origin_of",
     "pack_all",
-    "put_back",
     "read",
     "recomputes",
     "recomputing",

@@ -14,7 +14,7 @@ import torch
 
 from memscale.regions.hidden_changes import extent, overlap, storages
 
-Name = tuple[int, Any] | int  # (position of a place, key in it), or the index of an argument
+Name = tuple[int, Any] | int  # (position of a slot, key in it), or the index of an argument
 
 
 class AliasGroup:

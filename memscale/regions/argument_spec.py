@@ -22,7 +22,7 @@ import torch
 from memscale.core import TransformError
 from memscale.regions.captures import LARGEST_CONTAINER, Captures
 from memscale.regions.kinds import CONSTANT, Sort, can_be_made, is_dataclass, is_plain, sort_of
-from memscale.regions.places import Fields, read, write
+from memscale.regions.state_slots import Fields, read, write
 
 _MOST_OBJECTS = 4096
 
@@ -59,7 +59,7 @@ def _same(a: Any, b: Any) -> bool:
     return list(a) == list(b) and all(map(operator.is_, a.values(), b.values()))
 
 
-class _Slot:
+class _TensorMark:
     """Marks the position of a tensor."""
 
     __slots__ = ("position",)
@@ -111,7 +111,7 @@ class _Node:
 
 _NO_STATE = State({}, None)
 _CONTAINERS = {list, dict, set}
-_MARKS = {_Slot, _Node, _Items, _Array}
+_MARKS = {_TensorMark, _Node, _Items, _Array}
 
 
 class ArgumentSpec:
@@ -247,7 +247,7 @@ class _Walk:
         known = self._found.get(id(value))
         if isinstance(value, torch.Tensor):
             if known is None:
-                known = self._found[id(value)] = _Slot(len(self.tensors))
+                known = self._found[id(value)] = _TensorMark(len(self.tensors))
                 self.tensors.append(value)
                 self.owners.append(owner)
             self.order.append(known.position)
@@ -283,7 +283,7 @@ class _Walk:
 def _values(marks: dict[Any, Any], values: list[Any], things: list[Any]) -> dict[Any, Any]:
     # A slot is looked up here, since a cache of keys and values has hundreds of them.
     return {
-        key: values[mark.position] if type(mark) is _Slot else _value(mark, values, things)
+        key: values[mark.position] if type(mark) is _TensorMark else _value(mark, values, things)
         for key, mark in marks.items()
     }
 
@@ -293,7 +293,7 @@ def _value(mark: Any, values: list[Any], things: list[Any]) -> Any:
     kind = type(mark)
     if kind not in _MARKS:
         return mark
-    if kind is _Slot:
+    if kind is _TensorMark:
         return values[mark.position]
     if kind is _Node:
         return things[mark.position]

@@ -1,9 +1,9 @@
 """The captures of a function: the state that it reads besides its arguments, found without running it.
 
 A region is recomputed later, after its surroundings may have changed: a closure variable was rebound, a module went to
-`eval()`, a counter was increased. A *place* is a location of such state: a module's dictionaries, a closure cell,
-the globals that the code names, a list or dictionary reached from one of these. A snapshot reads every place, and a
-replay writes the old contents back (`places`).
+`eval()`, a counter was increased. A *state slot* is a location of such state: a module's dictionaries, a closure
+cell, the globals that the code names, a list or dictionary reached from one of these. A snapshot reads every slot, and
+a replay writes the old contents back (`state_slots`).
 
 Covered: modules and everything they register, plain attributes of modules (tensors, numbers, lists, dictionaries,
 functions), closures, defaults, partials, bound methods, random generators, globals named in the code (also in the
@@ -35,21 +35,21 @@ from memscale.regions.class_cache import cached_by_class
 from memscale.regions.code import code_names, code_reached, function_of, global_names
 from memscale.regions.environment import global_hooks
 from memscale.regions.kinds import Sort, is_followed, is_of_threads, sort_of
-from memscale.regions.places import (
+from memscale.regions.randomness import HostGenerator, is_host_generator
+from memscale.regions.stand_ins import any_stand_in, is_own
+from memscale.regions.state_slots import (
     CONTAINERS,
     INTERNAL,
     Attributes,
     Content,
     Fields,
     Names,
-    Place,
+    StateSlot,
     dictionary_of,
     holds,
     read,
     write,
 )
-from memscale.regions.randomness import HostGenerator, is_host_generator
-from memscale.regions.stand_ins import any_stand_in, is_own
 
 # Larger containers are taken for data (a vocabulary, a dataset), since every call would have to copy them.
 LARGEST_CONTAINER = 1024
@@ -89,28 +89,6 @@ def _leads_on(kind: Any) -> bool:
     return kind is torch.Generator or is_host_generator(kind) or is_followed(kind)
 
 
-def put_back(captures: Captures) -> None:
-    """Writes the recorded contents of `captures` back into every place that has changed since."""
-    for place, content in zip(captures.places, captures.contents, strict=True):
-        if not holds(place, content):
-            write(place, content)
-
-
-@contextmanager
-def as_it_was(captures: Captures) -> Iterator[None]:
-    """Runs the body with the recorded contents of `captures` in every place, then restores the present contents."""
-    before: list[tuple[Place, Content]] = []
-    try:
-        for place, content in zip(captures.places, captures.contents, strict=True):
-            if not holds(place, content):
-                before.append((place, read(place)))
-                write(place, content)
-        yield
-    finally:
-        for place, content in reversed(before):
-            write(place, content)
-
-
 LastingName = tuple[int, Any]
 
 
@@ -119,7 +97,7 @@ class SharedCaptures(Exception):
 
 
 class Captures:
-    """The modules and places that a function depends on, with a copy of the contents of each place.
+    """The modules and slots that a function depends on, with a copy of the contents of each slot.
 
     Args:
         fn: the function.
@@ -130,13 +108,13 @@ class Captures:
         TransformError: the function will run again and has state that cannot be restored.
 
     Attributes:
-        places: the locations of the state.
-        labels: a hash of the path to each place, by position. Later captures of the function have the same labels.
-        contents: the contents of each place, by position.
-        tensors: every tensor among the contents, as (position of its place, key in it, tensor).
+        slots: the locations of the state.
+        labels: a hash of the path to each slot, by position. Later captures of the function have the same labels.
+        contents: the contents of each slot, by position.
+        tensors: every tensor among the contents, as (position of its slot, key in it, tensor).
         generators: the user's own generators (`torch.Generator`, or a `HostGenerator` for Python's and NumPy's).
         optimizers: the `torch.optim.Optimizer` objects that were reached; their states are not recorded.
-        followed: the positions of the places that belong to followed objects.
+        followed: the positions of the slots that belong to followed objects.
         hooks: every dictionary of hooks of the modules, with a copy of its contents.
 
     Attributes of sealed captures:
@@ -163,7 +141,7 @@ class Captures:
         "hooks",
         "labels",
         "optimizers",
-        "places",
+        "slots",
         "tensors",
         "values",
     )
@@ -176,7 +154,7 @@ class Captures:
         self._modules: list[nn.Module] = []
         self._root: weakref.ref[nn.Module] | None = None
         self._flags: tuple[bool, ...] | None = None
-        self.places: list[Place] = []
+        self.slots: list[StateSlot] = []
         self.labels: list[int] = []
         self._at = 0
         self.contents: list[Content] = []
@@ -195,16 +173,16 @@ class Captures:
         self._follow()
 
     def describe(self, position: int, key: Any) -> str:
-        """Returns the words by which an error names the tensor at `key` of the place at `position`."""
-        place = self.places[position]
+        """Returns the words by which an error names the tensor at `key` of the slot at `position`."""
+        slot = self.slots[position]
         for root in self.modules:
             for path, module in root.named_modules():
                 full = f"{path}.{key}" if path else str(key)
-                if place is module._parameters:
+                if slot is module._parameters:
                     return f"parameter '{full}' of {type(root).__name__}"
-                if place is module._buffers:
+                if slot is module._buffers:
                     return f"buffer '{full}' of {type(root).__name__}"
-                if getattr(place, "mapping", None) is module.__dict__:
+                if getattr(slot, "mapping", None) is module.__dict__:
                     return f"attribute '{full}' of {type(root).__name__}"
         return f"captured tensor '{key}'" if isinstance(key, str) else "a captured tensor"
 
@@ -218,9 +196,24 @@ class Captures:
             found.contents[position][key] = tensor
         return found
 
-    def is_as_it_was(self, position: int) -> bool:
-        """Whether the place at `position` still has its recorded contents."""
-        return holds(self.places[position], self.contents[position])
+    def restore(self, present: list[tuple[StateSlot, Content]] | None = None) -> None:
+        """Writes the recorded contents back into every slot that has changed. Appends the present ones to `present`."""
+        for slot, content in zip(self.slots, self.contents, strict=True):
+            if not holds(slot, content):
+                if present is not None:
+                    present.append((slot, read(slot)))
+                write(slot, content)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Runs the body with the recorded contents in every slot, then writes the present contents back."""
+        present: list[tuple[StateSlot, Content]] = []
+        try:
+            self.restore(present)
+            yield
+        finally:
+            for slot, content in reversed(present):
+                write(slot, content)
 
     def covers(self, thing: Any) -> bool:
         """Whether `thing` is a module, function or container that the captures include."""
@@ -266,7 +259,7 @@ class Captures:
             own = [
                 index
                 for index, (position, _, tensor) in enumerate(self.tensors)
-                if is_own(tensor) and not isinstance(self.places[position], tuple)
+                if is_own(tensor) and not isinstance(self.slots[position], tuple)
             ]
             known = {index for index in own if self.lasting_name(*self.tensors[index][:2]) in changed}
             others = [(index, self.values[index]) for index in own if index not in known]
@@ -276,7 +269,7 @@ class Captures:
 
     @property
     def is_current(self) -> bool:
-        """Whether every place still has its recorded contents, so that new captures would be equal."""
+        """Whether every slot still has its recorded contents, so that new captures would be equal."""
         return self._check is not None and self._check.is_current()
 
     @property
@@ -290,40 +283,40 @@ class Captures:
         tables = set(map(id, chain.from_iterable([(m._parameters, m._buffers) for m in self.modules])))
         return (
             all(
-                isinstance(tensor, nn.Parameter) or (id(self.places[position]) in tables and tensor.grad_fn is None)
+                isinstance(tensor, nn.Parameter) or (id(self.slots[position]) in tables and tensor.grad_fn is None)
                 for position, _, tensor in self.tensors
             )
             and not self.has_stand_ins
         )
 
     def lasting_name(self, position: int, key: Any) -> LastingName:
-        """Returns a name of the tensor at `key` of the place at `position` that later captures of the function share.
+        """Returns a name of the tensor at `key` of the slot at `position` that later captures of the function share.
 
         All tensors of a list or dictionary share one name, because the next call may find other entries there.
         """
-        is_container = isinstance(self.places[position], CONTAINERS) and not isinstance(key, str)
+        is_container = isinstance(self.slots[position], CONTAINERS) and not isinstance(key, str)
         return self.labels[position], None if is_container else key
 
     def flags(self) -> tuple[bool, ...]:
         """Returns `training` of each module."""
         return self._flags or tuple([module.training for module in self.modules])
 
-    def _add(self, place: Place) -> Content:
-        """Records a place and its tensors, and returns its contents."""
-        content = read(place)
-        position = len(self.places)
-        self._put(place, content, self._at, type(place).__name__, getattr(place, "names", None))
+    def _add(self, slot: StateSlot) -> Content:
+        """Records a slot and its tensors, and returns its contents."""
+        content = read(slot)
+        position = len(self.slots)
+        self._put(slot, content, self._at, type(slot).__name__, getattr(slot, "names", None))
         entries = content.items() if isinstance(content, dict) else enumerate(content)
         self.tensors += [(position, key, value) for key, value in entries if isinstance(value, torch.Tensor)]
         return content
 
-    def _put(self, place: Place, content: Content, *way: Any) -> None:
-        self.places.append(place)
+    def _put(self, slot: StateSlot, content: Content, *way: Any) -> None:
+        self.slots.append(slot)
         self.labels.append(hash(way))
         self.contents.append(content)
 
     def _visit_each(self, content: Content, home: dict[str, Any] | None) -> None:
-        """Visits the contents of the place that was recorded last."""
+        """Visits the contents of the slot that was recorded last."""
         before, label = self._at, self.labels[-1]
         for key, value in content.items() if isinstance(content, dict) else enumerate(content):
             self._at = hash((label, key))
@@ -382,17 +375,17 @@ class Captures:
                 self._visit(thing, NOWHERE)
                 continue
             self._seen.add(id(thing))
-            places: list[Place] = [Fields(thing)] if sort_of(kind) is Sort.OBJECT else []
+            slots: list[StateSlot] = [Fields(thing)] if sort_of(kind) is Sort.OBJECT else []
             if issubclass(kind, (*CONTAINERS, tuple)) and len(thing) <= _LARGEST_FOLLOWED:
-                places.append(thing)
-            for place in places:
-                content = read(place)
+                slots.append(thing)
+            for slot in slots:
+                content = read(slot)
                 values = content.values() if isinstance(content, dict) else content
                 kinds = set(map(type, values)) - _PLAIN
                 if any(map(is_of_threads, kinds)):  # other threads use the object, and must not see its old state
                     break
-                self.followed.append(position := len(self.places))
-                self._put(place, content, at, type(place).__name__)
+                self.followed.append(position := len(self.slots))
+                self._put(slot, content, at, type(slot).__name__)
                 for key, value in content.items() if isinstance(content, dict) else enumerate(content):
                     if (kind := type(value)) not in kinds:
                         continue
@@ -402,7 +395,7 @@ class Captures:
                         met.append((hash((self.labels[-1], key)), value))
 
     def _visit_module(self, root: nn.Module) -> None:
-        stack, places, tensors = [root], self.places, self.tensors
+        stack, slots, tensors = [root], self.slots, self.tensors
         while stack:
             module = stack.pop()
             if id(module) in self._seen:
@@ -420,7 +413,7 @@ class Captures:
             own = module.__dict__
             self._modules.append(module)
             content = {key: value for key, value in own.items() if key not in INTERNAL}
-            position = len(places)
+            position = len(slots)
             number = len(self._modules)
             self._put(Attributes(own, len(own) - len(content)), content, number)
             for key, value in content.items():
@@ -449,7 +442,7 @@ class Captures:
                 if (method := function_of(vars(type(module).__mro__[at]).get(name))) is not None:
                     self._visit_cells(method)
             for name in TABLES:  # empty ones too: a module may register something when it first runs
-                position = len(places)
+                position = len(slots)
                 self._put(own[name], content := dict(own[name]), number, name)
                 if name == "_modules":
                     stack.extend([child for child in content.values() if child is not None])
@@ -540,41 +533,41 @@ _ORDINARY = {str, int}  # keys that compare in no time
 class _ContentsCheck:
     """The recorded contents of captures, laid out so that `is_current` compares them in the least time."""
 
-    __slots__ = ("_empty", "_keys", "_others", "_sized", "_sizes", "_slots", "_tables", "_values")
+    __slots__ = ("_empty", "_getters", "_keys", "_others", "_sized", "_sizes", "_tables", "_values")
 
     def __init__(self, captures: Captures) -> None:
-        self._slots: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []  # how to read values of a dictionary or cell
+        self._getters: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []  # of values in a dictionary or cell
         self._values: list[Any] = []  # those values, all in one list
         self._sized: list[dict[Any, Any]] = []
         self._sizes: list[int] = []
         self._tables: list[dict[Any, Any]] = []  # dictionaries whose order counts
         self._empty: list[Any] = []
-        self._others: list[tuple[Place, Content]] = []
-        for place, content in (*zip(captures.places, captures.contents, strict=True), *captures.hooks):
-            kind = type(place)
+        self._others: list[tuple[StateSlot, Content]] = []
+        for slot, content in (*zip(captures.slots, captures.contents, strict=True), *captures.hooks):
+            kind = type(slot)
             if not content and kind in CONTAINERS:
-                self._empty.append(place)
+                self._empty.append(slot)
             elif kind is types.CellType and content:
-                self._slots.append((operator.attrgetter("cell_contents", "cell_contents"), place))
+                self._getters.append((operator.attrgetter("cell_contents", "cell_contents"), slot))
                 self._values += [*content, *content]
-            elif kind is Names and all(name in place.mapping for name in place.names):
-                self._add(place.mapping, {name: place.mapping[name] for name in place.names})
-            elif kind is Attributes or (kind is Fields and not place.members):
-                own = dictionary_of(place)
+            elif kind is Names and all(name in slot.mapping for name in slot.names):
+                self._add(slot.mapping, {name: slot.mapping[name] for name in slot.names})
+            elif kind is Attributes or (kind is Fields and not slot.members):
+                own = dictionary_of(slot)
                 self._sized.append(own)
-                self._sizes.append(len(content) + (place.bookkeeping if kind is Attributes else 0))
+                self._sizes.append(len(content) + (slot.bookkeeping if kind is Attributes else 0))
                 self._add(own, content)
             elif kind is dict and _ORDINARY.issuperset(map(type, content)):
-                self._tables.append(place)
-                self._add(place, content)
+                self._tables.append(slot)
+                self._add(slot, content)
             else:
-                self._others.append((place, content))
+                self._others.append((slot, content))
         self._keys = list(map(list, self._tables))
 
     def _add(self, mapping: dict[Any, Any], content: Any) -> None:
         if content:
             names = (*content, next(iter(content)))  # of at least two names `itemgetter` makes a tuple
-            self._slots.append((operator.itemgetter(*names), mapping))
+            self._getters.append((operator.itemgetter(*names), mapping))
             self._values += [content[name] for name in names]
 
     def is_current(self) -> bool:
@@ -583,8 +576,8 @@ class _ContentsCheck:
                 not any(self._empty)
                 and list(map(len, self._sized)) == self._sizes
                 and list(map(list, self._tables)) == self._keys
-                and all(map(operator.is_, chain.from_iterable([get(own) for get, own in self._slots]), self._values))
-                and all(holds(place, content) for place, content in self._others)
+                and all(map(operator.is_, chain.from_iterable([get(own) for get, own in self._getters]), self._values))
+                and all(holds(slot, content) for slot, content in self._others)
             )
         except (KeyError, ValueError):  # an entry or the contents of a cell are gone
             return False

@@ -53,18 +53,18 @@ def sort_of(kind: Any) -> Sort:
     step = getattr(kind, "__next__", None)
     if step is not None and (is_left_alone or type(step) is not types.FunctionType):  # its position is in no attribute
         return Sort.ITERATOR
-    if not is_left_alone and (kind.__dictoffset__ or slots(kind) or issubclass(kind, (list, dict, set, deque))):
+    if not is_left_alone and (kind.__dictoffset__ or slot_members(kind) or issubclass(kind, (list, dict, set, deque))):
         return Sort.OBJECT
     return Sort.VALUE
 
 
-def slots(kind: Any) -> list[tuple[str, Any]]:
+def slot_members(kind: Any) -> list[tuple[str, Any]]:
     """Returns the attributes that Python classes declare in `__slots__`, as (name, member descriptor)."""
-    return [(name, kind.__mro__[at].__dict__[name]) for at, name in _slots(kind)]
+    return [(name, kind.__mro__[at].__dict__[name]) for at, name in _slot_members(kind)]
 
 
 @cached_by_class
-def _slots(kind: Any) -> tuple[tuple[int, str], ...]:
+def _slot_members(kind: Any) -> tuple[tuple[int, str], ...]:
     return tuple(
         (at, name)
         for at, cls in enumerate(kind.__mro__)
@@ -122,7 +122,7 @@ CONSTANT = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torc
 def is_plain(kind: Any) -> bool:
     """Whether the whole state of an object of `kind` is its `__dict__`."""
     is_container = issubclass(kind, (list, dict, set, deque))
-    return sort_of(kind) is Sort.OBJECT and not is_container and has_dictionary(kind) and not slots(kind)
+    return sort_of(kind) is Sort.OBJECT and not is_container and has_dictionary(kind) and not slot_members(kind)
 
 
 @cached_by_class

@@ -17,10 +17,10 @@ from memscale.regions.alias_groups import Name
 from memscale.regions.captures import Captures
 from memscale.regions.hidden_changes import memory_of
 from memscale.regions.modes import modes
-from memscale.regions.places import Content, Place, holds, read, write
 from memscale.regions.recompute_lock import exclusive_recompute
 from memscale.regions.snapshot import Snapshot
 from memscale.regions.stand_ins import Note, is_sharded
+from memscale.regions.state_slots import Content, StateSlot, holds, read, write
 from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import copies_ahead, unrecorded
 
@@ -55,7 +55,7 @@ class Replay:
         self._made = made
         self._around: list[AbstractContextManager[Any]] = []
         self._undo: list[Callable[[], Any]] = []
-        self._present: list[tuple[Place, Content]] = []  # to be restored at the end
+        self._present: list[tuple[StateSlot, Content]] = []  # to be restored at the end
         self._was_current = False  # whether nothing had changed since the snapshot
 
     def __enter__(self) -> dict[int, torch.Tensor]:
@@ -151,7 +151,7 @@ class Replay:
         return found
 
     def _go_back(self, renewed: dict[Name, torch.Tensor], arrived: Mapping[Note, torch.Tensor]) -> None:
-        """Writes the snapshot's contents into every place that has changed since."""
+        """Writes the snapshot's contents into every slot that has changed since."""
         captures = self._snapshot.captures
         touched = {name[0] for name in renewed if not isinstance(name, int)} if renewed else set()
         self._was_current = captures.is_current
@@ -161,38 +161,38 @@ class Replay:
         if self._was_current:
             self._present = [contents[position] for position in touched]
         else:
-            self._present = [(place, then if holds(place, then) else read(place)) for place, then in contents]
+            self._present = [(slot, then if holds(slot, then) else read(slot)) for slot, then in contents]
             touched.update(at for at, (_, then) in enumerate(contents) if self._present[at][1] is not then)
         for position in sorted(touched):
-            place, then = contents[position]
-            write(place, _as_then(position, place, then, renewed, arrived))
+            slot, then = contents[position]
+            write(slot, _as_then(position, slot, then, renewed, arrived))
 
 
-def _write_back(contents: list[tuple[Place, Content]]) -> None:
-    for place, content in reversed(contents):  # reversed, since two places may share an object
-        if not holds(place, content):
-            write(place, content)
+def _write_back(contents: list[tuple[StateSlot, Content]]) -> None:
+    for slot, content in reversed(contents):  # reversed, since two slots may share an object
+        if not holds(slot, content):
+            write(slot, content)
 
 
-def _contents(captures: Captures) -> list[tuple[Place, Content]]:
-    return [*zip(captures.places, captures.contents, strict=True), *captures.hooks]
+def _contents(captures: Captures) -> list[tuple[StateSlot, Content]]:
+    return [*zip(captures.slots, captures.contents, strict=True), *captures.hooks]
 
 
 def _as_then(
     position: int,
-    place: Place,
+    slot: StateSlot,
     content: Content,
     renewed: dict[Name, torch.Tensor],
     arrived: Mapping[Note, torch.Tensor],
 ) -> Content:
-    """Returns a copy of `content`, the snapshot's contents of `place`, with replacements for tensors no longer held."""
+    """Returns a copy of `content`, the snapshot's contents of `slot`, with replacements for tensors no longer held."""
     content = content.copy()
     for key, then in content.items() if isinstance(content, dict) else list(enumerate(content)):
         if (other := renewed.get((position, key))) is not None:
             content[key] = other
         elif isinstance(then, Note):
             content[key] = arrived[then]
-        elif is_sharded(then) and isinstance(present := read(place), dict):
+        elif is_sharded(then) and isinstance(present := read(slot), dict):
             # FSDP2 alternates sharded and gathered parameters in one entry; the present one is right.
             content[key] = present.get(key, then)
     return content

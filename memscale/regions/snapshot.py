@@ -26,8 +26,8 @@ from memscale.regions.alias_groups import AliasGroup, AliasGroups, Name
 from memscale.regions.captures import Captures, LastingName
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import Writes, assigned, is_moved, laid_out, layout, memory_of, storages
-from memscale.regions.places import holds, read
 from memscale.regions.stand_ins import Note, is_own, is_stand_in, origin_of
+from memscale.regions.state_slots import holds, read
 from memscale.regions.unrecorded import copying_ahead, unrecorded
 
 NOTHING = nullcontext()
@@ -152,7 +152,7 @@ class Snapshot:
 
     def _is_in_tuple(self, name: tuple[int, Any]) -> bool:
         """Whether the tensor is an item of a tuple, which a replay cannot write to."""
-        return isinstance(self.captures.places[name[0]], tuple)
+        return isinstance(self.captures.slots[name[0]], tuple)
 
     def _take_all(self) -> None:
         """Copies every candidate, before a first run."""
@@ -286,14 +286,14 @@ class Snapshot:
         """Whether a run with these `effects` changes tensors in place besides the running statistics of norms."""
         norms = {id(m._buffers) for m in self.modules if isinstance(m, internals.NormBase)}
         captures = self.captures
-        of_norms = {label for place, label in zip(captures.places, captures.labels, strict=True) if id(place) in norms}
+        of_norms = {label for slot, label in zip(captures.slots, captures.labels, strict=True) if id(slot) in norms}
         return any(isinstance(name, int) or name[0] not in of_norms for name in effects.changed)
 
     def made_tensors(self) -> bool:
         """Whether the run put a tensor where there was none, such as a statistic made from the first batch."""
-        for place, content in zip(self.captures.places, self.captures.contents, strict=True):
-            if not holds(place, content):
-                now = read(place)
+        for slot, content in zip(self.captures.slots, self.captures.contents, strict=True):
+            if not holds(slot, content):
+                now = read(slot)
                 before = dict(enumerate(content)) if isinstance(content, list) else content
                 for key, value in now.items() if isinstance(now, dict) else enumerate(now):
                     if isinstance(value, torch.Tensor) and not isinstance(before.get(key), torch.Tensor):

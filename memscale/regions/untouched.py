@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memscale.regions.captures import Captures, put_back
+from memscale.regions.captures import Captures
 from memscale.regions.environment import Environment, accelerators
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of tensors
@@ -54,7 +54,7 @@ def untouched(
         for tensor, name in product(leaves, _HOOKS):
             hooks = getattr(tensor, name)
             stack.callback(_set_hooks, tensor, name, hooks, {} if hooks is None else dict(hooks))
-        stack.callback(put_back, captures)
+        stack.callback(captures.restore)
         for tensor, _ in gradients:
             tensor.grad = None
         yield

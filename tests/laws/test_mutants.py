@@ -88,7 +88,7 @@ def what_pieces_share_may_change(monkeypatch):
 
 
 def pieces_count_on_in_a_recompute(monkeypatch):
-    monkeypatch.setattr(tiling, "put_back", lambda _: None)
+    monkeypatch.setattr(tiling.Captures, "restore", lambda _: None)
 
 
 MUTANTS = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memscale.core import ConfigError, fsdp_groups, fsdp_groups_of
-from memscale.regions import Place, read, write
+from memscale.regions import StateSlot, read, write
 from memscale.simulation.parallel.streams import SimulatedStreams
 from memscale.simulation.sandbox.process_state import patched
 
@@ -133,7 +133,7 @@ class Sharded:
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
         """Put back after the body what FSDP2 keeps. What DDP keeps in Python are attributes of its module."""
-        places: list[tuple[Place, Any]] = []
+        places: list[tuple[StateSlot, Any]] = []
         _add(self._states, places, set())
         for parameter in self._parameters:
             module = parameter._module_info.module
@@ -212,7 +212,7 @@ def mesh_of(module: nn.Module) -> Any:
     return None
 
 
-def _add(thing: Any, places: list[tuple[Place, Any]], seen: set[int]) -> None:
+def _add(thing: Any, places: list[tuple[StateSlot, Any]], seen: set[int]) -> None:
     """Add what FSDP2's objects hold, and the containers in them."""
     if id(thing) in seen:
         return

@@ -105,7 +105,7 @@ class StepScope(Captures):
         from before, and here the caller's stays. What may be in a container that the step made stays, too.
         """
         former: list[torch.Tensor] = []
-        for place, content in zip(self.places, self.contents, strict=True):
+        for place, content in zip(self.slots, self.contents, strict=True):
             if isinstance(place, Attributes) and isinstance(content, dict) and not holds(place, content):
                 now = read(place)
                 assert isinstance(now, dict), "attributes have names"
@@ -116,7 +116,7 @@ class StepScope(Captures):
         if not former:
             return []
         held: set[int] = set()
-        for place in self.places:
+        for place in self.slots:
             content = read(place)
             values = content.values() if isinstance(content, dict) else content
             held.update(value.untyped_storage()._cdata for value in values if _has_storage(value))

@@ -93,18 +93,18 @@ def substituted(captures: Captures, dtype: torch.dtype, copies: Converted, lost:
     buffers = {id(module._buffers) for module in captures.modules}
     try:
         for position, content in put.items():
-            write(captures.places[position], content)
+            write(captures.slots[position], content)
         yield
     finally:
-        for position, (place, before) in enumerate(zip(captures.places, captures.contents, strict=True)):
-            if position not in put and holds(place, before):
+        for position, (slot, before) in enumerate(zip(captures.slots, captures.contents, strict=True)):
+            if position not in put and holds(slot, before):
                 continue
-            now = read(place)
+            now = read(slot)
             for key, value in list(now.items() if isinstance(now, dict) else enumerate(now)):
                 now[key] = copies.original(value)
                 if copies.mentioned_in(value) and isinstance(before, dict) and key in before:
                     now[key] = before[key]  # a list such as an LSTM rebuilds when it finds unknown weights
-                elif id(place) in buffers and position in put and now[key] is not before[key]:
+                elif id(slot) in buffers and position in put and now[key] is not before[key]:
                     lost.append(before[key])
                     now[key] = before[key]
-            write(place, now)
+            write(slot, now)

@@ -61,7 +61,7 @@ class Cast(Transform):
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         region = Casted(fn, self)
         if not torch.compiler.is_compiling():
-            region.look_around()
+            region.find_captured()
         return region
 
 
@@ -81,7 +81,7 @@ class Casted(Transformed):
         self.watched_in_training = False
         self.watched: set[tuple[bool, ...]] = set()
 
-    def look_around(self) -> None:
+    def find_captured(self) -> None:
         """Finds out what `fn` depends on; raises `TransformError` if a pattern of `keep` matches none of it."""
         captures = _CastCaptures(self)
         owned = {

@@ -1,9 +1,9 @@
 """Regions that `torch.compile` cannot recompute: those that change a buffer in place.
 
-A compiled graph writes the new value over the old one at its end, and what it computes again in backward starts from
-the new one: the gradient is wrong without an error, with `torch.utils.checkpoint` as well. Under the compiler nothing
-of ours runs, so whether a region does so has to be known before: from a run outside of the compiler, and a look at its
-code tells whether that is needed.
+A compiled graph writes the new value of a buffer over the old one at its end, and its recompute in backward starts from
+the new value: the gradient is wrong without an error, with `torch.utils.checkpoint` as well. No code of memscale runs
+in a compiled region, so the effects of the region must be known from an earlier uncompiled run. The code of the modules
+tells whether such a run is needed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 from torch import nn
 
 from memscale.core import internals, modules_in
-from memscale.transforms.checkpoint.recompute import Memory
+from memscale.transforms.checkpoint.recompute import LearnedEffects
 
-_WRITES = re.compile(r"[a-zA-Z0-9]_$")  # as PyTorch calls what writes in place
+_WRITES = re.compile(r"[a-zA-Z0-9]_$")  # PyTorch's names of methods that write in place
 
 
 def may_change(modules: Iterable[nn.Module]) -> bool:
-    """Whether the code of one of these modules that has buffers looks like changing something in place.
+    """Whether the code of a module with buffers, among `modules`, looks like writing in place.
 
-    Modules in their lists and dictionaries count, and those that their code names. Normalizations are left out: their
-    backward does not read the running statistics that they move.
+    Modules in lists and dictionaries of `modules` count too, and global modules that their code names. Normalizations
+    are left out, since their backward does not read the running statistics that they update.
     """
     found = [module for root in modules for module in (root, *_in_containers(root))]
     kinds: set[Any] = {type(module) for module in found}
@@ -41,7 +41,7 @@ def _has_and_writes(module: nn.Module) -> bool:
 
 
 def _in_containers(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules that are no children, in lists and the like among the attributes of `module`."""
+    """Yields the modules in lists, tuples and dictionaries among the attributes of `module`, children excluded."""
     for name in module.__dict__.keys() - _REGISTERED:
         value = module.__dict__[name]
         if type(value) in (list, tuple, dict) and value:
@@ -54,7 +54,7 @@ _REGISTERED = frozenset(nn.Module().__dict__)
 
 
 def _of_class(look: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """`look` at each class once, for as long as the class is there: some are made for one module."""
+    """Decorates `look`, a function of a class, to run once per class. The cache does not keep a class alive."""
     found: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     @functools.wraps(look)
@@ -81,7 +81,7 @@ def _names_one_that_writes(kind: Any) -> bool:
 
 
 def _functions(kind: type[Any]) -> Iterator[types.FunctionType]:
-    """The functions of a class of modules, and those of their files that they name."""
+    """Yields the functions of a module class, and the functions of the same file that these name."""
     functions = [
         function
         for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
@@ -118,15 +118,15 @@ def _writes(code: types.CodeType) -> bool:
 _ADDS = {f"{operator}=" for operator in ("+", "-", "*", "/", "//", "%", "@", "**", "&", "|", "^", "<<", ">>")}
 
 
-def why_not_compiled(parts: list[Any], memories: Sequence[Memory], looks_like_it: bool) -> str | None:
-    """Why a region is not to be compiled because it changes something in place, or not yet because it may.
+def why_not_compiled(parts: list[Any], learned: Sequence[LearnedEffects], looks_like_it: bool) -> str | None:
+    """Returns why a region must run uncompiled, now or always; `None` if it can be compiled.
 
     Args:
-        parts: what it is made of.
-        memories: what earlier runs, outside of the compiler, have learned about it.
-        looks_like_it: what `may_change` said.
+        parts: the functions and modules that the region is made of.
+        learned: the effects that earlier uncompiled runs found.
+        looks_like_it: the result of `may_change`.
     """
-    if any(memory.changes for memory in memories):
+    if any(each.changes for each in learned):
         return (
             "checkpoint() around a region that changes a tensor in place, which would be recomputed without the old "
             "value if it were compiled"
@@ -134,7 +134,7 @@ def why_not_compiled(parts: list[Any], memories: Sequence[Memory], looks_like_it
     if not looks_like_it:
         return None
     training = any(module.training for part in parts for root in modules_in(part) for module in root.modules())
-    if any(training not in memory.looked for memory in memories):
+    if any(training not in each.trained_in for each in learned):
         return (
             "checkpoint() around a module with buffers, and code that may write to them in place, has to see it run "
             "uncompiled once in training mode, and once in eval()"

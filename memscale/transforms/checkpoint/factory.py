@@ -33,6 +33,7 @@ from memscale.regions import (
 )
 from memscale.transforms.checkpoint import functorch, recompute
 from memscale.transforms.checkpoint.compiled import may_change, why_not_compiled
+from memscale.transforms.checkpoint.recompute import LearnedEffects
 from memscale.transforms.checkpoint.selective import Recorder
 from memscale.transforms.checkpoint.stretches import Cut, check_cuts, check_row, stretches
 
@@ -56,7 +57,7 @@ class Checkpoint(Transform):
             check_row(fn, self.cuts)
         region = Checkpointed(fn, self)
         if not torch.compiler.is_compiling():
-            region.look_around()
+            region.find_captured()
         return region
 
 
@@ -64,9 +65,9 @@ class Checkpointed(Transformed):
     """A checkpointed function.
 
     Attributes:
-        memories: what each stretch has learned of itself.
-        captured: the modules that `fn` reaches, where it is neither a module nor made of modules.
-        may_change: whether the code of these, or of its own modules, looks like changing buffers in place.
+        learned: the effects that earlier runs found, for each segment between cuts.
+        captured: the modules that `fn` captures, if `fn` is neither a module nor made of modules.
+        may_change: whether the code of the modules of `fn` looks like changing buffers in place.
     """
 
     how: Checkpoint
@@ -75,10 +76,10 @@ class Checkpointed(Transformed):
         super().__init__(fn, how)
         self.captured: list[nn.Module] = []
         self.may_change = False
-        self.memories = [recompute.Memory() for _ in how.cuts or (0,)]  # of each stretch
+        self.learned = [LearnedEffects() for _ in how.cuts or (0,)]  # of each segment
 
-    def look_around(self) -> None:
-        """Find out what a compiler's trace of `fn` will not show."""
+    def find_captured(self) -> None:
+        """Finds the modules that `fn` captures, and whether their code looks like changing buffers in place."""
         if is_of_modules(self.fn):
             modules = [each for root in modules_in(self.fn) for _, each in walk(root)]
         else:
@@ -92,19 +93,19 @@ class Checkpointed(Transformed):
 
     @property
     def keeps_inputs_only(self) -> bool:  # type: ignore[override]
-        """Whether it runs its function again for backward, from inputs that it owns."""
+        """Whether backward recomputes the function from its inputs."""
         return not isinstance(self.how.policy, EverythingSaveable)
 
     @property
     def not_around_sharded(self) -> str:  # type: ignore[override]
-        """A policy that looks at operators numbers them."""
+        """Why the region cannot be around sharded modules; empty if it can. A policy numbers the operators."""
         if isinstance(self.how.policy, (NothingSaveable, EverythingSaveable)):
             return ""
         return "it gathers parameters by other operators in the recompute, among which a policy does not find its own"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.keeps_inputs_only and not functorch_state.active():
-            why = why_not_compiled([self.fn, *self.captured], self.memories, self.may_change)
+            why = why_not_compiled([self.fn, *self.captured], self.learned, self.may_change)
             if why is not None:
                 return uncompiled(_eager, why, self, args, kwargs)
         # In a `try`, because Dynamo cannot resume in the middle of one: when it cannot trace the region (a side effect
@@ -112,7 +113,7 @@ class Checkpointed(Transformed):
         # would resume at the call of `torch.utils.checkpoint`, whose eager form repeats side effects.
         try:
             if torch.compiler.is_compiling():
-                if functorch_state.active():  # which is traced itself: what a backward would keep is the compiler's
+                if functorch_state.active():  # the compiler traces the transform, and decides what backward keeps
                     return self.fn(*args, **kwargs)
                 *regions, rest = stretches(self.fn, self.how.cuts) if self.how.cuts else (self.fn, None)
                 for fn in regions:
@@ -127,7 +128,7 @@ class Checkpointed(Transformed):
 
 @by_name
 def checkpoint(*, policy: Policy | None = None, cuts: tuple[Cut, ...] = ()) -> Transform:
-    """A transform that keeps a function's inputs for backward and recomputes the rest.
+    """Returns a transform that keeps a function's inputs for backward and recomputes everything else.
 
     ``checkpoint()(f)`` computes what ``f`` computes, bit for bit, as do its gradients of any order:
 
@@ -140,20 +141,20 @@ def checkpoint(*, policy: Policy | None = None, cuts: tuple[Cut, ...] = ()) -> T
     >>> sum(r.nbytes for r in ms.saved_residuals(ms.checkpoint()(f), x, w) if r.source == "intermediate")
     0
 
-    The recompute sees the parameters, buffers, train/eval flags, Python attributes (those of objects that `f` is given,
-    too), random state and autocast that the forward saw, so BatchNorm statistics and counters move once, dropout
-    repeats its mask, and `eval()` before backward changes nothing. It works in plain autograd, under `torch.func` and
-    under `torch.compile`.
+    The recompute sees the parameters, buffers, train/eval flags, Python attributes (also those of objects among the
+    arguments), random state and autocast of the forward. BatchNorm statistics and counters therefore move once, dropout
+    repeats its mask, and `eval()` before backward changes nothing. `checkpoint` works in plain autograd, under
+    `torch.func` and under `torch.compile`.
 
     Args:
-        policy: which intermediate values to keep all the same, one of `memscale.policies`; `None` is
+        policy: decides which intermediate values to keep, one of `memscale.policies`; `None` means
             `policies.nothing_saveable`. Under `torch.func` every policy but `everything_saveable` keeps inputs only,
-            and under `torch.compile`, which does not see labels, policies by name do.
-        cuts: for an `nn.Sequential`: before which of its children, counted from 0, another region begins; ``(2, 1)`` is
-            before child 1 of child 2, an `nn.Sequential` too, so that a region begins in one and ends in the next. Each
-            stretch up to a cut keeps its input and is recomputed by itself; behind the last cut all is as it is.
+            and so do policies by name under `torch.compile`, which does not see labels.
+        cuts: for an `nn.Sequential`, the children (counted from 0) before which another region begins; ``(2, 1)`` is
+            before child 1 of child 2, which must be an `nn.Sequential` too. Each segment up to a cut keeps its input
+            and is recomputed by itself; the segment behind the last cut runs without checkpoint.
 
-    Cuts behind layers with weights keep what those give, and recompute what is cheap:
+    Cuts behind layers with weights keep the outputs of these layers, and recompute the cheap ones:
 
     >>> row = torch.nn.Sequential(*(m() for _ in range(4) for m in (lambda: torch.nn.Linear(8, 8), torch.nn.Tanh)))
     >>> x = torch.ones(4, 8)
@@ -165,14 +166,14 @@ def checkpoint(*, policy: Policy | None = None, cuts: tuple[Cut, ...] = ()) -> T
 
     Raises:
         ConfigError: `policy` is not a policy, or `cuts` are not increasing.
-        CorrectnessError: in backward, when what the region depends on was changed in place, or when the recompute
-            differs from the run; in forward, when the region changes something that cannot be brought back.
-        RuntimeUnavailable: in forward, when the policy moves a value of a device that nothing here can move from.
-        TransformError: when what has `cuts` is no `nn.Sequential`, or too short, or what they go through has hooks;
-            when the policy moves a value under `torch.compile`, when a region under `torch.func` changes a tensor that
-            it is given in place, or when an argument leads to more than 4,096 objects.
+        CorrectnessError: in backward, a tensor that the region depends on was changed in place, or the recompute
+            differs from the run; in forward, the region changes state that a recompute cannot restore.
+        RuntimeUnavailable: in forward, the policy moves a value from a device that no runtime here supports.
+        TransformError: the function with `cuts` is not an `nn.Sequential`, is too short, or a child that a cut goes
+            through has hooks; the policy moves a value under `torch.compile`; a region under `torch.func` changes an
+            argument in place; or an argument leads to more than 4,096 objects.
 
-    Cost: saves the region's residuals; pays its forward again, up to the last value that backward needs.
+    Cost: saves the bytes of the region's residuals; pays its forward again, up to the last value that backward needs.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 4; the policies are those of
     ``jax.checkpoint``.
@@ -189,17 +190,17 @@ def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or isinstance(policy, EverythingSaveable) or functorch_state.inside_region():
         return self.fn(*args, **kwargs)
     if functorch_state.forward_ad() and not functorch_state.active():
-        # A rerun after the level would save nothing of the tangents.
+        # A rerun after the dual level has ended would not see the tangents.
         return self.fn(*args, **kwargs)
     if not self.how.cuts:
-        return _region(self, self.fn, self.memories[0], args, kwargs)
+        return _region(self, self.fn, self.learned[0], args, kwargs)
     *regions, rest = stretches(self.fn, self.how.cuts)
-    for fn, memory in zip(regions, self.memories, strict=True):
-        args, kwargs = (_region(self, fn, memory, args, kwargs),), {}
+    for fn, learned in zip(regions, self.learned, strict=True):
+        args, kwargs = (_region(self, fn, learned, args, kwargs),), {}
     return rest(*args)
 
 
-def _region(self: Checkpointed, fn: Callable[..., Any], memory: recompute.Memory, args: Any, kwargs: Any) -> Any:
+def _region(self: Checkpointed, fn: Callable[..., Any], learned: LearnedEffects, args: Any, kwargs: Any) -> Any:
     if functorch_state.active():
         if functorch_state.has_rules():
             return functorch.run(fn, args, kwargs)
@@ -208,14 +209,14 @@ def _region(self: Checkpointed, fn: Callable[..., Any], memory: recompute.Memory
     policy = self.how.policy
     record = None if isinstance(policy, NothingSaveable) else functools.partial(Recorder, policy, self.runtime)
     try:
-        return recompute.run(fn, record, memory, args, kwargs)
+        return recompute.run(fn, record, learned, args, kwargs)
     except RuntimeError as error:
         name_refused_hooks(error, self.how, "recomputing")
         raise
 
 
 def _traced(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
-    """The same under `torch.compile`, where the compiler decides what to recompute from the tags on the graph."""
+    """Runs the region under `torch.compile`, where the compiler decides what to recompute from the graph's tags."""
     if isinstance(policy, EverythingSaveable):
         return fn(*args, **kwargs)
     if isinstance(policy, NothingSaveable):

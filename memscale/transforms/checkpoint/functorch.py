@@ -1,15 +1,15 @@
-"""`checkpoint` inside `torch.func` transforms: one differentiable function whose inputs are explicit.
+"""`checkpoint` inside `torch.func` transforms: the region becomes one `autograd.Function` with explicit inputs.
 
 `torch.func` refuses saved-tensor hooks, but differentiates and vectorises an `autograd.Function` that has a vmap rule.
-Such a function only knows its explicit inputs, so everything that the region captures (parameters that
-`functional_call` put in, closure variables, buffers) is found, passed in, and put in its place while the region runs.
-A captured tensor that cannot be found would lose its gradient without a sound; it is an error instead.
+Such a function knows only its explicit inputs. So all tensors that the region captures (parameters from
+`functional_call`, closure variables, buffers) are inputs too, and are written into their state slots while the region
+runs. The use of a captured tensor that was not found raises an error, since the gradient would be lost silently.
 
-A tensor that the region leaves behind (in a list or object that it was given, in an object that it returns, on a
-module) is one more output, and is put where the region left it: whoever uses it later gets its gradient.
+A tensor that the region leaves behind (in a list or object among the arguments, in an object that it returns, on a
+module) is one more output, and is written back to where the region left it, so that it has a gradient there.
 
-Regions inside a region are transparent here, and the whole region is recomputed: early stopping and selective
-policies need hooks.
+Regions inside a region run untransformed here, and a recompute runs the whole region: early stopping and policies need
+saved-tensor hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memscale.regions import (
     Captures,
     Content,
     Environment,
-    Place,
+    StateSlot,
     accelerators,
     functorch_state,
     holds,
@@ -41,14 +41,14 @@ _functorch = internals.functorch
 
 
 def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``fn(*args, **kwargs)`` as one recomputed function of its arguments and of all that it captures."""
+    """Returns ``fn(*args, **kwargs)``, computed as one recomputed function of the arguments and captured tensors."""
     call = _Call(fn, args, kwargs)
     outputs = _Region.apply(call, *call.inputs)  # type: ignore[no-untyped-call]
     return call.finish(outputs)
 
 
 class _Call:
-    """One call of a region: what it depends on, where each explicit input goes, and what it left behind."""
+    """One call of a region: its captures, the position of each explicit input, and the tensors that it left behind."""
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.fn = fn
@@ -56,7 +56,7 @@ class _Call:
         refuse_iterators(pytrees.flatten((args, kwargs))[0])
         self.call = ArgumentSpec(args, kwargs, self.captures, hold=True)
         self.environment: Environment | None = None
-        # Each distinct tensor is one input, however often it is reached: tied weights get one summed gradient.
+        # Each distinct tensor is one input, so tied weights get one summed gradient.
         self.inputs: list[torch.Tensor] = []
         positions: dict[int, int] = {}
 
@@ -68,18 +68,18 @@ class _Call:
 
         self.arguments = [position_of(tensor) for tensor in self.call.tensors]
         self.captured = [
-            (place, key, position_of(tensor))
-            for place, key, tensor in self.captures.tensors
-            if not isinstance(self.captures.places[place], tuple)  # nothing can be put there
+            (at, key, position_of(tensor))
+            for at, key, tensor in self.captures.tensors
+            if not isinstance(self.captures.slots[at], tuple)  # a tuple cannot be written to
         ]
         buffers = [module._buffers for module in self.captures.modules]
         self.buffers = {
             position
-            for place, _, position in self.captured
-            if any(self.captures.places[place] is mapping for mapping in buffers)
+            for at, _, position in self.captured
+            if any(self.captures.slots[at] is mapping for mapping in buffers)
         }
-        # What the region changes must be saved as it was, and what autograd saves must not change: so those that it may
-        # change go in as copies, and `finish` brings the new values back to the tensors themselves.
+        # Autograd saves the inputs, and must find the old values of those that the region changes. So buffers of
+        # modules in training mode go in as copies, and `finish` copies the new values into the buffers themselves.
         self.targets = list(self.inputs)
         training = {id(t) for module in self.captures.modules if module.training for t in module._buffers.values()}
         for position in self.buffers:
@@ -94,16 +94,16 @@ class _Call:
         self.out_spec: Any = None
         self.out_leaves: list[Any] = []
         self.mutated: list[int] = []
-        self.assigned: list[tuple[Place, Any]] = []
-        self.returned_inputs: dict[int, int] = {}  # autograd does not take an input, as it is, for an output
-        # What the arguments lead to after the run, and where each tensor in it comes from: an input, or an output.
+        self.assigned: list[tuple[StateSlot, Any]] = []
+        self.returned_inputs: dict[int, int] = {}  # autograd does not accept an input itself as an output
+        # The arguments and returned objects after the run, and the source of each tensor there: an input or an output.
         self.left: ArgumentSpec | None = None
         self.sources: list[tuple[bool, int]] = []
         self.made: list[int] = []
         self.left_count = 0
 
     def execute(self, inputs: tuple[torch.Tensor, ...], *, first: bool) -> tuple[torch.Tensor, ...]:
-        """Run the region on `inputs`; tensor outputs first, then buffers it changed, then tensors it left."""
+        """Runs the region on `inputs`. Returns its tensor outputs, the buffers that it changed, the tensors it left."""
         working = [tensor.clone() if index in self.buffers else tensor for index, tensor in enumerate(inputs)]
         before = [version(tensor) for tensor in working]
         values = [working[position] for position in self.arguments]
@@ -144,7 +144,7 @@ class _Call:
                 if isinstance(leaf, torch.Tensor) and i not in self.returned_inputs
             ]
             self.mutated = mutated
-            self.assigned = [(place, key) for place, key, _ in assigned]
+            self.assigned = [(slot, key) for slot, key, _ in assigned]
         outputs: list[torch.Tensor] = [out_leaves[i] for i in self.tensor_outputs]
         outputs += [working[index] for index in mutated]
         outputs += [tensor for _, _, tensor in assigned]
@@ -159,10 +159,10 @@ class _Call:
         return (*outputs, *[left.tensors[left.order[occurrence]] for occurrence in self.made])
 
     def _find_sources(self, left: ArgumentSpec, inside: dict[int, int], outputs: list[torch.Tensor]) -> None:
-        """Say where each tensor that the region left comes from, and which of them are outputs of their own.
+        """Finds the source of each tensor that the region left behind, and which of them are outputs of their own.
 
-        These are named by the order in which they are met. A rerun sees other identities: `x.to(x.device)` is `x` in
-        the run, and inside torch.func a tensor of its own.
+        The latter are identified by their order in the walk, since a rerun sees other identities: `x.to(x.device)` is
+        `x` in the run, and another tensor inside torch.func.
         """
         known = {id(tensor): (True, index) for index, tensor in reversed([*enumerate(outputs)])}
         known.update({key: (False, index) for key, index in inside.items()})
@@ -175,12 +175,12 @@ class _Call:
         self.sources = [known[id(tensor)] for tensor in left.tensors]
 
     def _owner(self, index: int) -> str:
-        """Which object among the arguments holds input `index`, as a part of a sentence."""
+        """Returns words for the object among the arguments that holds input `index`; empty if none does."""
         owner = self.call.owner(self.arguments.index(index)) if index in self.arguments else None
         return "" if owner is None else f" (held by a {owner})"
 
     def finish(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        """Write back what the region changed, and put its outputs together."""
+        """Writes the changes of the region to the tensors outside, and returns the region's result."""
         assert self.left is not None
         remaining = iter(outputs)
         leaves = list(self.out_leaves)
@@ -191,52 +191,53 @@ class _Call:
         with torch.no_grad():
             for index in self.mutated:
                 self.targets[index].copy_(next(remaining))
-        for place, key in self.assigned:
-            content = read(place)
+        for slot, key in self.assigned:
+            content = read(slot)
             content[key] = next(remaining)
-            write(place, content)
+            write(slot, content)
         tensors = [outputs[index] if is_output else self.targets[index] for is_output, index in self.sources]
         self.left.rebuild(tensors, [])
-        # What the region left has a graph by now, which holds this record: holding that would keep both for ever.
+        # The tensors left behind have a graph by now, and the graph holds this object: references to them would be a
+        # cycle through C++, which Python's collector does not see.
         self.left, self.out_leaves = None, []
         self.call.release()
         return pytrees.unflatten(self.out_spec, leaves)
 
     @contextmanager
     def _substituted(self, working: list[torch.Tensor], *, keep_changes: bool) -> Iterator[dict[int, Content]]:
-        """Put `working` where the captured tensors were; other state is as it was when the region first ran."""
+        """Runs the body with `working` in place of the captured tensors, and all other state as in the first run."""
         captures = self.captures
-        before = [read(place) for place in captures.places]
+        before = [read(slot) for slot in captures.slots]
         contents: list[Content] = [content.copy() for content in captures.contents]
-        for place, key, position in self.captured:
-            contents[place][key] = working[position]
-        touched = {place for place, _, _ in self.captured}
+        for at, key, position in self.captured:
+            contents[at][key] = working[position]
+        touched = {at for at, _, _ in self.captured}
         try:
-            for index, place in enumerate(captures.places):
-                if index in touched or not holds(place, contents[index]):
-                    write(place, contents[index])
+            for index, slot in enumerate(captures.slots):
+                if index in touched or not holds(slot, contents[index]):
+                    write(slot, contents[index])
             with functorch_state.region():
                 yield {index: contents[index] for index in touched}
         finally:
-            for index, place in reversed(list(enumerate(captures.places))):  # two may be parts of one thing
+            for index, slot in reversed(list(enumerate(captures.slots))):  # two slots may share an object
                 content = before[index]
                 if keep_changes:
-                    content = read(place)
+                    content = read(slot)
                     for captured, key, position in self.captured:
                         if captured == index and _get(content, key) is working[position]:
                             content[key] = captures.contents[index][key]
-                if not holds(place, content):
-                    write(place, content)
+                if not holds(slot, content):
+                    write(slot, content)
 
-    def _assigned(self, put: dict[int, Content]) -> list[tuple[Place, Any, torch.Tensor]]:
-        """Tensors that the region stored in one of its places (an auxiliary loss kept on the module, say)."""
+    def _assigned(self, put: dict[int, Content]) -> list[tuple[StateSlot, Any, torch.Tensor]]:
+        """Returns the tensors that the region stored in a slot, such as an auxiliary loss kept on a module."""
         found = []
-        for index, place in enumerate(self.captures.places):
+        for index, slot in enumerate(self.captures.slots):
             content = put.get(index, self.captures.contents[index])
-            now = read(place)
+            now = read(slot)
             for key, value in now.items() if isinstance(now, dict) else enumerate(now):
                 if isinstance(value, torch.Tensor) and _get(content, key) is not value:
-                    found.append((place, key, value))
+                    found.append((slot, key, value))
         return found
 
 
@@ -247,7 +248,7 @@ def _get(content: Content, key: Any) -> Any:
 
 
 class _Region(torch.autograd.Function):
-    """The recomputed function. Its inputs are saved by autograd, which checks their versions."""
+    """The recomputed function. Autograd saves the inputs and checks their versions."""
 
     generate_vmap_rule = True
 
@@ -281,7 +282,7 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[torch.Tensor | None, ...]:
-        if not any(ctx.differentiable):  # as where the region returns its argument, which is no output of this
+        if not any(ctx.differentiable):  # as of a region that returns its argument
             return tuple(None for _ in ctx.differentiable)
         inputs = ctx.saved_tensors
         wanted = [index for index in range(len(inputs)) if tangents[index + 1] is not None]
@@ -296,7 +297,7 @@ class _Region(torch.autograd.Function):
 
 
 def _rerun(ctx: Any, inputs: tuple[torch.Tensor, ...], wanted: list[int]) -> Callable[..., Any]:
-    """The region as a function of its `wanted` inputs, to its differentiable outputs."""
+    """Returns the region as a function from its `wanted` inputs to its differentiable outputs."""
 
     def run_again(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         full = list(inputs)
@@ -325,7 +326,7 @@ class _Guard(TorchFunctionMode):
         level = 0 if stack is None else stack.level()
         for tensor in pytrees.tensors((args, kwargs)):
             foreign = _functorch.is_functorch_wrapped_tensor(tensor) and _functorch.maybe_get_level(tensor) > level
-            # Autograd is off while the region first runs, so only what came from outside can require a gradient.
+            # Autograd is off in the first run, so only a tensor from outside of the region can require a gradient.
             loses = self._known is not None and tensor.requires_grad and id(tensor) not in self._known
             if foreign or (loses and not torch.is_grad_enabled()):
                 raise TransformError(
@@ -335,6 +336,6 @@ class _Guard(TorchFunctionMode):
                 )
         result = func(*args, **kwargs)
         if self._known is not None and not torch.is_grad_enabled():
-            # A view of an input says that it requires a gradient, even though autograd is off.
+            # A view of an input requires a gradient even though autograd is off.
             self._known.update({id(tensor): tensor for tensor in pytrees.tensors(result) if tensor.requires_grad})
         return result

@@ -1,9 +1,9 @@
 """The tensors that a region was called with, kept for its recomputes.
 
-A recompute is given the very tensors of the forward, so that `is`, `isinstance`, `is_leaf` and attributes of theirs say
-what they said. Autograd does not follow them to where they came from: nothing runs a backward from a recompute. Two
-kinds come back as other tensors, with the class and attributes of the first ones: what the region changes in place, and
-what the saved-tensor hooks around the region keep (an outer checkpoint, an offload).
+A recompute is given the very tensors of the forward, so that `is`, `isinstance`, `is_leaf` and their attributes give
+the same answers. Their graphs do no harm, since nothing runs a backward from a recompute. Two kinds of tensors are
+replaced by others of the same class and attributes: tensors that the region changes in place, and tensors that the
+saved-tensor hooks around the region keep (an outer checkpoint, an offload).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Inputs:
         self._kept = SavedTensors(tensors, hooks)
 
     def seal(self, versions: list[int]) -> None:
-        """From now on the tensors must stay at `versions`."""
+        """Requires the tensors to stay at `versions` from now on."""
         if self._own:
             self._own = {index: (tensor, versions[index]) for index, (tensor, _) in self._own.items()}
             versions = [each for index, each in enumerate(versions) if index not in self._own]
         self._kept.seal(versions)
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:
-        """Keep `tensor`, the old value of what the region changes in place, at `index`."""
+        """Keeps `tensor`, the old value of an argument that the region changes in place, at `index`."""
         self._replaced.add(index)
         if index in self._own:
             self._own[index] = tensor, version(tensor)
@@ -58,7 +58,7 @@ class Inputs:
             self._kept.replace(self._number(index), tensor)
 
     def cut(self) -> None:
-        """Give recomputes tensors without their graph: the region runs a backward itself, which must end there."""
+        """Detaches the tensors for recomputes. The region runs a backward itself, which must end at its inputs."""
         self._is_cut = True
 
     def again(
@@ -69,13 +69,13 @@ class Inputs:
         refused: dict[int, str],
         fresh: list[torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """What a recompute is given, by number, but for those `without`.
+        """Returns the tensors for a recompute by index, except the indices `without`.
 
         Args:
-            without: numbers of tensors that come from elsewhere.
-            replaced: old values of what the region is changing, while it runs.
-            owner: says which object among the arguments holds a tensor.
-            refused: receives what to say of tensors of objects that were changed since, by their memory.
+            without: indices of tensors that come from elsewhere.
+            replaced: the old values of tensors that the region is changing, while it runs.
+            owner: maps an index to the class name of the object among the arguments that holds the tensor, or `None`.
+            refused: receives the message for each tensor of an object that was changed since, by its storage.
             fresh: receives the copies, whose version counters start anew.
         """
         if not (without or replaced) and (as_they_are := self._unchanged()) is not None:
@@ -93,7 +93,7 @@ class Inputs:
         return found
 
     def _unchanged(self) -> dict[int, torch.Tensor] | None:
-        """All of them, where the rerun may be given each as it is: asked at once, for a cache has hundreds."""
+        """Returns all tensors if a rerun may be given each of them, else `None`. One pass: a cache has hundreds."""
         is_other = self._replaced or self._own or self._attributes or self._is_cut
         held = None if is_other else self._kept.unchanged()
         if held is None or [tensor.requires_grad for tensor in held] != self._requires_grad:
@@ -115,7 +115,7 @@ class Inputs:
         return tensor
 
     def _number(self, index: int) -> int:
-        """Among what is kept."""
+        """Returns the index of tensor `index` in `_kept`."""
         return index - sum(own < index for own in self._own) if self._own else index
 
     def _given(
@@ -123,7 +123,7 @@ class Inputs:
     ) -> torch.Tensor:
         through_hooks = self._kept.through_hooks and index not in self._own
         attributes = self._attributes.get(index, {})
-        if is_changed:  # that needs a tensor of its own, and no leaf
+        if is_changed:  # needs a tensor of its own that is not a leaf, since PyTorch refuses to change leaves
             with unrecorded(), torch.enable_grad():
                 given = held.detach().requires_grad_(requires_grad).clone()
             fresh.append(given)
@@ -153,7 +153,7 @@ def _differ(now: dict[str, Any], then: dict[str, Any]) -> bool:
 
 
 def refuse_backward_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """Makes a backward of this thread that goes on behind one of `tensors` raise `CorrectnessError`.
+    """Makes a backward of this thread raise `CorrectnessError` if it goes on behind one of `tensors`.
 
     Returns the handles of the hooks, to be removed.
     """
@@ -162,7 +162,7 @@ def refuse_backward_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _refuse(thread: int, _: Any) -> None:
-    if threading.get_ident() == thread:  # and not another backward, which may be anywhere
+    if threading.get_ident() == thread:  # backwards of other threads are not the region's
         raise CorrectnessError(
             "a region runs a backward that goes on behind its arguments, to which a recompute would add a second time; "
             "detach the arguments inside of the region, or leave checkpoint() out for it"

@@ -1,12 +1,12 @@
-"""`checkpoint` under plain autograd: saved tensors become placeholders that know how to come back.
+"""`checkpoint` under plain autograd: autograd keeps placeholders instead of tensors, and a recompute fills them.
 
-While a region runs, autograd hands every tensor that it would save to `_Frame.pack`, which keeps a `_Placeholder`
-instead. The first placeholder that backward needs runs the region again, with the same inputs and in the same
-environment, and stops as soon as the last tensor that is still wanted has been seen. The graph that autograd walks
-is the ordinary one, so captured tensors, double backward, partial gradients and hooks work as without checkpoint.
+While a region runs, autograd hands every tensor that it would save to `_Frame.pack`, which returns a `_Placeholder`.
+The first placeholder that backward unpacks runs the region again, with the same inputs and in the same environment.
+The recompute stops at the last saved tensor that a live placeholder waits for. The graph that autograd walks is the
+ordinary one, so captured tensors, double backward, partial gradients and hooks work as without checkpoint.
 
-Stopping early is the idea of `torch.utils.checkpoint` (non-reentrant). What differs: the recompute runs in the
-region's own past (`Snapshot`), and all that is kept is let go as soon as no later backward can ask for it.
+Stopping early is the idea of `torch.utils.checkpoint` (non-reentrant). Two things differ here: a recompute sees the
+state of the forward (`Snapshot`), and a frame drops its inputs as soon as no later backward can need them.
 """
 
 from __future__ import annotations
@@ -41,75 +41,80 @@ from memscale.transforms.checkpoint.inputs import Inputs, refuse_backward_behind
 from memscale.transforms.checkpoint.selective import Misaligned, Recorder, Replayer
 
 _autograd = internals.autograd
-# Makes a recorder of a region with these inputs.
-Record = Callable[[list[torch.Tensor]], Recorder]
+# Makes the recorder of a policy for a run with the given inputs; `None` without a policy.
+Record = Callable[[list[torch.Tensor]], Recorder] | None
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
-_Seen = tuple[torch.Size, torch.dtype, int]  # of a tensor that the run saved: its version
+_Seen = tuple[torch.Size, torch.dtype, int]  # shape, dtype and version of a tensor that the run saved
 _MOST_WATCHED = 16  # runs of a region, each with other flags or arguments of another kind
-_reruns = [0]  # of this process; two threads at once may count as one
+_reruns = [0]  # the number in this process; two threads that count at once may add one
 
 
 def recomputed_regions() -> int:
-    """How many regions backward passes of this process have run again, apart from simulated ones."""
+    """Returns how many regions the backward passes of this process have recomputed, simulated ones excluded."""
     return _reruns[0]
 
 
-class Memory:
-    """What a region has learned about itself from earlier runs, by the train/eval flags of its modules.
+class LearnedEffects:
+    """The effects of a region that its watched runs found, by mode, and the captures of its last run.
+
+    A mode is the train/eval flags of the region's modules and the dtypes, ranks and `requires_grad` of its arguments.
 
     Attributes:
-        looked: in which modes (whether any module trains) it has run.
-        changes: whether it was seen to change something in place, beside the running statistics of norms.
+        effects: the effects found in each mode.
+        made: the modes in which a watched run made a tensor. Nothing was learned from that run, since the next run may
+            be the first to change the tensor in place.
+        trained_in: `True` if a watched run had a module in training mode, `False` if one had none; both, or neither.
+        changes: whether a watched run changed a tensor in place other than running statistics of norms.
     """
 
     def __init__(self) -> None:
         self.effects: dict[Any, RegionEffects] = {}
-        # In which nothing was learned from a run that made a tensor: the next may be the first to change it in place.
         self.made: set[Any] = set()
-        self.looked: tuple[bool, ...] = ()
+        self.trained_in: tuple[bool, ...] = ()
         self.changes = False
         self._captures: Captures | None = None
         self._fn: Any = None
 
     def effects_in(self, mode: Any) -> RegionEffects | None:
-        """What the region does in `mode`; `None` if the next run is to be watched."""
+        """Returns the effects in `mode`; `None` if the next run must be watched."""
         known = self.effects.get(mode)
-        if known is None and len(self.effects) >= _MOST_WATCHED:  # in each call it is given something else
+        if known is None and len(self.effects) >= _MOST_WATCHED:  # each call has arguments of a new kind
             return RegionEffects.of_all(self.effects.values())
         return known
 
     def learn(self, mode: Any, effects: RegionEffects, *, made_tensors: bool) -> None:
-        """Remember what a watched run did; of one that made a tensor the next may be the first to change that."""
+        """Records the effects of a watched run, unless the run made a tensor in this mode for the first time."""
         if not made_tensors or mode in self.made or len(self.made) >= _MOST_WATCHED:
             self.effects[mode] = effects
         else:
             self.made.add(mode)
 
     def captures_of(self, fn: Callable[..., Any]) -> Captures:
-        """What `fn` depends on, read again only where it is not as it was in the last call."""
+        """Returns the captures of `fn`: those of the last call if every slot still has the same contents."""
         captures = self._captures
         if captures is None or self._fn is not fn or not captures.is_current:
             captures = Captures(fn, follows=True).seal()
             if not in_recompute():
                 self._captures, self._fn = None, fn
                 if captures.may_last:
-                    # The module's own dictionary leads to this, and the module has to go without the collector.
+                    # The module's `__dict__` leads to this object: a strong reference back would be a cycle, and the
+                    # module would be freed only by Python's garbage collector.
                     self._captures = copy.copy(captures)
                     self._captures.weaken(functools.partial(_forget_captures, weakref.ref(self)))
         return captures
 
     def __reduce__(self) -> Any:
-        return (Memory, ())  # a copy of the region learns anew: what it changes may differ there
+        return (LearnedEffects, ())  # a copy of the region learns anew: what it changes may differ there
 
 
-def _forget_captures(memory: weakref.ref[Memory], _: object) -> None:
-    if (alive := memory()) is not None:
+def _forget_captures(learned: weakref.ref[LearnedEffects], _: object) -> None:
+    if (alive := learned()) is not None:
         alive._captures = None
 
 
-def run(fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any, kwargs: Any) -> Any:
-    """``fn(*args, **kwargs)``, keeping for backward only its inputs and what a recorder made by `record` keeps."""
-    frame = _Frame(fn, record, memory, args, kwargs)
+def run(fn: Callable[..., Any], record: Record, learned: LearnedEffects, args: Any, kwargs: Any) -> Any:
+    """Returns ``fn(*args, **kwargs)``. Keeps only the inputs and the values that a policy's recorder saves."""
+    frame = _Frame(fn, record, learned, args, kwargs)
     _autograd._push_saved_tensors_default_hooks(frame.pack, _unpack)
     try:
         if frame.is_observed:
@@ -124,7 +129,7 @@ def run(fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any
 
 
 class _Placeholder:
-    """Stands in autograd's graph for a tensor that was not saved. `found` is there between recompute and use."""
+    """Takes the place of a saved tensor in autograd's graph. `found` holds the tensor from a recompute to its use."""
 
     __slots__ = ("__weakref__", "found", "frame", "index")
 
@@ -141,12 +146,12 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
     if found is None:
         found = placeholder.frame.recompute(placeholder)
     if placeholder.frame.past is not None and _keeps_graph():
-        # Another backward may follow. It recomputes again, so that this one frees each tensor once it is used.
+        # Another backward may follow, and recomputes again, so this backward frees each tensor after its use.
         placeholder.found = None
     tensor, expected = found
     if placeholder.frame.streams.are_several:
         placeholder.frame.streams.lend_to_current(tensor)
-    if tensor._version != expected:  # autograd does not check what comes from hooks
+    if tensor._version != expected:  # autograd checks no versions of tensors that hooks return
         what = f"saved tensor {placeholder.index} of a checkpointed region"
         raise changed_error(described(what, tensor.dtype, _shape(tensor)), tensor._version, expected)
     return tensor
@@ -157,17 +162,17 @@ def _keeps_graph() -> bool:
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
-    if tensor.is_nested and tensor.layout is torch.strided:  # which has none, as each of its parts has its own
+    if tensor.is_nested and tensor.layout is torch.strided:  # whose parts have shapes of their own
         return torch.Size([tensor.size(0)])
     return tensor.shape
 
 
 class _Stop(BaseException):
-    """Ends a recompute. Not an `Exception`, for a region's own ``except Exception`` must not swallow it."""
+    """Ends a recompute. A `BaseException`, since the region's own ``except Exception`` must not catch it."""
 
 
 class _Past(NamedTuple):
-    """What a recompute needs of the run. It is let go after a backward that keeps no graph."""
+    """The parts of a run that a recompute needs. A frame drops them after a backward that keeps no graph."""
 
     fn: Callable[..., Any]
     call: ArgumentSpec
@@ -180,14 +185,14 @@ class _Frame:
 
     Attributes:
         past: what a recompute needs, while another recompute may come.
-        is_observed: whether somebody looks at the operators of the run.
-        recorder: of the values that a policy keeps, or `None`.
+        is_observed: whether a dispatch mode watches the operators of the run.
+        recorder: records the values that a policy saves; `None` without a policy.
         streams: the streams that the run used.
     """
 
     __slots__ = (
         "_concluded",
-        "_memory",
+        "_learned",
         "_mode",
         "_placeholders",
         "_seen",
@@ -198,9 +203,9 @@ class _Frame:
         "streams",
     )
 
-    def __init__(self, fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any, kwargs: Any) -> None:
+    def __init__(self, fn: Callable[..., Any], record: Record, learned: LearnedEffects, args: Any, kwargs: Any) -> None:
         wait_for_recomputes()
-        captures = memory.captures_of(fn)
+        captures = learned.captures_of(fn)
         try:
             call = ArgumentSpec(args, kwargs, captures)
         except SharedCaptures:
@@ -208,10 +213,10 @@ class _Frame:
             call = ArgumentSpec(args, kwargs, captures)
             captures.seal()
         tensors = call.take_tensors()  # `Inputs` decides what holds them
-        self._memory = memory
+        self._learned = learned
         kinds = [(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors[: call.direct]]
         self._mode: Any = (captures.flags(), len(tensors), *kinds)
-        snapshot = Snapshot(captures, tensors, memory.effects_in(self._mode))
+        snapshot = Snapshot(captures, tensors, learned.effects_in(self._mode))
         self.past: _Past | None = _Past(fn, call, Inputs(tensors, captures), snapshot)
         self.streams = Streams(snapshot.environment.devices)
         self._placeholders: list[weakref.ref[_Placeholder]] = []
@@ -227,7 +232,7 @@ class _Frame:
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
-        """Called by autograd with each tensor that it would save."""
+        """Returns the placeholder for `tensor`, which autograd would save."""
         seen = self._seen
         placeholder = _Placeholder(self, len(seen))
         self._placeholders.append(weakref.ref(placeholder))
@@ -240,20 +245,20 @@ class _Frame:
         return placeholder
 
     def conclude(self) -> None:
-        """After the run: learn what it changed, and keep the old values of arguments that it changed."""
+        """Records the effects of the run at its end, and keeps the old values of arguments that the run changed."""
         assert self.past is not None
         _, _, inputs, snapshot = self.past
         versions = snapshot.argument_versions
         try:
             effects = snapshot.conclude()
         except CorrectnessError:
-            self._memory.effects.clear()  # the next call copies everything, and learns anew
+            self._learned.effects.clear()  # the next call copies everything, and learns anew
             raise
         if effects is not None:
-            self._memory.learn(self._mode, effects, made_tensors=snapshot.made_tensors())
-            if (training := any(self._mode[0])) not in self._memory.looked:
-                self._memory.looked = (*self._memory.looked, training)
-            self._memory.changes = self._memory.changes or snapshot.changes_beyond_norms(effects)
+            self._learned.learn(self._mode, effects, made_tensors=snapshot.made_tensors())
+            if (training := any(self._mode[0])) not in self._learned.trained_in:
+                self._learned.trained_in = (*self._learned.trained_in, training)
+            self._learned.changes = self._learned.changes or snapshot.changes_beyond_norms(effects)
         if self.recorder is not None:
             self.recorder.conclude(snapshot.environment.moved)
         inputs.seal(versions)
@@ -263,10 +268,11 @@ class _Frame:
         self._concluded = True
 
     def recompute(self, wanted: _Placeholder) -> _Found:
-        """Run the region again, giving every placeholder that is still alive its tensor; returns that of `wanted`.
+        """Runs the region again and fills every live placeholder. Returns the tensor of the placeholder `wanted`.
 
         Raises:
-            CorrectnessError: the recompute saved other tensors than the run, or what it depends on was changed.
+            CorrectnessError: the recompute saved other tensors than the run, or a tensor that the region depends on was
+                changed in place since.
         """
         if self.past is None:
             raise CorrectnessError(
@@ -275,33 +281,33 @@ class _Frame:
             )
         in_backward, keeps_graph = torch._C._current_graph_task_id() != -1, _keeps_graph()
         alive = [reference() for reference in self._placeholders]
-        # Out of backward somebody looks at one saved tensor from outside: nothing else will be asked for.
+        # Outside of a backward, code reads one saved tensor of the graph: no other placeholder will be unpacked.
         live = alive if in_backward else [placeholder if placeholder is wanted else None for placeholder in alive]
         last = in_backward and self._concluded and not keeps_graph
         if in_backward and not self._concluded:
             self.past.inputs.cut()
         try:
-            # Where a policy's results may turn out to be of other calls, the first rerun is not the last one.
+            # With a policy the first rerun may end as `Misaligned`, so it must leave the saved old values intact.
             found = self._rerun(self.past, live, last=last and self.recorder is None)
         except Misaligned:
             self.recorder = None
             found = self._rerun(self.past, live, last=last)
         if not simulating():
             _reruns[0] += 1
-        # Not before: what a rerun that failed has found must not be used, and would only take memory.
+        # Placeholders are filled only after the rerun: the tensors of a rerun that failed must not be used.
         for placeholder in live:
             if placeholder is not None:
                 placeholder.found = found[placeholder.index]
         if in_backward and keeps_graph:
             torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(self._forget))
         elif last:
-            # Every tensor that is left to ask for has its value now; the inputs are not needed any more.
+            # Every live placeholder has its tensor by now, so no recompute will need the inputs.
             self.past = self.recorder = None
         return found[wanted.index]
 
     def _rerun(self, past: _Past, live: list[_Placeholder | None], *, last: bool) -> dict[int, _Found]:
-        """Run the region again up to the last tensor that is wanted, and return those that are."""
-        refused: dict[int, str] = {}  # what to say of inputs that were changed since, by their memory
+        """Runs the region again up to the last tensor that `live` waits for. Returns the tensors, by index."""
+        refused: dict[int, str] = {}  # maps the storage of each input changed since to the message of the error
         fresh: list[torch.Tensor] = []
         undo: list[Callable[[], Any]] = []
         try:
@@ -321,11 +327,11 @@ class _Frame:
     def _run_again(
         self, past: _Past, rerun: _Rerun, found: dict[int, torch.Tensor], values: list[torch.Tensor]
     ) -> None:
-        """Call the function with `values` for the tensors, until it has saved the last tensor that is wanted."""
+        """Calls the function with the tensors `values`, until the function has saved the last tensor to be found."""
         objects: list[Any] = []
         is_graded = torch.is_grad_enabled()
         run = past.snapshot.environment.context.copy().run
-        # A cache has many tensors, so only a watched run asks for all that no backward of the region's own goes behind.
+        # A cache of keys and values has hundreds of tensors, so only watched runs refuse backwards behind all of them.
         every, direct = past.snapshot.is_watched, past.call.direct
         handles = refuse_backward_behind([each for index, each in found.items() if every or index < direct])
         try:
@@ -337,8 +343,8 @@ class _Frame:
                 if self._concluded and recorder is None:
                     run(past.fn, *args, **kwargs)
                 else:
-                    # A region that asks for gradients itself (forces are those of an energy) is recomputed amid its
-                    # run. That is no part of the run, and must not count as such where operators are numbered.
+                    # A region that computes gradients itself (forces from an energy) is recomputed during its run.
+                    # The operators of such a recompute must not count as operators of the run.
                     with unrecorded() if recorder is None else recorder.replayer(values) as rerun.replayer:
                         run(past.fn, *args, **kwargs)
             except _Stop:
@@ -355,13 +361,13 @@ class _Frame:
             restore(objects)
 
     def _values(self, past: _Past, refused: dict[int, str], fresh: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The tensors that the region received: themselves, or copies of what it changes in place.
+        """Returns the tensor arguments for a rerun, by index: the tensors themselves, or copies of changed ones.
 
-        One behind an object that was changed in place since goes into `refused`, for the region may not need it: the
-        next layer may have written into a cache that all of them are given. Copies go into `fresh`.
+        Tensors that objects hold and that were changed in place since go into `refused`, since the region may not need
+        them: the next layer may have written to a cache that all layers are given. Copies go into `fresh`.
         """
         groups = past.snapshot.groups()
-        several = [group.names for group in groups if group.argument is None]  # of these, names may be arguments
+        several = [group.names for group in groups if group.argument is None]  # a name may be that of an argument
         by_snapshot = {name for names in several for name in names if isinstance(name, int)}
         return past.inputs.again(by_snapshot, past.snapshot.replaced(), past.call.owner, refused, fresh)
 
@@ -372,7 +378,7 @@ class _Frame:
 
 
 class _AtTheEnd:
-    """A callback of a backward that acts when the backward lets go of it: autograd calls none if the backward fails."""
+    """A callback that acts when a backward drops it. Autograd drops callbacks also where the backward fails."""
 
     __slots__ = ("_action",)
 
@@ -393,10 +399,10 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _end(seen: list[_Seen], trained: list[bool], last: int) -> int:
-    """With which saved tensor a recompute may stop whose last one that is wanted is `last`.
+    """Returns the index of the saved tensor at which a recompute stops whose last tensor to be found is `last`.
 
-    Autograd saves the inputs of an operator before its kernel runs, and the kernel of `rrelu` fills one of them. Any
-    two in a row that look like those two wait for the next operator that saves something.
+    Autograd saves the inputs of `rrelu` before its kernel, which fills one of them (the noise). For any two saved
+    tensors in a row that look like these two, the recompute goes on to the next saved tensor.
     """
     for first in range(max(last - 1, 0), min(last + 1, len(seen) - 1)):
         (shape, dtype, _), (*like, _) = seen[first : first + 2]
@@ -412,7 +418,7 @@ _JAGGED = (
 
 
 class _Rerun:
-    """Receives the tensors that a recompute saves, and checks them against those of the run."""
+    """Receives the tensors that a recompute saves, and compares each with the one that the run saved."""
 
     def __init__(
         self,
@@ -425,9 +431,9 @@ class _Rerun:
         self._seen = seen
         self._live = live
         self.streams = streams
-        self._fresh = fresh  # tensors whose version counters mean nothing
-        self._of_fresh: set[int] | None = None  # their storages
-        self.made: set[int] = set()  # and others
+        self._fresh = fresh  # tensors whose version counters start anew
+        self._of_fresh: set[int] | None = None  # the storages of `fresh`
+        self.made: set[int] = set()  # storages that the rerun made, if only the rerun is under a dispatch mode
         self._last = len(live) - 1
         while live[self._last] is None:
             self._last -= 1
@@ -446,18 +452,18 @@ class _Rerun:
             now = (_shape(tensor) if tensor.is_nested else tensor.shape, tensor.dtype, tensor._version)
             if now != self._seen[index]:
                 self._check(index, tensor, now)
-        # Also where nobody waits for it: an operator's own result would hold the operator, and that the result, a
-        # circle that no collection sees, for half of it is C++ (RWKV left 15 MB of 110 at each step).
+        # Detached also where no placeholder waits: an operator that saves its own result would otherwise be in a
+        # reference cycle with the result. Half of the cycle is in C++, where Python's collector does not see it.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         if index <= self._last and self._live[index] is not None:
             self.found[index] = tensor, tensor._version
         if index == self._end:
-            self.streams.meet()  # before what the run has made goes out of use
+            self.streams.meet()  # before the tensors of the rerun are freed
             raise _Stop
         return tensor
 
     def _check(self, index: int, tensor: torch.Tensor, now: _Seen) -> None:
-        """Raise `CorrectnessError` if a saved tensor is another one than the run saved, or was changed since."""
+        """Raises `CorrectnessError` if a saved tensor differs from the run's, or was changed in place since."""
         shape, dtype, expected = self._seen[index]
         if now[0] != shape or now[1] != dtype:
             plain = all(type(size) is int for size in shape)
@@ -478,11 +484,11 @@ class _Rerun:
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
         if self._of_fresh is None:
             self._of_fresh = {memory_of(fresh) for fresh in self._fresh}
-        memory = memory_of(tensor)
-        return memory in self._of_fresh or memory in self.made
+        learned = memory_of(tensor)
+        return learned in self._of_fresh or learned in self.made
 
     def check(self) -> None:
-        """Raise `CorrectnessError` if the recompute ended before it had saved all that the run had saved."""
+        """Raises `CorrectnessError` if the recompute ended before it saved the last tensor to be found."""
         if self._count <= self._last:
             raise CorrectnessError(
                 f"the recompute differs from the run: it saved {self._count} tensors where the run had saved at least "

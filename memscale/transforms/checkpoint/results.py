@@ -1,4 +1,4 @@
-"""Results of operators that a policy saves in a region's run, to stand in for these operators in a recompute."""
+"""Results of operators that a policy saves in a region's run, and that a recompute returns again."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CallSpec = tuple[Any, ...]
 
 
 def call_spec(op: internals.OpOverload, args: Any, kwargs: Any) -> CallSpec | None:
-    """What tells a call of `op` from other calls; `None` for one on tensors that need no gradient.
+    """Returns a key that identifies a call of `op`; `None` for a call on tensors that need no gradient.
 
-    Such calls are not saved: they make tables that code keeps for the next time, so that a run and its recompute differ
-    in them, and a table must never be made of another call's result.
+    Calls without gradient are not saved. They make tables that code caches, so a run and its recompute make different
+    numbers of such calls, and the result of another call must never become such a table.
     """
     spec: list[Any] = [op, torch.is_grad_enabled()]
     needs_gradient = False
@@ -39,17 +39,17 @@ _NUMBERS = (bool, int, float, complex, str)
 
 
 def _size(tensor: torch.Tensor) -> Any:
-    if tensor.is_nested and tensor.layout is torch.strided:  # each of its parts has a shape of its own
+    if tensor.is_nested and tensor.layout is torch.strided:  # whose parts have shapes of their own
         return tensor.dim()
     return tensor.shape
 
 
 class Left(NamedTuple):
-    """What a call of an operator left beside its result.
+    """The side effects of a call of an operator.
 
     Attributes:
-        statistics: the running statistics that it moved, as they were then.
-        random: the generators that it drew from, with their states then.
+        statistics: copies of the running statistics after the call that updated them.
+        random: the generators that the call drew from, with their states after the call.
     """
 
     statistics: list[torch.Tensor]
@@ -57,7 +57,7 @@ class Left(NamedTuple):
 
     @classmethod
     def by(cls, op: internals.OpOverload, args: Any, kwargs: Any, result: Any) -> Left:
-        """What the call of `op` that has just been made left."""
+        """Returns the side effects of the call of `op` that has just returned `result`."""
         statistics = [each.clone() for each in running_statistics(op, args, kwargs)]
         if torch.Tag.nondeterministic_seeded not in op.tags:
             return cls(statistics, [])
@@ -72,19 +72,19 @@ NOTHING_LEFT = Left([], [])
 
 
 def may_leave(op: internals.OpOverload) -> bool:
-    """Whether a call of `op` may leave something beside its result."""
+    """Whether a call of `op` may draw random numbers or update running statistics."""
     names = [argument.name for argument in op._schema.arguments]
     return "running_mean" in names or torch.Tag.nondeterministic_seeded in op.tags
 
 
 class Result:
-    """What one call of an operator gave.
+    """The saved result of one call of an operator.
 
     Attributes:
         op: the operator.
         call: the number of the call among the recorded ones.
-        tier: where the outputs wait for backward; `None` means on their device.
-        outputs: the tensors in it, until they are sealed.
+        tier: the tier that holds the outputs until backward; `None` means their device.
+        outputs: the tensors of the result, until `seal`.
     """
 
     __slots__ = ("_aliases", "_constants", "_is_copied", "_left", "_saved", "call", "op", "outputs", "tier")
@@ -112,60 +112,60 @@ class Result:
         self._saved: SavedTensors | None = None
 
     def add_alias(self, alias: torch.Tensor) -> None:
-        """Watch the version of `alias`, which lies in the memory of an output and counts versions of its own."""
+        """Watches the version of `alias`, which shares the memory of an output but not its version counter."""
         if not self._is_copied:
             self._aliases.append((alias, version(alias)))
 
     def copy(self) -> None:
-        """Keep a copy, since an operator is about to change an output in place."""
+        """Replaces the outputs by copies, since an operator is about to change one in place."""
         if not self._is_copied:
             self._is_copied = True
             self.outputs = [output.clone() for output in self.outputs]
             self._aliases = []
 
     def forget_unmoved(self, moved: Collection[torch.Generator]) -> int:
-        """Forget the states of generators other than `moved`. Returns how many are left."""
+        """Drops the states of generators other than `moved`. Returns the number of states left."""
         random = [(generator, state) for generator, state in self._left.random if generator in moved]
         self._left = self._left._replace(random=random)
         return len(random)
 
     def seal(self, hooks: Hooks | None) -> None:
-        """After the run: hold the outputs as saved tensors, by `hooks` or by those around the region."""
+        """Hands the outputs, after the run, to saved-tensor hooks: to `hooks`, or to those around the region."""
         versions = [tensor._version for tensor in self.outputs]
         outputs, self.outputs = self.outputs, []
         self._saved = SavedTensors(outputs, (hooks.pack, hooks.unpack) if hooks is not None else hooks_around())
         self._saved.seal(versions)
-        if self._saved.through_hooks:  # which let go of the memory, unless something else holds it
+        if self._saved.through_hooks:  # an alias would keep memory that the hooks free
             self._aliases = []
         self._aliases = [(alias, version(alias)) for alias, _ in self._aliases]
 
     @property
     def is_by_recompute(self) -> bool:
-        """Whether a recompute of the region around this one brings the outputs back."""
+        """Whether the outputs come back by a recompute of the region around this one."""
         return self._saved is not None and self._saved.by_recompute
 
     def tensors(self) -> list[torch.Tensor]:
-        """The outputs, brought back."""
+        """Returns the outputs, brought back from the hooks."""
         assert self._saved is not None
         return self._saved.tensors()
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody changed an output in place since the run, to whom it was returned."""
+        """Whether an output was changed in place since the run."""
         return any(version(alias) != then for alias, then in self._aliases)
 
     @property
     def moves_statistics(self) -> bool:
-        """Whether the operator moved running statistics."""
+        """Whether the operator updated running statistics."""
         return bool(self._left.statistics)
 
     def again(self, outputs: list[torch.Tensor], statistics: list[torch.Tensor]) -> Any:
-        """The result once more, with these outputs; running statistics and random generators are as they were then."""
+        """Returns the result, made of `outputs`. Sets statistics and generators to their states after the call."""
         for generator, state in self._left.random:
             generator.set_state(state)
         for each, then in zip(statistics, self._left.statistics, strict=False):
-            each.data.copy_(then)  # an operator that moves them counts no versions
-        # Autograd makes what it is given part of the recompute's graph, and a region may change it in place.
+            each.data.copy_(then)  # through `.data`, since the operator itself increments no version
+        # Autograd makes the returned tensor part of the recompute's graph, and the region may change it in place.
         copy = torch.Tensor.clone if self._is_copied else torch.Tensor.detach
         remaining = iter([copy(output) for output in outputs])
         if self._constants is None:
@@ -174,25 +174,25 @@ class Result:
 
 
 class Results:
-    """The saved results of one run of a region, by the calls that they stand in for.
+    """The saved results of one run of a region, by call.
 
-    Calls are told apart by what they are and by how many such calls came before: a call that only the run makes, or
-    only the recompute (to fill a cache, say), does not shift calls of another kind. `expected` tells whether it shifted
-    those of its own kind.
+    A call is identified by its `CallSpec` and by the number of calls with the same spec before it. A call that only the
+    run or only the recompute makes (to fill a cache, say) therefore does not shift calls with another spec. `expected`
+    shows whether it shifted calls with the same spec.
 
     Attributes:
-        by_call: for each kind of call with saved results, these, by how many such calls came before.
-        weights: a number for each of these kinds; a sum of them says how many calls there were of each.
-        expected: for each tensor that autograd saved, that sum of the calls before it.
+        by_call: for each spec with saved results, the results by the number of such calls before.
+        weights: a number for each of these specs; a sum of them encodes how many calls of each spec there were.
+        expected: for each tensor that autograd saved, that sum over the calls before it.
     """
 
     def __init__(self, calls: list[CallSpec], results: Collection[Result], marks: list[int]) -> None:
-        """Index the results.
+        """Indexes the results.
 
         Args:
             calls: the recorded calls of the run, in order.
-            results: what was saved of them.
-            marks: for each tensor that autograd saved, how many recorded calls came before.
+            results: the saved results of these calls.
+            marks: for each tensor that autograd saved, the number of recorded calls before it.
         """
         by_number = {result.call: result for result in results}
         self.by_call: dict[CallSpec, dict[int, Result]] = {calls[number]: {} for number in by_number}
@@ -214,11 +214,11 @@ class Results:
 
 
 def seal_all(results: list[Result], calls: list[CallSpec], runtime: Runtime | None) -> None:
-    """Hold the outputs of all `results` as saved tensors."""
+    """Hands the outputs of all `results` to saved-tensor hooks."""
     around = hooks_around()
     if results and around is not None and recomputes(around[1]):
-        # A recompute around this region matches saved tensors by position. It compares their shapes, so one of a shape
-        # that stands for the calls lets it notice that others are saved.
+        # A recompute around this region matches saved tensors by position and compares their shapes. A tensor whose
+        # size is a hash of the saved calls lets it notice that this region saves other results.
         with unrecorded():
             around[0](torch.empty(0, hash(tuple(calls[result.call] for result in results)) & 0x7FFFFFFF))
     tiers = {result.tier for result in results if result.tier is not None}

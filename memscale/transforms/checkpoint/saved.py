@@ -49,27 +49,27 @@ class SavedTensors:
         return recomputes(self._unpack)
 
     def seal(self, versions: list[int]) -> None:
-        """From now on the tensors must stay at `versions`; hooks check what they hold themselves."""
+        """Requires the tensors to stay at `versions` from now on. Hooks check the tensors that they hold themselves."""
         if self._unpack is None:
             self._versions = versions
 
     def unchanged(self) -> list[torch.Tensor] | None:
-        """All of them, if they are held directly and none was changed since they were sealed."""
+        """Returns the tensors if they are held directly and none was changed since `seal`, else `None`."""
         if self._unpack is not None or (self._versions and versions(self._held) != self._versions):
             return None
         return self._held
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
+        """Returns all tensors."""
         return [self.tensor(index, "a saved output") for index in range(len(self._held))]
 
     def tensor(self, index: int, what: str, refused: dict[int, str] | None = None) -> torch.Tensor:
-        """The tensor at `index`; `what` names it in the error.
+        """Returns the tensor at `index`, which errors name by `what`.
 
-        If it was changed, and `refused` is given, the error's message goes there, under the storage.
+        The message about a changed tensor goes into `refused`, by its storage, if `refused` is given.
 
         Raises:
-            CorrectnessError: it was changed in place since it was sealed.
+            CorrectnessError: the tensor was changed in place since `seal`, and `refused` is `None`.
         """
         held = self._held[index]
         if self._unpack is not None:
@@ -82,7 +82,7 @@ class SavedTensors:
         return held  # type: ignore[no-any-return]
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:
-        """Hold `tensor` at `index` instead, directly: it is the region's own copy."""
+        """Replaces the tensor at `index` by `tensor`, a copy that belongs to the region."""
         if self._unpack is not None:
             hooks = hooks_around()
             assert hooks is not None, "the hooks around a region stay in place while it runs"

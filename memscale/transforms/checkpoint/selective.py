@@ -1,8 +1,8 @@
-"""Policies that save some values: results of operators are recorded, and stand in for these operators in a recompute.
+"""Policies that save some values: a run records results of operators, and a recompute returns them again.
 
-Both sides watch the operators of a region. `Recorder` asks the policy about each and saves what it says; `Replayer`
-gives the saved result in place of the same call: the same operator on tensors of the same shapes, after as many of
-these as in the run. A recompute that makes other such calls is noticed at the next tensor that autograd saves.
+Both sides watch the operators of a region. `Recorder` asks the policy about each call and saves the chosen results.
+`Replayer` returns a saved result for the same call: the same operator on tensors of the same shapes, after as many such
+calls as in the run. A recompute that makes other such calls is noticed at the next tensor that autograd saves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from memscale.transforms.checkpoint.results import (
 )
 from memscale.transforms.labels import listeners
 
-# They are given memory without its version, so that what is changed in them is not seen in what they are views of.
+# The results of these operators share memory with their input but have a version counter of their own.
 _UNSAFE_VIEWS = frozenset(
     {
         torch.ops.aten._unsafe_view.default,
@@ -52,27 +52,27 @@ _UNSAFE_VIEWS = frozenset(
 
 
 def is_view(op: internals.OpOverload) -> bool:
-    """Whether `op` makes no memory of its own. `_unsafe_view`, at the end of every batched `@`, only denies it."""
+    """Whether the result of `op` shares memory with an input, also `_unsafe_view`, which ends every batched `@`."""
     return op.is_view or op is torch.ops.aten._unsafe_view.default
 
 
 class Misaligned(BaseException):
-    """A recompute makes other calls than the run. Not an `Exception`, which the region's own code might catch."""
+    """Raised when a recompute makes other calls than the run. A `BaseException`, since the region may catch others."""
 
 
 class _Kind(enum.Enum):
-    """What becomes of the calls of an operator."""
+    """How a recorder treats the calls of an operator."""
 
-    PASSES = enum.auto()  # nothing: views hold no memory of their own
+    PASSES = enum.auto()  # a view, or an operator that the policy always recomputes
     SHARES = enum.auto()  # an unsafe view
-    CASTS = enum.auto()
-    CHANGES = enum.auto()
-    MAKES = enum.auto()
+    CASTS = enum.auto()  # `_to_copy`
+    CHANGES = enum.auto()  # writes to an argument
+    MAKES = enum.auto()  # makes a new tensor
 
 
 def _kind(op: Any) -> _Kind:
-    # A run and its recompute differ in views: autograd detaches what it saves, and hooks on a tensor view it when it
-    # is a leaf, as a recompute's inputs are.
+    # A run and its recompute differ in views: autograd detaches the tensors that it saves, and a hook on a leaf, such
+    # as an input of a recompute, makes a view.
     if op in _UNSAFE_VIEWS:
         return _Kind.SHARES
     if not isinstance(op, internals.OpOverload) or op.is_view:
@@ -83,12 +83,12 @@ def _kind(op: Any) -> _Kind:
 
 
 class _Asked(NamedTuple):
-    """What is known of an operator: its kind, and what a policy says of it that does not see labels.
+    """An operator, with its kind and the verdict of a policy that does not see labels.
 
-    `leaves` says whether it may draw random numbers or move running statistics.
+    `leaves` says whether the operator may draw random numbers or update running statistics.
     """
 
-    op: Any  # held, so that no other one gets its id
+    op: Any  # kept alive, so that no other operator gets its id
     kind: _Kind
     verdict: Verdict | None
     leaves: bool
@@ -96,7 +96,7 @@ class _Asked(NamedTuple):
 
 @cache
 def _asked(policy: Policy) -> dict[int, _Asked]:
-    """What was found out for `policy`, by the id of the operator: operators hash in Python, in a microsecond."""
+    """Returns the cache of `policy`, by the id of the operator. (Operators hash in Python, in a microsecond.)"""
     return {}
 
 
@@ -112,9 +112,10 @@ def _ask(policy: Policy, op: Any) -> _Asked:
 
 
 class _Output(NamedTuple):
-    """Where in memory an operator put its first output; `rest` are the others (the log-sum-exp of attention, say).
+    """The layout of an operator's first output; `rest` are its other outputs, such as the log-sum-exp of attention.
 
-    It is known for as long as that memory `lives`: then nobody can label it any more, and another tensor may be there.
+    A record is valid while the storage `lives`. Afterwards nobody can label the output, and another tensor may have its
+    memory.
     """
 
     call: int
@@ -129,7 +130,7 @@ class _Output(NamedTuple):
 
 
 class _Watch(OperatorWatch):
-    """Sees the operators of a region, apart from memscale's own and casts that autocast may have in its cache."""
+    """Watches the operators of a region, except memscale's own and casts that autocast may have cached."""
 
     supports_higher_order_operators = True
 
@@ -140,17 +141,17 @@ class _Watch(OperatorWatch):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled inside a region stays compiled; the operators in it are not seen."""
+        """Keeps compiled code in a region compiled; the mode does not see its operators."""
         return True
 
     def _is_of_cached_cast(self, source: torch.Tensor) -> bool:
-        # Autocast casts a leaf once, then answers from a cache that a recompute finds in another state (and a
-        # recompute's inputs are leaves, which those of the run need not be). Such a cast has nothing to save.
+        # Autocast casts a leaf once and then answers from a cache, which a recompute finds in another state. The inputs
+        # of a recompute are leaves, also where those of the run are not.
         return id(source) in self._inputs or (source.is_leaf and source.requires_grad) or is_stand_in(source)
 
 
 class Recorder(_Watch):
-    """Saves what `policy` says while a region runs."""
+    """Saves the results that `policy` chooses while a region runs."""
 
     def __init__(self, policy: Policy, runtime: Runtime | None, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__(inputs)
@@ -159,11 +160,11 @@ class Recorder(_Watch):
         self._runtime = runtime
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         self._calls: list[CallSpec] = []
-        self._marks: list[int] = []  # for each tensor that autograd saved, how many calls came before
-        self._results: dict[int, Result] = {}  # by call
-        self._lying: dict[int, list[Result]] = {}  # by memory
+        self._marks: list[int] = []  # for each tensor that autograd saved, the number of calls before it
+        self._results: dict[int, Result] = {}  # by the number of the call
+        self._by_memory: dict[int, list[Result]] = {}
         self._made: dict[int, _Output] = {}  # by memory
-        self._states: list[torch.Tensor] = []  # of random generators, as they count in a simulation
+        self._states: list[torch.Tensor] = []  # of random generators; a simulation counts their bytes
         self._replayed = Results([], [], [])
 
     def __enter__(self) -> Recorder:
@@ -199,7 +200,7 @@ class Recorder(_Watch):
         return result
 
     def mark(self) -> None:
-        """Called when autograd saves a tensor."""
+        """Records that autograd saves a tensor now."""
         self._marks.append(len(self._calls))
 
     def _save(self, verdict: Verdict, call: int, op: internals.OpOverload, result: Any, left: Left) -> None:
@@ -207,29 +208,29 @@ class Recorder(_Watch):
             return
         tier = verdict.tier if isinstance(verdict, Move) else None
         saved = Result(op, call, tier, result, left, self._alias)
-        if saved.outputs:  # and not a number of Python
+        if saved.outputs:  # the result may be a number of Python
             self._results[call] = saved
             if left.random:
                 self._states += counted_states([state for _, state in left.random])
             for output in saved.outputs:
-                self._lying.setdefault(memory_of(output), []).append(saved)
+                self._by_memory.setdefault(memory_of(output), []).append(saved)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` without its graph, of the same version: an alias made inside a dispatch mode has one of its own."""
+        """Returns `tensor.detach()` with the same version counter. A `detach` in a dispatch mode makes a new one."""
         with torch._C._ForceDispatchKeyGuard(*self._keys):
             return tensor.detach()
 
     def _see_views(self, views: Any) -> Any:
         for view in [views] if isinstance(views, torch.Tensor) else views:
-            for result in self._lying.get(memory_of(view), ()):
+            for result in self._by_memory.get(memory_of(view), ()):
                 result.add_alias(self._alias(view))
         return views
 
     def _note(self, call: int, op: internals.OpOverload, result: Any, left: Left) -> None:
-        """Remember where an operator put its first output, which may be given a label later."""
+        """Records the layout of an operator's first output, which may get a label later."""
         several = isinstance(result, (tuple, list)) and len(result) > 0
         first, rest = (result[0], tuple(result[1:])) if several else (result, None)
-        if isinstance(first, torch.Tensor) and first.layout is torch.strided:  # no view of others can be labelled
+        if isinstance(first, torch.Tensor) and first.layout is torch.strided:  # else no view has a label
             storage = first.untyped_storage()
             lives = weakref.ref(storage, partial(_forget, weakref.ref(self), storage._cdata))
             self._made[storage._cdata] = _Output(
@@ -248,8 +249,8 @@ class Recorder(_Watch):
             self._save(verdict, made.call, made.op, result, made.left)
 
     def _protect(self, op: internals.OpOverload, args: Any, kwargs: Any) -> None:
-        """Copy saved results that `op` is about to change in place."""
-        if not self._lying and not self._made:
+        """Copies the saved results that `op` is about to change in place."""
+        if not self._by_memory and not self._made:
             return
         for argument, value in zip(op._schema.arguments, args, strict=False):
             if argument.is_write:
@@ -263,22 +264,22 @@ class Recorder(_Watch):
             if isinstance(tensor, torch.Tensor):
                 memory = memory_of(tensor)
                 self._made.pop(memory, None)  # a later label would name the changed value
-                for result in self._lying.pop(memory, ()):
+                for result in self._by_memory.pop(memory, ()):
                     result.copy()
 
     def conclude(self, moved: Collection[torch.Generator]) -> None:
-        """After the run: hand what is saved to the hooks around the region.
+        """Seals the saved results after the run, through the saved-tensor hooks around the region.
 
         Args:
-            moved: the generators that the region has drawn from. A recompute takes them back, and at its end to where
-                it found them; others, those of attention without dropout, would stay where a replay had set them, and
-                what was drawn after the forward would be drawn again after backward.
+            moved: the generators that the region has drawn from. A recompute restores only these at its end. The state
+                of another generator (of attention without dropout) is dropped: a replayed result would set it, and the
+                numbers drawn after the forward would be drawn again after backward.
         """
-        # A recompute stops at the last tensor that autograd saved, so what came after it is never asked for.
+        # A recompute stops at the last tensor that autograd saved, so it makes none of the calls behind that tensor.
         last = self._marks[-1] if self._marks else 0
         results = [result for call, result in self._results.items() if call < last]
         del self._states[sum(result.forget_unmoved(moved) for result in results) :]
-        self._lying.clear()
+        self._by_memory.clear()
         self._made.clear()
         self._results.clear()
         seal_all(results, self._calls, self._runtime)
@@ -286,18 +287,18 @@ class Recorder(_Watch):
         self._calls, self._marks = [], []
 
     def replayer(self, inputs: Iterable[torch.Tensor]) -> Replayer:
-        """What stands in for the saved calls in a recompute with these inputs."""
+        """Returns the replayer of the saved results for a recompute with these inputs."""
         return Replayer(self._replayed, inputs)
 
 
 def _forget(recorder: weakref.ref[Recorder], storage: int, _: object) -> None:
-    """Memory that an operator's first output was in is gone."""
+    """Drops the record of an operator's first output, whose storage was freed."""
     if (alive := recorder()) is not None:
         alive._made.pop(storage, None)
 
 
 class Replayer(_Watch):
-    """Gives saved results in place of the calls that they are of."""
+    """Returns saved results instead of running the calls that the results are of."""
 
     def __init__(self, results: Results, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__(inputs)
@@ -305,7 +306,8 @@ class Replayer(_Watch):
         self._ops = {id(op) for op in results.ops}
         self._seen: Counter[CallSpec] = Counter()
         self._sum = 0
-        # Not when they are asked for: the other region's recompute needs autograd, which is off inside a dispatch mode.
+        # Brought back now and not inside `on_call`: the recompute of the region around this one needs autograd, which
+        # is off inside a dispatch mode.
         self._brought = {result: result.tensors() for result in results if result.is_by_recompute}
 
     def on_call(self, op: Any, args: Any, kwargs: Any) -> Any:
@@ -327,10 +329,10 @@ class Replayer(_Watch):
         return result.again(self._brought.get(result) or result.tensors(), statistics)
 
     def check(self, index: int) -> None:
-        """Called when autograd saves its tensor `index` in the recompute.
+        """Checks the calls so far when autograd saves tensor `index` in the recompute.
 
         Raises:
-            Misaligned: the recompute has made other calls than the run had until then.
+            Misaligned: the recompute has made other calls than the run before this tensor.
         """
         if self._sum != self._results.expected[index]:
             raise Misaligned

@@ -1,8 +1,8 @@
-"""Where an `nn.Sequential` is cut into regions: stretches of its children, each but the last checkpointed by itself.
+"""Cuts of an `nn.Sequential` into regions: segments of its children, each but the last checkpointed by itself.
 
-What a stretch keeps is its input, so where to cut says what is kept: behind each convolution of a VGG, that is what the
-convolutions give, and BatchNorm, activation and pooling are computed again, up to the next convolution's input. Where
-such layers are in nn.Sequentials of their own, a stretch begins in one and ends in the next: a cut goes through them.
+A segment keeps its input. With a cut behind each convolution of a VGG, the outputs of the convolutions are kept, and
+BatchNorm, activation and pooling are recomputed, up to the input of the next convolution. Where these layers are in
+nn.Sequentials of their own, a segment begins in one and ends in the next, and the cut goes through both.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import nn
 from memscale.algebra import OwnForward, Transformed
 from memscale.core import ConfigError, TransformError, shown
 
-#: Before which child another stretch begins: of the row, or of one in it, by the numbers on the way there.
+#: The child before which a segment begins: its index, or the indices of its parents and its own.
 Cut = int | tuple[int, ...]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def check_cuts(cuts: Any) -> tuple[Cut, ...]:
-    """The cuts as a tuple.
+    """Returns the cuts as a tuple.
 
     Raises:
-        ConfigError: they are no places between children, in their order.
+        ConfigError: `cuts` are not positions between children, in increasing order.
     """
     counted = isinstance(cuts, (tuple, list)) and all(map(_is_cut, cuts))
     if not counted or any(_place(one) >= _place(two) for one, two in pairwise(cuts)):
@@ -42,7 +42,7 @@ def check_cuts(cuts: Any) -> tuple[Cut, ...]:
 
 
 def check_row(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> None:
-    """Raise TransformError unless `fn` is an `nn.Sequential`, or the forward of one, that can be cut there."""
+    """Raises `TransformError` unless `fn` is an `nn.Sequential`, or the forward of one, that has all `cuts`."""
     row = _row(fn)
     if row is None:
         raise TransformError(
@@ -63,8 +63,8 @@ def check_row(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> None:
 
 
 def stretches(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
-    """The functions, one after the other, that `fn` is, with the children that it has now."""
-    if torch.compiler.is_compiling():  # which cannot trace what a check looks at
+    """Returns the segments of `fn` as functions, in order, made of its present children."""
+    if torch.compiler.is_compiling():  # Dynamo cannot trace `check_row`
         row = fn.__self__ if isinstance(fn, MethodType) else fn  # before torch 2.12 Dynamo knows no getattr of it
         return _cut(fn.module if isinstance(fn, OwnForward) else row, cuts)
     check_row(fn, cuts)
@@ -85,7 +85,7 @@ def _cut(row: Any, cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
 
 
 def layers(module: nn.Module) -> list[tuple[Cut, nn.Module]]:
-    """What runs in `module` one after the other, each with the cut before it, as deep as cuts go; else nothing."""
+    """Returns the layers that `module` runs in a row, each with the cut before it; empty if it is not such a row."""
     row = _row(module)
     if row is None:
         return []
@@ -98,7 +98,7 @@ def layers(module: nn.Module) -> list[tuple[Cut, nn.Module]]:
 
 
 def _opens(module: nn.Module) -> bool:
-    """Whether a cut may go through `module`: an nn.Sequential in which nothing runs but its children."""
+    """Whether a cut may go through `module`: an `nn.Sequential` that runs its children and nothing else."""
     hooked = any(getattr(module, name) for name in _HOOKS) or vars(module).get("_compiled_call_impl") is not None
     return _row(module) is not None and type(module).__call__ is nn.Module.__call__ and not hooked
 
@@ -116,7 +116,7 @@ def _opened(module: nn.Module, at: int, cuts: tuple[Cut, ...]) -> nn.Sequential:
 
 def _is_cut(cut: Any) -> bool:
     place = cut if isinstance(cut, (tuple, list)) and len(cut) > 1 else (cut,)
-    # What is before the first child of a child is before that child, which has one way to be written.
+    # The position before the first child of a child is the position before that child, which is the one spelling.
     return all(type(at) is int and at >= 0 for at in place) and place[-1] > 0
 
 
@@ -127,7 +127,7 @@ def _place(cut: Cut) -> tuple[int, ...]:
 def _in_order(
     row: nn.Sequential, opened: set[tuple[int, ...]], at: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], nn.Module]]:
-    """The modules that run one after the other, and where they are, with what is in the rows at `opened`."""
+    """Returns the modules of `row` and their positions, with the children of the rows at `opened` in their place."""
     found: list[tuple[tuple[int, ...], nn.Module]] = []
     for number, child in enumerate(row):
         place = (*at, number)
@@ -142,7 +142,7 @@ def _row(fn: Callable[..., Any]) -> nn.Sequential | None:
     if isinstance(fn, Transformed):
         return None
     forward = getattr(fn, "forward", None) if isinstance(fn, nn.Module) else fn
-    if forward is fn or isinstance(forward, OwnForward):  # as `wrap` puts before the class's while it plans
+    if forward is fn or isinstance(forward, OwnForward):  # `wrap` assigns such a forward while it plans
         forward = inspect.unwrap(forward)
     row = getattr(forward, "__self__", None)
     is_own = getattr(forward, "__func__", None) is nn.Sequential.forward

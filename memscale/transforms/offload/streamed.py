@@ -112,7 +112,7 @@ class Streamed(Placing):
         strays = {
             id(tensor): tensor
             for position, _, tensor in captures.tensors
-            if id(captures.places[position]) in members and id(tensor) not in found and tensor.device != device
+            if id(captures.slots[position]) in members and id(tensor) not in found and tensor.device != device
         }
         return homes, list(strays.values())
 
@@ -359,28 +359,28 @@ def _standing_in(captures: Captures, stand_ins: dict[int, torch.Tensor]) -> Iter
     """Within the body, `stand_ins` replace the tensors with these ids in all places of `captures`."""
     before: list[tuple[Any, Any]] = []
     try:
-        for place, content in zip(captures.places, captures.contents, strict=True):
+        for slot, content in zip(captures.slots, captures.contents, strict=True):
             items = list(content.items() if isinstance(content, dict) else enumerate(content))
             found = [(key, stand_ins[id(value)]) for key, value in items if id(value) in stand_ins]
             if found:
-                before.append((place, [(key, content[key]) for key, _ in found]))
-                _put(place, found)
+                before.append((slot, [(key, content[key]) for key, _ in found]))
+                _put(slot, found)
         yield
     finally:
-        for place, entries in before:
-            _put(place, entries)
-        for place, content in zip(captures.places, captures.contents, strict=True):
-            if isinstance(place, Attributes):
-                _put_back_new(place, content)
+        for slot, entries in before:
+            _put(slot, entries)
+        for slot, content in zip(captures.slots, captures.contents, strict=True):
+            if isinstance(slot, Attributes):
+                _put_back_new(slot, content)
 
 
-def _put_back_new(place: Attributes, before: Any) -> None:
+def _put_back_new(slot: Attributes, before: Any) -> None:
     """Replaces device tensors that the region has stored, as an LSTM does in a list of weights, by their parameters."""
-    for key, value in read(place).items():  # type: ignore[union-attr]
+    for key, value in read(slot).items():  # type: ignore[union-attr]
         if value is before.get(key):
             continue
         if isinstance(value, torch.Tensor) and is_stand_in(value):
-            place.mapping[key] = _parameter_of(value)
+            slot.mapping[key] = _parameter_of(value)
         elif isinstance(value, (list, dict)):
             items = list(value.items() if isinstance(value, dict) else enumerate(value))
             for position, item in items:
@@ -393,15 +393,15 @@ def _parameter_of(stand_in: torch.Tensor) -> torch.Tensor:
     return stand_in if parameter is None else parameter
 
 
-def _put(place: Any, entries: Sequence[tuple[Any, Any]]) -> None:
+def _put(slot: Any, entries: Sequence[tuple[Any, Any]]) -> None:
     """Sets `entries` in `place`, and leaves its other entries unchanged."""
-    if isinstance(place, dict):
-        place.update(entries)
+    if isinstance(slot, dict):
+        slot.update(entries)
         return
-    content = read(place)
+    content = read(slot)
     for key, value in entries:
         content[key] = value
-    write(place, content)
+    write(slot, content)
 
 
 def _device(captures: Captures, arguments: Sequence[torch.Tensor]) -> torch.device | None:

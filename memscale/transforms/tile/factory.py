@@ -29,7 +29,6 @@ from memscale.regions import (
     floats_as_constants,
     functorch_state,
     hidden_changes,
-    put_back,
     without_dynamo,
 )
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
@@ -67,7 +66,7 @@ class Tile(Transform):
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         region = Tiled(fn, self)
         if not torch.compiler.is_compiling():
-            region.look_around()
+            region.find_captured()
         return region
 
     def ranges(self, total: int) -> list[tuple[int, int]]:
@@ -196,7 +195,7 @@ class Tiled(Transformed):
         self.normalizes = False
         self.watched: tuple[bool, ...] = ()
 
-    def look_around(self) -> None:
+    def find_captured(self) -> None:
         """Finds out what a compiler's trace of `fn` does not show."""
         if not is_of_modules(self.fn):
             self.captured = Captures(self.fn).modules
@@ -262,7 +261,7 @@ class Tiled(Transformed):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
-            put_back(captures)
+            captures.restore()
             if first:
                 first = False
                 with hidden_changes.refused(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memscale.core import TransformError, pytrees
-from memscale.regions import Captures, is_unrecorded, put_back
+from memscale.regions import Captures, is_unrecorded
 from memscale.transforms.tile.cutting import Cut, Joined
 from memscale.transforms.tile.numbers import arguments_of, spelled
 from memscale.transforms.tile.row_rules import Call, Rows, draws, is_known, rule_of
@@ -183,7 +183,7 @@ def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cu
     whole = [leaf for at, leaf in enumerate(leaves) if at not in cut.dims and isinstance(leaf, torch.Tensor)]
     done: list[list[str]] = []
     for count in (total - 1, total):
-        put_back(captures)
+        captures.restore()
         # Contiguous copies, because some operators branch on contiguity.
         given = list(leaves)
         for at, dim in cut.dims.items():

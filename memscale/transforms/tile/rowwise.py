@@ -127,8 +127,8 @@ def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...
 
 def refuse_stored_tensors(captures: Captures, what: str) -> None:
     """Raises `TransformError` if the region has stored a tensor or module since `captures` was read."""
-    for place, content in zip(captures.places, captures.contents, strict=True):
-        now = read(place)
+    for slot, content in zip(captures.slots, captures.contents, strict=True):
+        now = read(slot)
         for key, value in now.items() if isinstance(now, dict) else enumerate(now):
             before = content.get(key) if isinstance(content, dict) else dict(enumerate(content)).get(key)
             if isinstance(value, nn.Module) and before is None:

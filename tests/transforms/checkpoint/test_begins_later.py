@@ -202,4 +202,4 @@ def test_a_region_that_is_given_something_else_in_each_call_is_not_watched_for_e
         fn(*[x * 1.0 for _ in range(number)])
     assert sum(watched[:16]) == 16
     assert not any(watched[16:])
-    assert len(fn.memories[0].effects) == 16
+    assert len(fn.learned[0].effects) == 16

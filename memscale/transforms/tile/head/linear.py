@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memscale.algebra import OwnForward
 from memscale.core import TransformError, internals
-from memscale.regions import ArgumentSpec, Captures, Environment, holds, put_back
+from memscale.regions import ArgumentSpec, Captures, Environment, holds
 from memscale.transforms.checkpoint import Checkpointed
 from memscale.transforms.tile.numbers import arguments_of, spelled
 from memscale.transforms.tile.rowwise import names
@@ -88,12 +88,12 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
                 with (watch := _OnlyLinear(sample)), _NothingTouched():
                     out = environment.context.copy().run(fn, sample)
                 # A projection that draws random numbers or stores a value would do so at another time, or more often.
-                if environment.has_drawn() or not all(map(holds, captures.places, captures.contents)):
+                if environment.has_drawn() or not all(map(holds, captures.slots, captures.contents)):
                     return False
         except (Exception, _NotLinear):  # a function that fails on two dimensions is no projection
             return False
         finally:
-            put_back(captures)
+            captures.restore()
             objects.rebuild(objects.tensors, [])
             for table, then in zip(tables, registered, strict=True):
                 if len(table) != len(then):

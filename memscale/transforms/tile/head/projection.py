@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from memscale.core import changed_error, described, device_type, version
-from memscale.regions import Captures, Environment, accelerators, as_it_was
+from memscale.regions import Captures, Environment, accelerators
 from memscale.transforms.tile.head.linear import plain_linear
 
 
@@ -72,7 +72,7 @@ class Projection:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the logits of `hidden`, computed in the environment of the original call."""
-        with as_it_was(self._captures), self._environment.reinstate():
+        with self._captures.restored(), self._environment.reinstate():
             return self._fn(hidden)  # type: ignore[no-any-return]
 
     def of_views(self) -> Projection:

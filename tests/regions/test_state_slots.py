@@ -1,4 +1,4 @@
-"""Places where a region's dependencies are stored: read, compared and put back."""
+"""State slots: where a region's dependencies are stored, read, compared and written back."""
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.regions.captures import Captures, put_back
-from memscale.regions.places import holds, read, write
+from memscale.regions.captures import Captures
+from memscale.regions.state_slots import holds, read, write
 from tests.support.checks import bits
 
 
@@ -34,11 +34,11 @@ def test_a_change_that_leaves_as_many_entries_is_seen_and_put_back(change):
     module.mask, module.table, module.items = None, {"a": 1, "b": 2}, [0]
     captures = Captures(module)
     attributes = list(module.__dict__)
-    assert all(map(holds, captures.places, captures.contents))
+    assert all(map(holds, captures.slots, captures.contents))
     change(module)
-    assert not all(map(holds, captures.places, captures.contents))
-    put_back(captures)
-    assert all(map(holds, captures.places, captures.contents))
+    assert not all(map(holds, captures.slots, captures.contents))
+    captures.restore()
+    assert all(map(holds, captures.slots, captures.contents))
     assert sorted(module.__dict__) == sorted(attributes)
     assert list(module.table.items()) == [("a", 1), ("b", 2)]
 

@@ -1,4 +1,4 @@
-"""Places: the locations of a region's state (dictionaries, closure cells, attributes); how to read and write them."""
+"""State slots: the locations of a region's state (dictionaries, closure cells, attributes), read and written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from memscale.core import CorrectnessError
-from memscale.regions.kinds import has_dictionary, slots
+from memscale.regions.kinds import has_dictionary, slot_members
 
 # The attributes that every module has. Captures visit the relevant ones (parameters, buffers, children) by name.
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
@@ -60,7 +60,7 @@ class Fields:
     def __init__(self, thing: Any) -> None:
         kind: Any = type(thing)
         self.thing = thing
-        self.members = slots(kind)
+        self.members = slot_members(kind)
         self.has_dictionary = has_dictionary(kind)
 
     def own(self) -> dict[str, Any]:
@@ -68,101 +68,101 @@ class Fields:
         return object.__getattribute__(self.thing, "__dict__") if self.has_dictionary else {}
 
 
-Place = Any  # dict | list | set | deque | tuple (never written) | types.CellType | Names | Attributes | Fields
+StateSlot = Any  # dict | list | set | deque | tuple (never written) | types.CellType | Names | Attributes | Fields
 Content = dict[Any, Any] | list[Any]
 
 
-def read(place: Place) -> Content:
-    """Returns a copy of the contents of `place`: a dictionary for named entries, a list otherwise."""
-    if type(place) is dict:
-        return dict(place)
-    if isinstance(place, dict):
+def read(slot: StateSlot) -> Content:
+    """Returns a copy of the contents of `slot`: a dictionary for named entries, a list otherwise."""
+    if type(slot) is dict:
+        return dict(slot)
+    if isinstance(slot, dict):
         # Without a custom `__getitem__`: that of transformers' ACT2FN makes a new module in each call.
-        own: Any = OrderedDict if isinstance(place, OrderedDict) else dict
-        return dict(own.items(place))
-    if isinstance(place, Attributes):
-        return {key: value for key, value in place.mapping.items() if key not in INTERNAL}
-    if isinstance(place, Fields):
-        fields = place.own().copy()
-        for name, member in place.members:
+        own: Any = OrderedDict if isinstance(slot, OrderedDict) else dict
+        return dict(own.items(slot))
+    if isinstance(slot, Attributes):
+        return {key: value for key, value in slot.mapping.items() if key not in INTERNAL}
+    if isinstance(slot, Fields):
+        fields = slot.own().copy()
+        for name, member in slot.members:
             try:
-                fields[name] = member.__get__(place.thing)
+                fields[name] = member.__get__(slot.thing)
             except AttributeError:  # an unset slot
                 continue
         return fields
-    if isinstance(place, types.CellType):
+    if isinstance(slot, types.CellType):
         try:
-            return [place.cell_contents]
+            return [slot.cell_contents]
         except ValueError:  # an empty cell, of a local variable before its assignment
             return []
-    if isinstance(place, Names):
-        return place.items()
-    return list(place)
+    if isinstance(slot, Names):
+        return slot.items()
+    return list(slot)
 
 
-def dictionary_of(place: Place) -> Any:
-    """Returns the dictionary that stores the whole contents of `place`, or `None` if no single dictionary does."""
-    if isinstance(place, Attributes):
-        return place.mapping
-    if isinstance(place, Fields):
-        return None if place.members else place.own()
-    return place if isinstance(place, dict) else None
+def dictionary_of(slot: StateSlot) -> Any:
+    """Returns the dictionary that stores the whole contents of `slot`, or `None` if no single dictionary does."""
+    if isinstance(slot, Attributes):
+        return slot.mapping
+    if isinstance(slot, Fields):
+        return None if slot.members else slot.own()
+    return slot if isinstance(slot, dict) else None
 
 
-def write(place: Place, content: Content) -> None:
-    """Restores in `place` the contents that `read` returned for it."""
-    if isinstance(place, Attributes):
-        for key in read(place):
+def write(slot: StateSlot, content: Content) -> None:
+    """Restores in `slot` the contents that `read` returned for it."""
+    if isinstance(slot, Attributes):
+        for key in read(slot):
             if key not in content:
-                del place.mapping[key]
-        place.mapping.update(content)
-    elif isinstance(place, Fields):
+                del slot.mapping[key]
+        slot.mapping.update(content)
+    elif isinstance(slot, Fields):
         fields = dict(content)
-        for name, member in place.members:
+        for name, member in slot.members:
             if name in fields:
-                member.__set__(place.thing, fields.pop(name))
-            elif hasattr(place.thing, name):
-                member.__delete__(place.thing)
-        if place.has_dictionary:
-            mapping = place.own()
+                member.__set__(slot.thing, fields.pop(name))
+            elif hasattr(slot.thing, name):
+                member.__delete__(slot.thing)
+        if slot.has_dictionary:
+            mapping = slot.own()
             for name in [name for name in mapping if name not in fields]:
                 del mapping[name]
             mapping.update(fields)
-    elif isinstance(place, types.CellType):
+    elif isinstance(slot, types.CellType):
         if content:
-            place.cell_contents = content[0]
+            slot.cell_contents = content[0]
         else:
-            del place.cell_contents
-    elif isinstance(place, Names):
-        for name in place.items():
+            del slot.cell_contents
+    elif isinstance(slot, Names):
+        for name in slot.items():
             if name not in content:
-                del place.mapping[name]
-        place.mapping.update(content)
-    elif type(place) is dict and list(place) == list(content):
-        place.update(content)  # without `clear`, for other threads may be reading it
-    elif isinstance(place, tuple):
+                del slot.mapping[name]
+        slot.mapping.update(content)
+    elif type(slot) is dict and list(slot) == list(content):
+        slot.update(content)  # without `clear`, for other threads may be reading it
+    elif isinstance(slot, tuple):
         raise CorrectnessError(
             "the region captures a tuple with a tensor that was frozen or unfrozen since the region ran. The recompute "
             "needs the tensor as it was, and cannot write to a tuple; keep the tensor in a list"
         )
     else:
         # The methods of the builtin class: those of a subclass may do more (a Counter adds up) or raise.
-        own: Any = next(base for base in CONTAINERS if isinstance(place, base))
-        own.clear(place)
-        (own.extend if own in (list, deque) else own.update)(place, content)
+        own: Any = next(base for base in CONTAINERS if isinstance(slot, base))
+        own.clear(slot)
+        (own.extend if own in (list, deque) else own.update)(slot, content)
 
 
-def holds(place: Place, content: Content) -> bool:
-    """Whether `place` holds exactly the objects of `content` (compared by `is`), in the same order if it has one."""
-    kind = type(place)
-    if kind is Names and len(place.names) == len(content) == 1:
-        return place.mapping.get(place.names[0], ABSENT) is content[place.names[0]]
-    if kind is Attributes or (kind is Fields and not place.members):
-        mapping, besides = (place.mapping, place.bookkeeping) if kind is Attributes else (place.own(), 0)
+def holds(slot: StateSlot, content: Content) -> bool:
+    """Whether `slot` holds exactly the objects of `content` (compared by `is`), in the same order if it has one."""
+    kind = type(slot)
+    if kind is Names and len(slot.names) == len(content) == 1:
+        return slot.mapping.get(slot.names[0], ABSENT) is content[slot.names[0]]
+    if kind is Attributes or (kind is Fields and not slot.members):
+        mapping, besides = (slot.mapping, slot.bookkeeping) if kind is Attributes else (slot.own(), 0)
         return len(mapping) == besides + len(content) and all(
             map(operator.is_, map(mapping.get, content, _ABSENTS), content.values())  # type: ignore[union-attr]
         )
-    now = place if isinstance(place, (dict, list, tuple)) else read(place)
+    now = slot if isinstance(slot, (dict, list, tuple)) else read(slot)
     if len(now) != len(content) or not all(map(operator.is_, now, content)):
         return False
     return not isinstance(now, dict) or all(map(operator.is_, now.values(), content.values()))  # type: ignore[union-attr]
