@@ -40,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memscale as ms
 from memscale.planning import repeated_blocks
-from memscale.simulation.parallel.tensor import split
+from memscale.simulation.parallel.spec import split
 from tests.support.whole_run import true_peaks, with_own_buckets
 
 ON_CARD = "cuda" in sys.argv

@@ -2,17 +2,21 @@
 
 from memscale.hardware.cards import CARDS, card_name, card_names
 from memscale.hardware.copies import (
+    COLLECTIVES,
     DIRECTIONS,
     Direction,
+    Span,
+    assumed_links,
     assumed_speeds,
+    collective_seconds,
     copy_seconds,
     host_seconds,
     knows_copies,
     new_memory_seconds,
+    span,
 )
 from memscale.hardware.device import Hardware, cpu_name
 from memscale.hardware.host_calls import HostSeconds, host_calls
-from memscale.hardware.links import COLLECTIVES, Span, assumed_links, collective_seconds, span
 from memscale.hardware.nominal import nominal
 from memscale.hardware.roofline import Seconds, has_rate, narrow_dtype, seconds
 from memscale.hardware.work import Work, tfloat32, work_of

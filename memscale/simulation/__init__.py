@@ -42,8 +42,7 @@ from memscale.simulation.record import check_plan, record, record_in_a_row
 from memscale.simulation.results import Holding, Profile, ProfileDiff, differences
 from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.schedule.schedule import Schedule, queues_of
-from memscale.simulation.step import Loop, TrainingStep
-from memscale.simulation.target import Target, as_hardware, hardware_for
+from memscale.simulation.step import Loop, Target, TrainingStep, as_hardware, hardware_for
 from memscale.simulation.trace import Phase, Trace
 
 __all__ = [

@@ -22,8 +22,7 @@ from memscale.simulation.parallel.spec import ParallelKind
 from memscale.simulation.record import check_plan, record, record_in_a_row, under
 from memscale.simulation.results import Profile
 from memscale.simulation.sandbox.garbage import few_collections
-from memscale.simulation.step import TrainingStep
-from memscale.simulation.target import Target, hardware_for
+from memscale.simulation.step import Target, TrainingStep, hardware_for
 from memscale.simulation.trace import Trace
 
 

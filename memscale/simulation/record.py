@@ -15,9 +15,8 @@ from memscale.algebra import Plan, PlanLike, as_plan, find_regions, install, tra
 from memscale.core import ConfigError, one_at_a_time
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.analysis import analyse
-from memscale.simulation.checks import about_compiled
+from memscale.simulation.checks import about_compiled, about_key_values
 from memscale.simulation.dispatch.host_time import HostTime
-from memscale.simulation.key_values import about_key_values
 from memscale.simulation.packed import about_experts
 from memscale.simulation.parallel.one_rank import check_places, one_rank
 from memscale.simulation.parallel.spec import Parallel
@@ -25,8 +24,7 @@ from memscale.simulation.sandbox.draws import PYTHON_DRAWN, Draws, drawing
 from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.sandbox.sandbox import Simulation
 from memscale.simulation.simulation_cost import own_cost
-from memscale.simulation.step import TrainingStep
-from memscale.simulation.target import Target
+from memscale.simulation.step import Target, TrainingStep
 from memscale.simulation.trace import Trace
 from memscale.telemetry import uncounted
 

@@ -49,7 +49,7 @@ MAY_ASK = {
     "simulation/sandbox/stand_ins.py": "takes the caller's tensors off their devices",
     "simulation/dispatch/fake_mode.py": "meta, which computes nothing, is left alone",
     "simulation/packed.py": "names the caller's device in an error, before any step",
-    "simulation/target.py": "where the caller's model is, before the step",
+    "simulation/step.py": "where the caller's model is, before the step",
     "transforms/checkpoint/results.py": "the generators that there are",
     "transforms/offload/streamed.py": "where the runtime that it is given has the parameters",
     "transforms/tile/head/lazy_logits.py": "attributes that lazy logits pass on, whoever asks",

@@ -12,10 +12,9 @@ import torch
 from memscale.core import host
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.hardware import device as _hardware
-from memscale.hardware.calibrate import _product, calibrate, new_memory_rate
+from memscale.hardware.calibrate import _product, calibrate, disk_rates, new_memory_rate
 from memscale.hardware.call_seconds import call_seconds
 from memscale.hardware.device import Hardware
-from memscale.hardware.disk_rates import disk_rates
 from memscale.hardware.operator_rates import operator_rates
 
 GIB = 1024**3

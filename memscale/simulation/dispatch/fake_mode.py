@@ -21,16 +21,23 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memscale.core import ConfigError
 from memscale.hardware import Direction
-from memscale.simulation.dispatch.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects
+from memscale.simulation.dispatch.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects, run_sparse
 from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.in_place_sums import InPlaceSums
 from memscale.simulation.dispatch.live_storages import LARGEST_KNOWN, LiveStorages, is_small
 from memscale.simulation.dispatch.operators import Call, Operator, composition
-from memscale.simulation.dispatch.sparse import ran
 from memscale.simulation.dispatch.step_recorder import StepRecorder
 from memscale.simulation.dispatch.trace_builder import CHOICE, DRAW, GIVEN, SCALAR, StorageRecord, TraceBuilder
-from memscale.simulation.dispatch.values import NeedsValues, Values, guess_of, integers_of, stands_in, with_numbers
+from memscale.simulation.dispatch.values import (
+    Choices,
+    NeedsValues,
+    Values,
+    guess_of,
+    integers_of,
+    stands_in,
+    with_numbers,
+)
 from memscale.simulation.kernels.caches import own_caches
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
@@ -54,7 +61,6 @@ from memscale.simulation.parallel.collectives import (
     scratch_bytes,
 )
 from memscale.simulation.rules.layouts import result_layout
-from memscale.simulation.sandbox.choices import Choices
 from memscale.simulation.sandbox.draws import Draws, StepRandomness, settle
 from memscale.simulation.schedule.clock import Clock
 
@@ -204,7 +210,7 @@ class FakeMode(TorchDispatchMode):
         if self._accelerator is not None:
             self.values.assumptions[_SPARSE_ON_A_CARD] = None
         written = written_by(operator.written, args, kwargs)
-        result, probe = ran(operator.op, args, kwargs, tensors, written, self.fakes)
+        result, probe = run_sparse(operator.op, args, kwargs, tensors, written, self.fakes)
         self.recorder.enter(operator, strided_parts(results_of(result)), self._effects.by_probe(parts, probe))
         return result
 

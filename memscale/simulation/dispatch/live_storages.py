@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from memscale.simulation.dispatch.cache_contents import CacheContents
-from memscale.simulation.dispatch.new_memory import NewMemory
+from memscale.simulation.dispatch.host_memory import CacheContents, NewMemory
 from memscale.simulation.dispatch.trace_builder import GIVEN, StorageRecord, TraceBuilder
 from memscale.simulation.kernels.caches import Caches
 

@@ -36,19 +36,20 @@ from memscale.simulation.parallel.offloaded import host_bytes, offloaded_shards
 from memscale.simulation.parallel.sharded import Sharded
 from memscale.simulation.parallel.streams import SimulatedStreams
 from memscale.simulation.sandbox.backward_thread import BackwardThread
-from memscale.simulation.sandbox.calls_followed import calls_followed
-from memscale.simulation.sandbox.carried import CarriedValues
 from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
 from memscale.simulation.sandbox.device_spoofing import DeviceSpoofing
 from memscale.simulation.sandbox.draws import Draws
+from memscale.simulation.sandbox.interceptions import (
+    calls_followed,
+    optimizers_followed,
+    reads_checked,
+    threads_followed,
+)
 from memscale.simulation.sandbox.left_behind import LeftBehind
-from memscale.simulation.sandbox.optimizers_followed import optimizers_followed
 from memscale.simulation.sandbox.process_state import begin_alike, patched, process_kept
-from memscale.simulation.sandbox.reads import reads_checked
-from memscale.simulation.sandbox.runtimes import CountingRuntimes
+from memscale.simulation.sandbox.runtimes import CarriedValues, CountingRuntimes
 from memscale.simulation.sandbox.stand_ins import contents_kept, on_cpu, with_storages, wrapped_on_cpu
 from memscale.simulation.sandbox.step_scope import StepScope
-from memscale.simulation.sandbox.threads_followed import threads_followed
 from memscale.simulation.schedule.clock import Clock
 
 # Of what DDP sends when it is made. Source: max_in_flight in torch/csrc/distributed/c10d/comm.cpp.

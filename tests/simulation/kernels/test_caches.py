@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from memscale.simulation.dispatch.cache_contents import CacheContents
+from memscale.simulation.dispatch.host_memory import CacheContents
 from memscale.simulation.dispatch.trace_builder import StorageRecord
 from memscale.simulation.kernels import caches
 
