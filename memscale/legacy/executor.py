@@ -254,8 +254,7 @@ class Executor:
                 weakref.finalize(self, self._server.close)
                 self.say(f"live figures at {self._server.url}")
 
-    # -- attach, install, detach
-    # ----------------------------------------------------------------------------------------
+    # -- attach, install, detach ---------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Registers the executor on the model and turns Hugging Face caches off."""

@@ -67,12 +67,12 @@ def widened(shapes: Shapes, former: Shapes, refused: Sequence[Shapes] = ()) -> l
 class PlansByShapes:
     """Which plan serves which batch, as a state machine with two states and two events.
 
-     | a batch that the plan covers | a larger batch |
-    ---|---|---|
-     between two steps | continue | plan for it now |
-     within a step | continue | plan for it before the next step |
+    |                   | a batch that the plan covers | a larger batch                   |
+    |-------------------|------------------------------|----------------------------------|
+    | between two steps | continue                     | plan for it now                  |
+    | within a step     | continue                     | plan for it before the next step |
 
-        Plans change between two steps only, because the graph of a step must be recomputed under the plan that made it.
+    Plans change between two steps only, because the graph of a step must be recomputed under the plan that made it.
     """
 
     known: dict[Shapes, Verdict] = field(default_factory=dict)

@@ -99,8 +99,7 @@ def wrap(
 
     - The planned step uses AdamW (`optimize` takes your optimizer) and the output's own loss, or a sum of the outputs.
     - Without ``sample_input`` the first call of the training loop plans for its own batch. After a larger batch the
-    next
-      step is planned again.
+      next step is planned again.
     - With ``config.force_optimize`` a model that fits gets ``checkpoint()`` on its repeated blocks and what the config
       asks for by name, and so does a model that does not fit and whose step cannot be simulated.
     - An optimizer is found by its first step; from then on the plan's optimizer rules apply to it, such as 8-bit states
@@ -108,9 +107,8 @@ def wrap(
     - A Hugging Face model's ``config.use_cache`` is off while wrapped, and so is its own activation checkpointing where
       the plan replaces it.
     - The first process of a run prints one line about the decision, and logs the hardware, the step and the plan
-    (logger
-      ``memscale``, level INFO, and ``config.log_file``), unless ``config.enable_logging`` is False. `report` prints all
-      of it at any time.
+      (logger ``memscale``, level INFO, and ``config.log_file``), unless ``config.enable_logging`` is False. `report`
+      prints all of it at any time.
     - A model that is already wrapped is detached first.
 
     Args:

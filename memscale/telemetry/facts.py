@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,18 +66,15 @@ def _plan_of(call: Call) -> Any:
 
 
 def _techniques(call: Call) -> list[str]:
-    text = repr(_plan_of(call))
-    return [name for name in counters.DIMENSIONS["technique"].buckets if f" {name}(" in text or f"({name}(" in text]
+    plan = _plan_of(call)
+    transforms = plan.values() if isinstance(plan, Mapping) else (rule.transform for rule in plan)
+    names = {part.spelling for each in transforms for part in getattr(each, "transforms", (each,))}
+    return [name for name in counters.DIMENSIONS["technique"].buckets if name in names]
 
 
 def _mode(call: Call) -> str:
     config = call.kwargs.get("config") or next(each for each in call.args if type(each).__name__ == "Config")
     return str(config.mode.value)
-
-
-def _decision_source(call: Call) -> str:
-    plan = _plan_of(call)
-    return str(plan.decision.decision_source)
 
 
 def _pressure(call: Call) -> str:
@@ -164,6 +161,6 @@ _TELLERS: dict[str, Callable[[Call], str | list[str]]] = {
     "mode": _mode,
     "pressure": _pressure,
     "outcome": _outcome,
-    "decision_source": _decision_source,
+    "decision_source": lambda call: str(_plan_of(call).decision.decision_source),
     "peak_error": lambda call: counters.peak_error(call.before.peak_error),
 }
