@@ -120,6 +120,7 @@ INTERNALS = tuple(
             "a module's buffers",
             f"algebra planning {_R} {_S} {_T}cast {_T}checkpoint {_T}tile",
         ),
+        ("torch.nn.Module._apply", "moves that leave streamed parameters where they are", "algebra"),
         ("torch.nn.modules.batchnorm._NormBase", "running statistics", f"{_R} {_T}cast {_T}checkpoint"),
         ("torch.nn.modules.batchnorm._BatchNorm", "what couples rows", f"{_T}tile"),
         ("torch.nn.modules.module._global_forward_hooks", "hooks of all modules", _R),
