@@ -128,7 +128,7 @@ class Checkpointed(Transformed):
 
 @by_name
 def checkpoint(*, policy: Policy | None = None, cuts: tuple[Cut, ...] = ()) -> Transform:
-    """Returns a transform that keeps a function's inputs for backward and recomputes everything else.
+    """A transform that keeps a function's inputs for backward and recomputes the rest.
 
     ``checkpoint()(f)`` computes what ``f`` computes, bit for bit, as do its gradients of any order:
 
