@@ -248,7 +248,7 @@ class DecisionEngine:
             if floor <= limit:
                 found, decision = (engine._fastest(limit), None) if asked is None else engine._by_policy(limit, asked)
             widest = engine.config if asked is None else everything(engine.config)
-            smallest = engine._smallest(widest, floor if floor > limit else 0) if found is None else None
+            smallest = engine._smallest(widest, floor if floor > limit else 0, limit) if found is None else None
             if smallest is not None and smallest.proven.taken_bytes <= limit:
                 found = smallest
             if found is None:
@@ -472,11 +472,11 @@ class DecisionEngine:
         steps = [self.plain_step, *(way.plain for way in self.ways)]
         return min(held_by_phase(analyse(step)).get("optimizer", 0) for step in steps)
 
-    def _smallest(self, config: Config | None = None, floor_bytes: int = 0) -> Found:
+    def _smallest(self, config: Config | None = None, floor_bytes: int = 0, enough_bytes: int = 0) -> Found:
         # What keeps the least for the whole step, whatever the model does.
         least, among = min(self.ways, key=least_held, default=None), self._techniques(config or self.config)
         searches = [each for way in dict.fromkeys((None, least)) for each in self._searches_among(among, way)]
-        return smallest_of([search.smallest(floor_bytes) for search in searches])
+        return smallest_of([search.smallest(floor_bytes, enough_bytes) for search in searches], enough_bytes)
 
     # -- what is said of them ------------------------------------------------------------------------------------------
 

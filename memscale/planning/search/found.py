@@ -92,7 +92,7 @@ def fastest_of(found: Sequence[Found]) -> Found | None:
     return Found(best, min(each.bound_seconds for each in found), sum(each.simulations for each in found))
 
 
-def smallest_of(found: Sequence[Found]) -> Found:
-    """The smallest of what several searches found."""
-    best = min((each.proven for each in found), key=lambda each: (each.taken_bytes, each.seconds))
+def smallest_of(found: Sequence[Found], enough_bytes: int = 0) -> Found:
+    """The smallest of what several searches found; of those that take no more than `enough_bytes` the fastest."""
+    best = min((each.proven for each in found), key=lambda each: (max(each.taken_bytes, enough_bytes), each.seconds))
     return Found(best, best.seconds, sum(each.simulations for each in found))

@@ -50,7 +50,8 @@ _USED, _WORTH = 0.99, 0.01
 # A choice that is faster by less than this share is not simulated: the solver is as far from the best. Nor among other
 # techniques what is faster by less than the other share.
 _FASTER, _OTHERS = 1e-3, 5e-3
-# Of the budget: what is thought to hold more does take more, by whether something moves.
+# Of the budget, or of the smallest step: what is thought to hold more does take more, by whether something moves, or
+# the costs may not add up at all, as where a forward runs a backward.
 _HARDLY = {False: 1.05, True: 1.25}
 # A smallest step that takes no more than this share of what was expected is the smallest; so often a faster choice that
 # takes as little is looked for.
@@ -253,8 +254,9 @@ class Search:
             found += filter(None, [self.uncut.fastest(budget_bytes, below)])
         return fastest_of(found)
 
-    def smallest(self, floor_bytes: int = 0) -> Found:
-        """The plan with the least peak; one that holds `floor_bytes`, which all do, is it.
+    def smallest(self, floor_bytes: int = 0, enough_bytes: int = 0) -> Found:
+        """The plan with the least peak; one that holds `floor_bytes`, which all do, is it. Of those that take no more
+        than `enough_bytes` the fastest.
 
         What an allocator keeps beside that differs by a few percent from plan to plan, and is not what is looked for
         where the floor is told.
@@ -262,12 +264,21 @@ class Search:
         tried: dict[Assignment, Proven] = {}
         for among in self._sets:
             tried |= {} if _reaches(tried.values(), floor_bytes) else self._small_ones(among, floor_bytes)
-        best = min(tried.values(), key=lambda each: (each.taken_bytes, each.seconds))
+        for alike in self._alike:
+            least_bytes = min(each.taken_bytes for each in tried.values())
+            hardly = self._chooser.held_bytes(alike) > _HARDLY[True] * least_bytes
+            if not hardly and not _reaches(tried.values(), floor_bytes):
+                tried[alike] = self.prove(alike)
+        best = min(tried.values(), key=lambda each: (max(each.taken_bytes, enough_bytes), each.seconds))
         found = [Found(best, best.seconds, self._trial_steps + len(tried))]
         for other in ("finer", "uncut"):
-            if not _reaches([each.proven for each in found], floor_bytes) and (search := getattr(self, other)):
-                found.append(search.smallest(floor_bytes))
-        return smallest_of(found)
+            if (
+                min(each.proven.taken_bytes for each in found) > enough_bytes
+                and not _reaches([each.proven for each in found], floor_bytes)
+                and (search := getattr(self, other))
+            ):
+                found.append(search.smallest(floor_bytes, enough_bytes))
+        return smallest_of(found, enough_bytes)
 
     def least(self) -> Proven:
         """The choice that is thought to take the least, without those that move more than it must: one simulation,
@@ -438,14 +449,6 @@ class Search:
                     break
                 found = tried[faster.assignment] = self.prove(faster.assignment)
                 found.correct(chooser)
-            if not _reaches(tried.values(), floor_bytes):
-                offloads = among - {"stream"}
-                tried |= {
-                    alike: self.prove(alike)
-                    for alike in self._alike
-                    if "offload" in (kinds := frozenset().union(*map(self.costs.techniques, range(len(alike)), alike)))
-                    and kinds <= offloads
-                }
             self._small[among, floor_bytes] = tried
         return self._small[among, floor_bytes]
 
