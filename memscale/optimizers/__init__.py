@@ -17,23 +17,6 @@ from memscale.optimizers.transformed import (
     without_states,
 )
 
-__all__ = [
-    "InPlace",
-    "LossScale",
-    "OptimizerTransform",
-    "TransformedOptimizer",
-    "as_plain",
-    "compensate_rounding",
-    "counts_on_host",
-    "offload_states",
-    "quantize_states",
-    "round_stochastically",
-    "step_in_backward",
-    "step_in_groups",
-    "transformed",
-    "without_states",
-]
-
 for _make in (
     compensate_rounding, offload_states, quantize_states, round_stochastically, step_in_backward, step_in_groups
 ):  # fmt: skip

@@ -16,32 +16,6 @@ if TYPE_CHECKING:
     from memscale.reports.text import diff_text, module_text, profile_text
     from memscale.reports.trace import write_trace
 
-__all__ = [
-    "COLOURS",
-    "PAGES",
-    "Axis",
-    "DrawnPoint",
-    "PartOfPlan",
-    "Price",
-    "TriedSize",
-    "byte_scale",
-    "checked_target",
-    "columns",
-    "diff_text",
-    "module_text",
-    "placed",
-    "plot_frontier",
-    "plot_profile",
-    "plot_sizes",
-    "plot_timelines",
-    "profile_text",
-    "time_scale",
-    "write_frontier",
-    "write_html",
-    "write_page",
-    "write_sizes",
-    "write_trace",
-]
 
 # Imported on first use: reports of profiles import the simulation, which the charts of the history server do not need.
 _HOMES = {

@@ -15,26 +15,3 @@ from memscale.runtime.parameters.host_parameters import HostParameters
 from memscale.runtime.runtime import Runtime, default_runtime, runtime_for, runtimes_replaced
 from memscale.runtime.saved_tensors import Hooks, hooks_here, is_plain
 from memscale.runtime.stats import CopyTimeline, DeviceStats, Stats
-
-__all__ = [
-    "AsyncOffloadConfig",
-    "CopyTimeline",
-    "DeviceStats",
-    "Handle",
-    "Hooks",
-    "HostBackend",
-    "HostParameter",
-    "HostParameters",
-    "Residency",
-    "Runtime",
-    "Saved",
-    "Stats",
-    "default_runtime",
-    "hooks_here",
-    "host_parameter_of",
-    "host_parameter_on_device",
-    "is_alone",
-    "is_plain",
-    "runtime_for",
-    "runtimes_replaced",
-]
