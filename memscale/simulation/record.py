@@ -20,6 +20,7 @@ from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.packed import about_experts
 from memscale.simulation.parallel.one_rank import check_places, one_rank
 from memscale.simulation.parallel.spec import Parallel
+from memscale.simulation.sandbox.compiled_modules import as_text
 from memscale.simulation.sandbox.draws import PYTHON_DRAWN, Draws, drawing
 from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.sandbox.sandbox import Simulation
@@ -162,8 +163,10 @@ def _with_the_draws_that_take_most(steps: _Steps, step: TrainingStep, target: Ta
             if not found:
                 raise
             # A step may wait for a number that is never drawn this way.
-            told = f"with the {draws.name.lower()} of random numbers the step fails ({_told(error)}) and does not count"
-            found = [dataclasses.replace(each, notes=(*each.notes, told)) for each in found]
+            note = (
+                f"with the {draws.name.lower()} of random numbers the step fails ({as_text(error)}) and does not count"
+            )
+            found = [dataclasses.replace(each, notes=(*each.notes, note)) for each in found]
         if not found[0].reads_random:
             break
     return found[0] if len(found) == 1 else max(found, key=lambda each: analyse(each).taken_bytes)
@@ -210,12 +213,12 @@ def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[st
                     break
                 said += (
                     f"the step asks for {', '.join(attempt.asked)} and goes where it cannot be simulated on a CUDA "
-                    f"device ({_told(error)}); simulated is the way that it goes on a CPU",
+                    f"device ({as_text(error)}); simulated is the way that it goes on a CPU",
                 )
         fault = faults[0]  # on the way of the device: the other one is not the step's own
         if not followed:
             break
-        said = (f"what the compiler makes of this step fails in the simulation ({_told(fault)})",)
+        said = (f"what the compiler makes of this step fails in the simulation ({as_text(fault)})",)
     raise fault
 
 
@@ -277,8 +280,3 @@ def _simulated(
     )
     reads_random = drawn or values.goes_by_draws
     return builder.trace(target.hardware, simulation.clock.times(), simulation.below(), (*notes, *found), reads_random)
-
-
-def _told(error: Exception) -> str:
-    first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first}"

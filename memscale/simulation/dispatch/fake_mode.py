@@ -165,9 +165,9 @@ class FakeMode(TorchDispatchMode):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
         call = self._call(operator, args, kwargs, tensors)
         if device is _CARD:
-            self.storages.away = False
+            self.storages.offloaded = False
         elif device == _CPU and not tensors:
-            self.storages.away = self._counts_beside(args[0])  # a number of `where` is none
+            self.storages.offloaded = self._counts_beside(args[0])  # a number of `where` is none
         if operator.rule.values == "reads":
             return self._read(call)
         if operator.rule.values == "lengths":
@@ -256,7 +256,7 @@ class FakeMode(TorchDispatchMode):
         """Run an operator that touches no data."""
         op = operator.op
         # New ones here came from Python (`torch.tensor`), so their values are real.
-        self.storages.away = self.storages.counts = op is _FROM_PYTHON and self._counts_beside(list(args[0].shape))
+        self.storages.offloaded = self.storages.counts = op is _FROM_PYTHON and self._counts_beside(list(args[0].shape))
         if self.host is not None:
             self.recorder.used = []
             self.host.views()
@@ -274,7 +274,9 @@ class FakeMode(TorchDispatchMode):
 
     def _is_there(self, tensor: torch.Tensor, wanted: Mapping[str, Any]) -> bool:
         """Whether `tensor` is on the device already, as it is wanted: ``x.to("cuda")`` copies nothing then."""
-        return wanted.get("dtype") in (None, tensor.dtype) and not (tensor.is_meta or self.storages.is_away(tensor))
+        return wanted.get("dtype") in (None, tensor.dtype) and not (
+            tensor.is_meta or self.storages.is_offloaded(tensor)
+        )
 
     def _check_indices(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
         """Refuse what the kernel would refuse: no fake kernel looks at values."""
@@ -307,8 +309,8 @@ class FakeMode(TorchDispatchMode):
         else:
             self.values.overwrite(call, written)
         crosses = self.storages.beside_cpu and op is aten.copy_.default and len(records) == 2
-        crosses = crosses and records[0].away != records[1].away
-        way: Direction | None = ("out" if records[0].away else "in") if crosses else None
+        crosses = crosses and records[0].offloaded != records[1].offloaded
+        way: Direction | None = ("out" if records[0].offloaded else "in") if crosses else None
         self.recorder.enter(operator, None, effect, way=way)
         returned = written[: len(op._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None

@@ -49,7 +49,7 @@ class LiveStorages:
         self.beside_cpu = beside_cpu
         self._caches = None if caches is None else CacheContents(caches)
         self._memory = None if beside_cpu else NewMemory()
-        self.away = False  # whether what is made now is made on another memory tier
+        self.offloaded = False  # whether what is made now is made on another memory tier
         self.counts = False  # whether an operator is of single numbers: what a CPU takes for these is its call
         self._residents = residents
         self.given: frozenset[int] = frozenset()
@@ -66,17 +66,17 @@ class LiveStorages:
         return self.builder.records[self.number(tensor)]
 
     def of_arguments(self, tensors: list[torch.Tensor]) -> list[StorageRecord]:
-        """The records of an operator's arguments; what it makes now lies away if all of these do."""
+        """The records of an operator's arguments; what it makes now is offloaded if all of these do."""
         live, known = self.live, self.builder.records
-        records, some_away = [], False
+        records, some_offloaded = [], False
         for tensor in tensors:
             number = live.get(tensor.untyped_storage()._cdata)
             record = known[self.number(tensor) if number is None else number]
             records.append(record)
-            some_away = some_away or record.away
+            some_offloaded = some_offloaded or record.offloaded
         # What the CPU beside an accelerator computes from its own tensors is its own. On a host, all is RAM.
-        self.away = some_away and self.beside_cpu and all(map(_may_be_away, records))
-        self.counts = not (self.away and any(record.shape for record in records))
+        self.offloaded = some_offloaded and self.beside_cpu and all(map(_may_be_offloaded, records))
+        self.counts = not (self.offloaded and any(record.shape for record in records))
         return records
 
     def missing_share(self, used: Sequence[tuple[StorageRecord, int]], made: Sequence[int]) -> float:
@@ -111,10 +111,10 @@ class LiveStorages:
         self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: int, category: str, path: str, known: bool
     ) -> int:
         """Record that operator `op` made `storage`, with `tensor` over it."""
-        away = self.away
-        nbytes = 0 if away else storage.nbytes()
+        offloaded = self.offloaded
+        nbytes = 0 if offloaded else storage.nbytes()
         shape, dtype = tuple(tensor.shape), _name_of(tensor.dtype)
-        record = StorageRecord(nbytes, op, category, shape, dtype, path, known, "", away)
+        record = StorageRecord(nbytes, op, category, shape, dtype, path, known, "", offloaded)
         if self._current_stream() is not None:
             record.stream = self._stream()
         if self._caches is not None:
@@ -128,12 +128,12 @@ class LiveStorages:
         self._deaths[key].key = key
         return number
 
-    def enter_away(self, tensor: torch.Tensor) -> None:
+    def enter_offloaded(self, tensor: torch.Tensor) -> None:
         """Record a storage of a parameter or a gradient that lies on another memory tier."""
-        before, self.away = self.away, True
+        before, self.offloaded = self.offloaded, True
         self.enter(tensor.untyped_storage(), tensor, len(self.builder.ops) - 1, "", "", False)
         self._beside.add(tensor.untyped_storage()._cdata)
-        self.away = before
+        self.offloaded = before
 
     def put_together(self, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
         """Record that the contents of these moved to one storage of `nbytes`: theirs take up nothing from here on."""
@@ -145,10 +145,10 @@ class LiveStorages:
             self.live[tensor.untyped_storage()._cdata] = self.builder.birth(empty)
             self.builder.death(number)
 
-    def send_away(self, tensor: torch.Tensor) -> None:
+    def mark_offloaded(self, tensor: torch.Tensor) -> None:
         """Record that a storage of before the step lies on another memory tier."""
         record = self.record(tensor)
-        record.nbytes, record.away = 0, True
+        record.nbytes, record.offloaded = 0, True
 
     def _stream(self) -> int:
         return self._streams.setdefault(self._current_stream(), len(self._streams))
@@ -223,10 +223,10 @@ class LiveStorages:
             record.category = category
             record.path = path or record.path
 
-    def is_away(self, tensor: torch.Tensor) -> bool:
+    def is_offloaded(self, tensor: torch.Tensor) -> bool:
         """Whether the storage under `tensor` lies on another memory tier."""
         number = self.live.get(tensor.untyped_storage()._cdata)
-        return number is not None and self.builder.records[number].away
+        return number is not None and self.builder.records[number].offloaded
 
     def made(self) -> Iterator[tuple[weakref.ref[torch.UntypedStorage], StorageRecord]]:
         """Those of the simulation's own that live, and what is known of them."""
@@ -263,6 +263,6 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _may_be_away(record: StorageRecord) -> bool:
-    """Whether it lies away, or may be there and here: one number, as a count of steps is, or a constant of our own."""
-    return record.away or not record.shape or (record.op < 0 and record.category == "other")
+def _may_be_offloaded(record: StorageRecord) -> bool:
+    """Whether it is offloaded, or may be in both places: one number, as a count of steps is, or a constant of ours."""
+    return record.offloaded or not record.shape or (record.op < 0 and record.category == "other")

@@ -129,7 +129,7 @@ class StepRecorder:
         seconds: float | None
         if way is not None and knows_copies(clock.hardware):
             seconds = clock.across(way, work.nbytes // 2)
-        elif storages.away and not storages.counts:  # the CPU beside an accelerator computes, from tensors of its own
+        elif storages.offloaded and not storages.counts:  # the CPU beside a card computes, from tensors of its own
             seconds = host_seconds(work.nbytes, clock.hardware)
             clock.host_operator(seconds)
         else:
@@ -225,10 +225,10 @@ class StepRecorder:
                 if storage._cdata not in storages.live:
                     storages.enter(storage, tensor, at, "", path, known)
             return
-        results, before = results_of(result), storages.away
+        results, before = results_of(result), storages.offloaded
         beside = {id(results[number]) for number in operator.on_host if number < len(results)}
         for storage, tensor in new:
             if storage._cdata not in storages.live:
-                storages.away = before or id(tensor) in beside
+                storages.offloaded = before or id(tensor) in beside
                 storages.enter(storage, tensor, at, "", path, known)
-        storages.away = before
+        storages.offloaded = before

@@ -28,7 +28,6 @@ class StorageRecord:
         known: whether its values are real ones, and not address space.
         guess: where known values are stand-ins: `CHOICE`, `SCALAR`, `DRAW`; where they are computed, `GIVEN`, or ""
             for what follows from constants.
-        away: whether it lies on another memory tier, and takes up no byte of the device.
         later: how to compute its values, where they are known and not computed.
         used_at: when it was used last, in bytes that the step has gone through; -1 if never.
     """
@@ -41,7 +40,7 @@ class StorageRecord:
     path: str = ""
     known: bool = False
     guess: str = ""
-    away: bool = False
+    offloaded: bool = False
     later: LazyValue | None = None
     used_at: int = -1
     stream: int = 0
@@ -162,7 +161,7 @@ class TraceBuilder:
     ) -> Trace:
         """Returns what was recorded, after `add_in_place`; arguments as of `Trace`."""
         storages = [
-            (each.nbytes, each.op, category, each.shape, each.dtype, each.path, each.away, each.stream)
+            (each.nbytes, each.op, category, each.shape, each.dtype, each.path, each.offloaded, each.stream)
             for each, category in zip(self.records, self._categories(), strict=True)
         ]
         return Trace(

@@ -29,22 +29,22 @@ def offloaded_shards(
     by ``Tensor.to``, which does nothing where tensors are on the CPU wherever they lie.
 
     Args:
-        storages, clock: of the step; shards are away.
-        like: makes a tensor with the layout of another one, ``away=True`` or on the card.
+        storages, clock: of the step; shards are offloaded.
+        like: makes a tensor with the layout of another one, ``offloaded=True`` or on the card.
         pins: whether copies of shards go on by themselves.
     """
     to, is_pinned = torch.Tensor.to, torch.Tensor.is_pinned
 
     def copied(tensor: torch.Tensor, direction: Direction, tier: str) -> torch.Tensor:
         clock.calls(clock.host.plain)
-        result = like(tensor, away=direction == "out")
+        result = like(tensor, offloaded=direction == "out")
         if knows_copies(clock.hardware):
             clock.copy_in_stream(direction, tier, tensor.nbytes)
         return result
 
     def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and isinstance(args[0], torch.device) and _is_of_fsdp(sys._getframe(2)):
-            if storages.is_away(tensor):
+            if storages.is_offloaded(tensor):
                 return copied(tensor, "in", "pinned" if pins else "pageable")
             return copied(tensor, "out", "pinned" if kwargs.get("non_blocking") else "pageable")
         return to(tensor, *args, **kwargs)
@@ -66,7 +66,7 @@ def host_bytes(builder: TraceBuilder, *, pins: bool) -> dict[str, int]:
     begin = builder.steps[-1][0]
     for at, event in enumerate(builder.events):
         record = builder.records[abs(event) - 1]
-        if record.away:
+        if record.offloaded:
             tier, nbytes = _taken(record, pins=pins)
             now[tier] += nbytes if event > 0 else -nbytes
         if at >= begin - 1:

@@ -113,8 +113,13 @@ class CompiledModules:
                 return _Program(module, call, names, leaves, spec)
         except Exception as error:
             # Whatever this PyTorch's compiler, or the module, does not do here: as written it is still a step.
-            told = next(iter(str(error).splitlines()), "")
-            return told if isinstance(error, AsWritten) else f"{type(error).__name__}: {told}"
+            return as_text(error)
+
+
+def as_text(error: Exception) -> str:
+    """The class of an error and the first line of what it says; that line alone of one that is ours."""
+    first = next(iter(str(error).splitlines()), "")
+    return first if isinstance(error, AsWritten) else f"{type(error).__name__}: {first}"
 
 
 class _Same:

@@ -91,7 +91,7 @@ class LeftBehind:
     def _settle(self, found: dict[int, _Own], alive: dict[int, StorageRecord], *, takes: bool) -> None:
         made = {key: _Own(each for each in tensors if not is_from_before(each)) for key, tensors in found.items()}
         if takes:
-            whole = _Own(key for key in found if not alive[key].away and len(made[key]) == len(found[key]))
+            whole = _Own(key for key in found if not alive[key].offloaded and len(made[key]) == len(found[key]))
             stuck = _taken_out(_Own(each for key in whole for each in made[key]), attributes=False)
             found = {
                 key: tensors

@@ -26,7 +26,7 @@ class CountingRuntimes:
 
     Args:
         clock: of the device that is simulated, whatever the tensors say.
-        away: makes a uint8 CPU tensor of so many bytes that takes up no memory of the simulated device.
+        make_offloaded: makes a uint8 CPU tensor of so many bytes that takes up no memory of the simulated device.
         references: how many tensors refer to a storage for the simulation's own sake.
         on_trim: called where a runtime has the device give back what it only caches, with whether only if it has grown.
         on_copy: called with the source and the target of each copy, a tensor of bytes and a buffer.
@@ -39,14 +39,14 @@ class CountingRuntimes:
     def __init__(
         self,
         clock: Clock,
-        away: Callable[[int], torch.Tensor],
+        make_offloaded: Callable[[int], torch.Tensor],
         references: Callable[[torch.UntypedStorage], int],
         on_trim: Callable[[bool], object],
         on_copy: Callable[[torch.Tensor | Buffer, torch.Tensor | Buffer], object],
         new_bytes: Callable[[int], int],
     ) -> None:
         self.clock = clock
-        self.away = away
+        self.make_offloaded = make_offloaded
         self.references = references
         self.on_trim = on_trim
         self.on_copy = on_copy
@@ -65,7 +65,7 @@ class CountingRuntimes:
 
     def notes(self) -> list[str]:
         """What did not go to the tier that it was to go to, and why; and what was assumed of the host."""
-        found = [note for runtime in self._made.values() for note in (*runtime.told, *runtime.spills())]
+        found = [note for runtime in self._made.values() for note in (*runtime.notes, *runtime.spills())]
         hardware = self.clock.hardware
         if assumed := assumed_speeds(
             hardware,
@@ -90,11 +90,11 @@ class CountingRuntime(Runtime):
         self._real = real
         self._step = step
         self._backends: list[TraceBackend] = []
-        self.told: list[str] = []
+        self.notes: list[str] = []
 
     def tell(self, what: str) -> None:
         """See `Runtime.tell`: here it becomes a note."""
-        self.told.append(what)
+        self.notes.append(what)
 
     @property
     def at_home(self) -> dict[int, HostParameter]:
@@ -141,19 +141,19 @@ class _FakeHostParameters(HostParameters):
         super().__init__(engine, step.at_home)
 
     def new_memory(self) -> MappedTensors:
-        return _FakeMemory(self.engine, self._step.away)
+        return _FakeMemory(self.engine, self._step.make_offloaded)
 
     def is_movable(self, parameter: torch.Tensor) -> bool:
         return is_movable(parameter, besides=self._step.references)
 
 
 class _FakeMemory(MappedTensors):
-    def __init__(self, engine: Engine, away: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, engine: Engine, make_offloaded: Callable[[int], torch.Tensor]) -> None:
         super().__init__(engine)
-        self._away = away
+        self._make_offloaded = make_offloaded
 
     def tensor_over(self, buffer: Buffer, backend: Backend) -> torch.Tensor:
-        return self._away(buffer.nbytes)
+        return self._make_offloaded(buffer.nbytes)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class Simulation:
             # Functions of the mode, not of the simulation, which holds the caller's model: a cycle would keep that.
             self.runtimes = CountingRuntimes(
                 self.clock,
-                partial(_away, self.mode),
+                partial(_offloaded, self.mode),
                 partial(_references, self._aliases),
                 on_trim=self.mode.storages.trim,
                 on_copy=CarriedValues(self.mode.storages).copied,
@@ -160,7 +160,7 @@ class Simulation:
             self._record_residents()
             beside = with_storages(self._sharded.offloaded)
             for tensor in beside:
-                self.mode.storages.send_away(tensor)
+                self.mode.storages.mark_offloaded(tensor)
             stack.enter_context(reads_checked(self.mode))
             if self._kernels.is_cuda:
                 self._thread = BackwardThread(self.mode.recorder)
@@ -252,24 +252,24 @@ class Simulation:
                     column[at:] = [*column[begin:], *column[at:begin]]
         for optimizer in self.scope.optimizers:
             for tensor in optimizer.below() if isinstance(optimizer, TransformedOptimizer) else ():
-                self.mode.storages.send_away(tensor)
+                self.mode.storages.mark_offloaded(tensor)
         # An optimizer's states are made where the parameter lives. On a host that is the CPU, and its RAM the device.
         for optimizer in self.scope.optimizers if self._kernels.device_type != "cpu" else ():
             for group in filter(counts_on_host, optimizer.param_groups):
                 for parameter in group["params"]:
                     # Adagrad's are there before the step.
                     if torch.is_tensor(count := optimizer.state.get(parameter, {}).get("step")):
-                        self.mode.storages.send_away(count)
+                        self.mode.storages.mark_offloaded(count)
             for parameter, state in optimizer.state.items():
                 if self._is_below(parameter):
                     for tensor in with_storages(tensors_of(dict(state) if isinstance(state, dict) else state)):
-                        self.mode.storages.send_away(tensor)
+                        self.mode.storages.mark_offloaded(tensor)
 
     def _is_below(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` lives on another memory tier: a region streams it, or FSDP2 has its shard there."""
         if host_parameter_of(parameter, self.runtimes.at_home) is not None:
             return True
-        return any(map(self.mode.storages.is_away, with_storages([parameter])))
+        return any(map(self.mode.storages.is_offloaded, with_storages([parameter])))
 
     def below(self) -> dict[str, int]:
         """The most bytes that each tier below the device held."""
@@ -392,7 +392,7 @@ def _device_type(storages: LiveStorages, simulated: str, tensor: torch.Tensor) -
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
-    return "cpu" if plain and storages.is_away(tensor) else simulated
+    return "cpu" if plain and storages.is_offloaded(tensor) else simulated
 
 
 def _is_on_device(storages: LiveStorages, tensor: torch.Tensor) -> bool:
@@ -411,20 +411,20 @@ def _let_go_of_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _away(mode: FakeMode, nbytes: int) -> torch.Tensor:
+def _offloaded(mode: FakeMode, nbytes: int) -> torch.Tensor:
     with _disable_current_modes():  # it is made by no operator of the step
         tensor = mode.fakes.tensor(mode.fakes.storage(nbytes), torch.uint8, (nbytes,), (1,))
-    mode.storages.enter_away(tensor)
+    mode.storages.enter_offloaded(tensor)
     return tensor
 
 
-def _like(mode: FakeMode, tensor: torch.Tensor, *, away: bool) -> torch.Tensor:
+def _like(mode: FakeMode, tensor: torch.Tensor, *, offloaded: bool) -> torch.Tensor:
     with _disable_current_modes():
         made = mode.fakes.alone(tensor.nbytes, tensor.dtype, tensor.shape, tensor.stride())
-    storages, before = mode.storages, mode.storages.away
-    storages.away = away
+    storages, before = mode.storages, mode.storages.offloaded
+    storages.offloaded = offloaded
     storages.enter(made.untyped_storage(), made, len(mode.builder.ops) - 1, "", mode.recorder.path(), False)
-    storages.away = before
+    storages.offloaded = before
     return made
 
 

@@ -11,39 +11,22 @@ from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.trace import Transfer
 
 
-class _Point:
-    """A point in the queue of the device."""
+class _Reached:
+    """The moment when a copy is over, or without one when the device is through with what it was given so far."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, transfer: Transfer | None = None) -> None:
         self._clock = clock
-        self.end = clock.point()
+        self.transfer = transfer
+        self.end = clock.point() if transfer is None else transfer.end
         self.op = len(clock.ends)
 
     def done(self) -> bool:
         return self._clock.now >= self.end
 
-    def span(self) -> None:
-        # Not even once it is done: the engine would take the gaps between such points as its measure of how far to load
-        # ahead, and the memory of a step is that of the most that it may.
-        return None
-
-    def error(self) -> None:
-        return None
-
-
-class _Copied:
-    """The end of a copy."""
-
-    def __init__(self, clock: Clock, transfer: Transfer) -> None:
-        self._clock = clock
-        self.transfer = transfer
-        self.end = transfer.end
-
-    def done(self) -> bool:
-        return self._clock.now >= self.end
-
     def span(self) -> tuple[float, float] | None:
-        return (self.transfer.begin, self.end) if self.done() else None
+        # Of a point none, not even once it is done: the engine would take the gaps between points as its measure of how
+        # far to load ahead, and the memory of a step is that of the most that it may.
+        return None if self.transfer is None or not self.done() else (self.transfer.begin, self.end)
 
     def error(self) -> None:
         return None
@@ -72,7 +55,7 @@ class ClockedBackend(TraceBackend):
         return super().allocate(nbytes, tier)
 
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
-        end = max((_end(event) for event in after), default=0.0)
+        end = max((_reached(event).end for event in after), default=0.0)
         if end > self._clock.now:
             self._leaving.append((end, buffer))
         else:
@@ -90,7 +73,7 @@ class ClockedBackend(TraceBackend):
             self.on_trim(False)
 
     def record(self, stream: int | None = None) -> Event:
-        return _Point(self._clock)
+        return _Reached(self._clock)
 
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
@@ -98,24 +81,26 @@ class ClockedBackend(TraceBackend):
         self.on_copy(source, target)
         buffer = target if isinstance(source, torch.Tensor) else source
         assert not isinstance(buffer, torch.Tensor)
-        asked = max((event.op for event in after if isinstance(event, _Point)), default=len(self._clock.ends))
-        ready = max((_end(event) for event in after), default=0.0)
+        reached = [*map(_reached, after)]
+        asked = max((event.op for event in reached if event.transfer is None), default=len(self._clock.ends))
+        ready = max((event.end for event in reached), default=0.0)
         new_bytes = self._new_bytes(buffer.nbytes) if stream == "in" else 0
         transfer = self._clock.copy(stream, buffer.tier, buffer.nbytes, ready=ready, asked=asked, new_bytes=new_bytes)
-        return _Copied(self._clock, transfer)
+        return _Reached(self._clock, transfer)
 
     def wait(self, event: Event, stream: int | None = None) -> None:
         """See `Backend.wait`. Blocks the host where the CPU takes part in the copy, and only there."""
-        if isinstance(event, _Copied):
-            self._clock.come_after(event.transfer)
+        if (transfer := _reached(event).transfer) is not None:
+            self._clock.come_after(transfer)
 
     def synchronize(self, event: Event) -> None:
-        self._clock.hold_up(_end(event), event.transfer.cause if isinstance(event, _Copied) else "host")
+        transfer = _reached(event).transfer
+        self._clock.hold_up(_reached(event).end, "host" if transfer is None else transfer.cause)
 
     def clock(self) -> float:
         return self._clock.now
 
 
-def _end(event: Event) -> float:
-    assert isinstance(event, (_Point, _Copied))
-    return event.end
+def _reached(event: Event) -> _Reached:
+    assert isinstance(event, _Reached)
+    return event
