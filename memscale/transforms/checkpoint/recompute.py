@@ -3,8 +3,8 @@
 While a region runs, autograd hands every tensor that it would save to `_Frame.pack`, which returns a `_Placeholder`.
 The first placeholder that backward unpacks runs the region again, with the same inputs and in the same environment.
 The recompute stops at the last saved tensor that a live placeholder waits for. The graph that autograd walks is the
-ordinary one, so captured tensors, double backward, partial gradients and hooks work as without checkpoint.
-What the nodes of a backward with ``create_graph=True`` save of a recomputed tensor is a placeholder again.
+ordinary one, so captured tensors, double backward, partial gradients and hooks work as without checkpoint. A backward
+with ``create_graph=True`` saves tensors too; of recomputed tensors it saves placeholders (`saved_again`).
 
 Stopping early is the idea of `torch.utils.checkpoint` (non-reentrant). Two things differ here: a recompute sees the
 state of the forward (`Snapshot`), and a frame drops its inputs as soon as no later backward can need them.
@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memscale.core import CorrectnessError, changed_error, described, internals, simulating
 from memscale.regions import (
@@ -31,7 +30,6 @@ from memscale.regions import (
     SharedCaptures,
     Snapshot,
     Streams,
-    hooks_around,
     in_recompute,
     memory_of,
     never_compiled,
@@ -41,6 +39,7 @@ from memscale.regions import (
     wait_for_recomputes,
 )
 from memscale.transforms.checkpoint.inputs import Inputs, refuse_backward_behind
+from memscale.transforms.checkpoint.saved_again import save_again
 from memscale.transforms.checkpoint.selective import Misaligned, Recorder, Replayer
 
 _autograd = internals.autograd
@@ -158,89 +157,7 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
         what = f"saved tensor {placeholder.index} of a checkpointed region"
         raise changed_error(described(what, tensor.dtype, _shape(tensor)), tensor._version, expected)
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-        _drop_again(placeholder, tensor)
-    return tensor
-
-
-def _drop_again(placeholder: _Placeholder, tensor: torch.Tensor) -> None:
-    """Let what the current node of a backward with ``create_graph=True`` saves of `tensor` be recomputed as well.
-
-    The engine puts the hooks of the whole backward back behind each of its nodes.
-    """
-    around = hooks_around()
-    own = None if around is None else getattr(around[0], "__self__", None)
-    if around is None:
-        own = _SavedAgain()
-        _autograd._push_saved_tensors_default_hooks(own.pack, _unpack_again)
-    if isinstance(own, _SavedAgain) and (layout := _layout(tensor)) is not None:
-        storage = StorageWeakRef(tensor.untyped_storage())
-        own.known[storage.cdata] = storage, placeholder, layout
-
-
-class _SavedAgain:
-    """Saved-tensor hooks of one node of a backward that is differentiated itself.
-
-    Attributes:
-        known: by its storage each recomputed tensor that the node has used: its placeholder and its layout. No other
-            storage has the address of one to which there is a reference.
-    """
-
-    __slots__ = ("known",)
-
-    def __init__(self) -> None:
-        self.known: dict[int, tuple[StorageWeakRef, _Placeholder, _Layout]] = {}
-
-    @never_compiled
-    def pack(self, tensor: torch.Tensor) -> _Found | _Permuted:
-        _, placeholder, known = self.known.get(memory_of(tensor), (None, None, None))
-        if placeholder is not None and known is not None and (dims := _permutation(known, _layout(tensor))) is not None:
-            return _Permuted(placeholder, dims)
-        # An operator's own result would hold the operator.
-        return tensor.detach() if tensor.requires_grad else tensor, tensor._version
-
-
-class _Permuted(NamedTuple):
-    """The tensor of a placeholder with its dimensions in another order."""
-
-    placeholder: _Placeholder
-    dims: list[int]
-
-
-_Layout = tuple[torch.dtype, int, list[tuple[int, int]]]  # and the offset, and of each dimension its size and stride
-
-
-def _layout(tensor: torch.Tensor) -> _Layout | None:
-    """None where sizes and strides do not say all."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
-        return None
-    return tensor.dtype, int(tensor.storage_offset()), list(zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _permutation(of: _Layout, layout: _Layout | None) -> list[int] | None:
-    """The order in which the dimensions of one layout are another one; None if it is no order of them.
-
-    The recompute may return a copy with other strides, of which any other view would be another tensor.
-    """
-    if layout is None or of[:2] != layout[:2] or sorted(of[2]) != sorted(layout[2]):
-        return None
-    left = list(enumerate(of[2]))
-    dims = []
-    for place in layout[2]:
-        match = next(each for each in left if each[1] == place)
-        left.remove(match)
-        dims.append(match[0])
-    return dims
-
-
-@recomputing
-@never_compiled
-def _unpack_again(saved: _Found | _Permuted) -> torch.Tensor:
-    if isinstance(saved, _Permuted):
-        return _unpack(saved.placeholder).permute(saved.dims)
-    tensor, expected = saved
-    if tensor._version != expected:
-        what = "a tensor that a backward with create_graph=True saved"
-        raise changed_error(described(what, tensor.dtype, _shape(tensor)), tensor._version, expected)
+        save_again(placeholder, tensor, _unpack)
     return tensor
 
 
