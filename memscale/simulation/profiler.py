@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from memscale.hardware import Hardware
 from memscale.simulation.analysis import analyse
 from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.measured.empirical import measured_profile
-from memscale.simulation.memory import memory
 from memscale.simulation.parallel.spec import ParallelKind
-from memscale.simulation.record import check_plan, record, record_in_a_row, under
+from memscale.simulation.record import check_plan, record, under
 from memscale.simulation.results import Profile
 from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.step import Target, TrainingStep, hardware_for
@@ -99,24 +98,6 @@ class MemoryProfiler:
         # Without an optimizer there is no update, either: a step that drops its gradients would hide what they are.
         holds_gradients = not updates or (step.optimizer is None and step.module is not None)
         return record(step, self.plan, self.target, holds_gradients=holds_gradients)
-
-    def reserved_over(
-        self, batches: Sequence[Any], *, accumulate: int = 1, capacity_bytes: int | None = None
-    ) -> int | None:
-        """What the allocator of a CUDA device reserves at its most over steps with these batches, in their order.
-
-        Blocks that one step leaves in the cache need not suit the next one, whose batch is longer or shorter: then more
-        is reserved than for any of them alone. None where the device has no such allocator.
-
-        Args:
-            batches: at least one.
-            accumulate, capacity_bytes: as in `profile`.
-
-        Raises:
-            ConfigError, NeedsValues, or what the model raises: a step cannot be simulated.
-        """
-        steps = [self._on(batch, accumulate) for batch in batches]
-        return memory(record_in_a_row(steps, self.plan, self.target), capacity_bytes=capacity_bytes).reserved_peak_bytes
 
     def _on(self, batch: Any, accumulate: int) -> TrainingStep:
         check_count(f"profile(accumulate={accumulate!r})", accumulate)

@@ -46,7 +46,10 @@ class PredictedStep:
         return profile_of(self.step.on(batch), self.plan, self.target, self.config, capacity_bytes)
 
     def reserved_over(self, batches: Sequence[Any], capacity_bytes: int | None = None) -> int | None:
-        """What the allocator reserves at its most over steps with these batches, as `MemoryProfiler.reserved_over`."""
+        """Returns what the allocator reserves at its most over steps with these batches; None without an allocator.
+
+        Blocks that one step leaves in the cache need not suit the next one, whose batch is longer or shorter.
+        """
         steps = [self.step.on(batch) for batch in batches]
         return memory(record_in_a_row(steps, self.plan, self.target), capacity_bytes=capacity_bytes).reserved_peak_bytes
 
