@@ -1,4 +1,4 @@
-"""What is done to a model: in each column plans from the fastest to the smallest, of which the first that suffices."""
+"""The columns of the table: each tries plans from the fastest to the smallest, and shows the first that suffices."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from memscale.optimizers import offload_states, quantize_states, step_in_backwar
 from memscale.planning import repeated_blocks
 from memscale.transforms import checkpoint, offload, tile
 
-_CHUNKS = 64  # of the loss head
-_PIECES = 4  # of what is as wide inside of a block
+_CHUNKS = 64  # pieces of the loss head
+_PIECES = 4  # pieces of the widest module inside a block
 
 
 @dataclass(frozen=True)
 class Column:
-    """One way to train.
+    """A column of the table: a way to train.
 
     Attributes:
-        title: what it is called.
-        dtype: of the parameters.
-        share: of the published figure that is aimed at, where there is one; None where only the card's size counts.
+        title: the heading.
+        dtype: the dtype of the parameters.
+        share: the share of the published bytes to aim at; `None` to aim at the card's size.
         names: the plans to try, by their names in `plans`, the fastest first.
-        numerics: how its numbers relate to the plain training in float32.
+        numerics: how the numbers of the column relate to plain training in float32.
     """
 
     title: str
@@ -79,12 +79,12 @@ COLUMNS: Mapping[str, Column] = {
 
 
 def plans(model: nn.Module, subject: Subject) -> dict[str, Plan]:
-    """The plans, by their names."""
+    """Returns the plans for `model`, by name."""
     blocks = repeated_blocks(model)
     freed, below, small = step_in_backward(), offload_states(), quantize_states()
     streamed = offload(what="params")
 
-    # Rows where there are several: the layers of GPT-2 view their input, which pieces along positions do not allow.
+    # Cut along rows if there are several: the layers of GPT-2 view their input, so they cannot be cut along positions.
     rows = min(_PIECES, subject.batch)
     cut = tile(chunks=rows) if rows > 1 else tile(chunks=_PIECES, dim=1)
 

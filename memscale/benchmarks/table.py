@@ -1,4 +1,4 @@
-"""The rows: each subject as it is and in each column, simulated; and two such results beside each other."""
+"""The rows of the table: each subject simulated as it is and in each column; and the differences of two tables."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from memscale.core import format_bytes, format_seconds
 from memscale.hardware import Hardware
 from memscale.simulation import MemoryProfiler, Profile
 
-#: What is the same in every run on every machine; all else is about this one.
+#: The figures that every run on every machine gives alike; the others depend on the machine.
 DETERMINISTIC = ("peak_bytes", "reserved_bytes", "step_seconds", "over_plain", "plan", "fits")
 
 Say = Callable[[str], None]
 
 
 def row(subject: Subject, say: Say) -> dict[str, Any]:
-    """One subject: its figures as it is and in each column, as JSON data."""
+    """Returns the figures of `subject` as it is and in each column, as JSON data."""
     began = time.perf_counter()
     hardware = Hardware.named(subject.device)
     first = COLUMNS[subject.columns[0]].dtype
-    # A column's time is told over that of the same training in its own type, which has no price in numbers.
+    # The step time of a column is compared with plain training in the column's dtype too, which costs no accuracy.
     plain = {first: _simulated(subject, first, None, say)}
     found: dict[str, Any] = {}
     for title in subject.columns:
@@ -57,7 +57,7 @@ def _in_column(
     best: tuple[str, Profile] | None = None
     for name in column.names:
         if best is not None and known[name] == known[best[0]]:
-            continue  # as where there is one row only
+            continue  # two plans are equal for a batch of one row
         made = _simulated(subject, column.dtype, known[name], say, name)
         if best is None or made.peak_bytes < best[1].peak_bytes:
             best = name, made
@@ -85,7 +85,7 @@ def _simulated(subject: Subject, dtype: torch.dtype, plan: Any, say: Say, name: 
         model = subject.make().to(dtype)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-    # Published figures are those of Trainers, which let go of the output before backward.
+    # Published figures are those of Trainers, which free the output before backward.
     profiler = MemoryProfiler(model, optimizer, plan=plan, hardware=subject.device, keeps_output=False)
     return profiler.profile(subject.inputs())
 
@@ -108,7 +108,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as a table in Markdown."""
+    """Returns the rows as a Markdown table."""
     lines = ["| model | card | as it is | published | column | peak | of published | step | over as it is |"]
     lines.append("|---|---|---:|---:|---|---:|---:|---:|---:|")
     for each in rows:
@@ -134,7 +134,7 @@ def _in_ms(found: Mapping[str, Any]) -> str:
 
 
 def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What differs in the deterministic figures of rows that are in both, a line each."""
+    """Yields a line for each deterministic figure that differs between rows of `old` and `new`."""
     before = {(each["title"], each["device"]): each for each in old}
     for each in new:
         if (was := before.get((each["title"], each["device"]))) is None:
@@ -145,10 +145,10 @@ def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) 
         for title, one, other in parts:
             for key in DETERMINISTIC:
                 if key in other and one.get(key) != other[key]:
-                    yield f"{each['title']}, {title}: {key} {_told(key, one.get(key))} -> {_told(key, other[key])}"
+                    yield f"{each['title']}, {title}: {key} {_shown(key, one.get(key))} -> {_shown(key, other[key])}"
 
 
-def _told(key: str, value: Any) -> str:
+def _shown(key: str, value: Any) -> str:
     if key.endswith("_bytes") and isinstance(value, int):
         return format_bytes(value)
     return format_seconds(value) if key.endswith("_seconds") and isinstance(value, float) else str(value)
