@@ -1,1 +1,1 @@
-"""PyTorch's CUDA caching allocator, replayed."""
+"""A replay of PyTorch's CUDA caching allocator."""

@@ -1,4 +1,4 @@
-"""Free memory of the simulated CUDA allocator: blocks linked within their segment, sorted within their pool."""
+"""The free memory of the simulated CUDA allocator: blocks linked within their segment, sorted within their pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ADDRESS_BITS = 60
 
 
 class Block:
-    """A stretch of one segment; ``mapped`` is false for address space without memory behind it."""
+    """A range of addresses in one segment; ``mapped`` is false where the range has no device memory behind it."""
 
     __slots__ = ("address", "born", "free", "mapped", "next", "pool", "prev", "size")
 
@@ -18,13 +18,13 @@ class Block:
         self.size = size
         self.mapped = mapped
         self.free = not mapped
-        self.born = 0  # the pool's count of searches when it became free: its age for garbage collection
+        self.born = 0  # `Pool.searches` when the block became free; garbage collection derives the block's age
         self.prev: Block | None = None
         self.next: Block | None = None
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of its segment, so that the segment can be given back."""
+        """Whether the block is its whole segment, so that the segment can be given back to the device."""
         return self.prev is None and self.next is None
 
     def insert_after(self, before: Block) -> None:
@@ -35,14 +35,14 @@ class Block:
 
 
 class Pool:
-    """The free blocks of one pool in best-fit order, by size and then address, and the unmapped ones by address."""
+    """The free blocks of one pool: mapped blocks in best-fit order (size, then address), unmapped ones by address."""
 
     __slots__ = ("blocks", "keys", "searches", "segment_bytes", "small", "unmapped", "unmapped_at")
 
     def __init__(self, *, small: bool, segment_bytes: int) -> None:
         self.small = small
         self.segment_bytes = segment_bytes
-        # One integer a block, with the size above the address: tuples are twice as slow to compare.
+        # One integer a block, the size in the bits above the address: (size, address) tuples compare more slowly.
         self.keys: list[int] = []
         self.blocks: dict[int, Block] = {}
         self.unmapped_at: list[int] = []
@@ -71,7 +71,7 @@ class Pool:
             del self.unmapped[block.address]
 
     def merge(self, block: Block) -> None:
-        """``try_merge_blocks`` with both neighbours; ``block`` itself is in no set at this time."""
+        """Merge ``block`` with its free neighbours, as ``try_merge_blocks`` does; ``block`` itself is not inserted."""
         before, after = block.prev, block.next
         if before is not None and before.free and before.mapped == block.mapped:
             self.remove(before)
@@ -89,5 +89,5 @@ class Pool:
 
 
 def round_up(nbytes: int, step: int) -> int:
-    """The least multiple of ``step`` that is not below ``nbytes``."""
+    """Return the smallest multiple of ``step`` that is at least ``nbytes``."""
     return -(-nbytes // step) * step

@@ -1,8 +1,8 @@
-"""What PyTorch's CUDA allocator would reserve: its rules, replayed over a stream of events in pure Python.
+"""A replay of PyTorch's CUDA caching allocator in pure Python: allocation events in, reserved bytes out.
 
-The rules and constants are those of ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.10 to 2.14, for one
-device, without CUDA graphs and private pools; what is freed is free for its own stream at once. Method names
-follow the C++ functions, so that both read side by side.
+Source of the rules and constants: ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.10 to 2.14, for one
+device, without CUDA graphs and private pools. A freed block is free for its own stream at once. Method names
+follow the C++ functions, so that both files read side by side.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ _MIB = 1 << 20
 _SMALL_BYTES = 1 * _MIB  # kSmallSize: up to here a request goes to the small pool
 _SMALL_SEGMENT_BYTES = 2 * _MIB  # kSmallBuffer
 _ROUND_LARGE_BYTES = 2 * _MIB  # kRoundLarge
-# Without a capacity an expandable segment has room for everything; with one it gets 9/8 of it, as in
+# The address space of an expandable segment without a capacity. With a capacity the space is 9/8 of the capacity, as in
 # ExpandableSegment's constructor.
 _UNLIMITED_SPACE_BYTES = 1 << 50
 _TOP = 1 << (ADDRESS_BITS - 1)
 
 _DEFAULTS = AllocatorSettings()
 _ONE_STREAM: Mapping[int, int] = {}
-# Events of `replay`: what `torch.cuda.empty_cache` does, and that where it is worth it.
+# Events of `replay`: `TRIM` acts as `torch.cuda.empty_cache`, `TRIM_IF_GROWN` only where large blocks took more memory.
 TRIM = (-1, -1)
 TRIM_IF_GROWN = (-1, -2)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What the allocator did with a stream of events.
+    """The result of `replay`: peak and final bytes, fragmentation, retries and the size of each block.
 
     Args:
-        allocated_peak_bytes: the most that blocks in use held at once, what
-            ``torch.cuda.max_memory_allocated`` says.
-        reserved_peak_bytes: the most that was taken from the device at once, what
-            ``torch.cuda.max_memory_reserved`` says.
-        allocated_end_bytes: in use after the last event.
-        reserved_end_bytes: taken from the device after the last event.
-        fragmentation_bytes: reserved and not in use once the event of the reserved peak was done.
-        segments: separate pieces of device memory held at that moment: live ``cudaMalloc`` calls, or address
-            ranges with expandable segments.
-        out_of_memory_at: the index of the event that did not fit; the replay ends there. None if all fit.
-        retries: how often all that was only cached was given back to make room, what
+        allocated_peak_bytes: the most bytes that blocks in use held at once, as
+            ``torch.cuda.max_memory_allocated`` counts them.
+        reserved_peak_bytes: the most bytes that were taken from the device at once, as
+            ``torch.cuda.max_memory_reserved`` counts them.
+        allocated_end_bytes: the bytes in use after the last event.
+        reserved_end_bytes: the bytes taken from the device after the last event.
+        fragmentation_bytes: the bytes reserved and not in use right after the event of the reserved peak.
+        segments: the number of separate pieces of device memory held at the reserved peak: live ``cudaMalloc`` calls,
+            or address ranges with expandable segments.
+        out_of_memory_at: the index of the event that did not fit, where the replay ends; None if all events fit.
+        retries: how often all cached segments were given back to make room, as
             ``torch.cuda.memory_stats()["num_alloc_retries"]`` counts.
-        block_bytes: what each allocation was handed out, by its id (by the last allocation of an id): the
-            request rounded up, with the rest of the free block that was not worth a split.
+        block_bytes: the size of the block handed out for each allocation, by its id (the last allocation of an id):
+            the request rounded up, plus the remainder of the free block where a split was not worthwhile.
     """
 
     allocated_peak_bytes: int
@@ -73,7 +73,7 @@ def replay(
     streams: Mapping[int, int] = _ONE_STREAM,
     torch_version: tuple[int, int] = internals.TORCH_VERSION,
 ) -> Replay:
-    """Return what PyTorch's caching allocator would hand out and reserve for ``events``.
+    """Return the bytes that PyTorch's caching allocator would hand out and reserve for ``events``.
 
     A 1 KiB and a 3 MiB tensor come from two segments, of 2 and of 20 MiB:
 
@@ -86,22 +86,22 @@ def replay(
     Args:
         events: pairs of a block's id and its bytes, in the order of a step. Positive bytes allocate, negative
             bytes free the block of that id whatever their size, and 0 does nothing: an empty tensor has no
-            block. Blocks that lived before the step come first, as allocations. `TRIM` gives cached segments back, and
-            `TRIM_IF_GROWN` if more was reserved for large blocks since the one before it.
-        settings: what ``PYTORCH_CUDA_ALLOC_CONF`` says.
-        capacity_bytes: what the process can get from the device, at least 1; None is no limit. When it is
-            reached, cached segments are given back and the request is tried again, as PyTorch does.
-        streams: the stream that a block is allocated on, by its id, where that is not stream 0. What one stream has
-            cached is not handed out to another.
-        torch_version: whose allocator, (major, minor).
+            block. Blocks that lived before the step come first, as allocations. `TRIM` gives cached segments back;
+            `TRIM_IF_GROWN` does so if memory was taken for large blocks since the previous `TRIM_IF_GROWN`.
+        settings: the options of ``PYTORCH_CUDA_ALLOC_CONF``.
+        capacity_bytes: the most bytes that the process can get from the device, at least 1; None means no limit. At
+            the limit, cached segments are given back and the request is tried again, as PyTorch does.
+        streams: the stream of a block, by the block's id; stream 0 where an id is missing. A block that one stream
+            has cached is never handed out to another stream.
+        torch_version: the version of PyTorch whose allocator is replayed, (major, minor).
 
     Raises:
         ConfigError: an event allocates a live id or frees one that is not live, or the capacity is below 1.
 
     Cost: about 2 microseconds an event.
-    Source: ``DeviceCachingAllocator`` in ``c10/cuda/CUDACachingAllocator.cpp``. Of free blocks of
-    one size it takes that of the oldest segment; before torch 2.12 the one at the lowest address, and each
-    ``cudaMalloc`` is taken to give the highest that has room, as an H100 does.
+    Source: ``DeviceCachingAllocator`` in ``c10/cuda/CUDACachingAllocator.cpp``. Among free blocks of one size
+    the allocator takes the block of the oldest segment; before torch 2.12 it takes the block at the lowest address,
+    and each ``cudaMalloc`` is assumed to return the highest address that has room, as on an H100.
     """
     if capacity_bytes is not None and capacity_bytes < 1:
         raise ConfigError(f"replay(capacity_bytes={capacity_bytes}) must be at least 1, or None for no limit")
@@ -159,15 +159,15 @@ class _Allocator:
             self.allowed = int(settings.memory_fraction * capacity_bytes)
         self.max_split = settings.max_split_size_bytes
         self.expandable = settings.expandable_segments
-        self.pools: dict[int, tuple[Pool, Pool]] = {}  # the small and the large one of each stream
+        self.pools: dict[int, tuple[Pool, Pool]] = {}  # stream -> (small pool, large pool)
         self.allocated = self.allocated_peak = 0
         self.reserved = self.reserved_peak = 0
         self.segments = 0
-        self.large_taken = 0  # of the device, for large blocks, ever
-        self.asked: int | None = None  # the same when it was last asked to trim if that has grown
+        self.large_taken = 0  # bytes ever taken from the device for large blocks; never falls
+        self.asked: int | None = None  # `large_taken` at the last `trim_if_grown`; None before the first
         self.retries = 0
         self.older_first = older_first
-        self.ranges: list[tuple[int, int]] = []  # of addresses, of all segments, from the top down
+        self.ranges: list[tuple[int, int]] = []  # (begin, end) addresses of all segments, highest first
 
     def malloc(self, nbytes: int, stream: int) -> Block | None:
         size = self.settings.rounded_bytes(nbytes)
@@ -191,7 +191,8 @@ class _Allocator:
             if block is None:
                 return None
         left = block.size - size
-        # should_split: a large remainder has to be worth keeping, a small or expandable one always is.
+        # should_split: the large pool splits only for a remainder over 1 MiB; the small pool and expandable segments
+        # split for any remainder of at least one minimal block.
         if (
             left >= MIN_BLOCK_BYTES
             if pool.small or self.expandable
@@ -228,7 +229,7 @@ class _Allocator:
             return None
         block = pool.blocks[pool.keys[index]]
         if self.expandable:
-            # The size that counts is the one a block can grow to, so a larger block may be the better fit.
+            # Blocks compare by the size that they can grow to, so a larger block may be the better fit.
             while index + 1 < len(pool.keys):
                 following = pool.blocks[pool.keys[index + 1]]
                 if _expandable_size(following) >= _expandable_size(block):
@@ -266,9 +267,9 @@ class _Allocator:
         return True
 
     def _new_segment(self, pool: Pool, nbytes: int, *, mapped: bool = True) -> Block:
-        """A new segment lies above all others, for which an older one comes first; before that, where a card puts it.
+        """Return the block of a new segment: above all others with `older_first`, else at the highest free address.
 
-        Aligned, so that the pages of an expandable segment are those of its addresses.
+        The address is aligned, so that the pages of an expandable segment begin at multiples of the page size.
         """
         align = _ROUND_LARGE_BYTES if mapped else pool.segment_bytes
         if self.older_first:
@@ -297,7 +298,7 @@ class _Allocator:
         self.segments -= 1
 
     def _release_available_cached_blocks(self, pool: Pool, size: int) -> bool:
-        """Free one unsplittable block that is large enough, or the largest ones until they make up the size."""
+        """Release one unsplittable block that is large enough, or the largest ones until they add up to ``size``."""
         if self.max_split is None or self.expandable:
             return False
         wanted = max(size, self.max_split)
@@ -313,7 +314,7 @@ class _Allocator:
         return released >= wanted
 
     def _release_blocks(self, pool: Pool) -> None:
-        """Give back all that no block in use shares: whole segments, or whole pages of expandable ones."""
+        """Give back the memory that no block in use shares: whole segments, or whole pages of expandable segments."""
         for block in [pool.blocks[key] for key in pool.keys]:
             if self.expandable:
                 self._unmap_block(block)
@@ -329,7 +330,7 @@ class _Allocator:
         whole = [block for pool in large for block in map(pool.blocks.__getitem__, pool.keys) if block.whole]
         total_age = sum(block.pool.searches - block.born for block in whole)
         while excess > 0 and whole:
-            # The oldest go first, down to the mean age, and all of them although the target may be passed.
+            # Each round releases every block of at least the mean age, even past the target, as PyTorch does.
             mean_age = total_age / len(whole)
             kept = []
             for block in whole:
@@ -343,7 +344,7 @@ class _Allocator:
             whole = kept
 
     def _find_expandable_block(self, pool: Pool, size: int) -> Block:
-        """The lowest address from which free and unmapped neighbours make up ``size``."""
+        """Return the block at the lowest address from which free and unmapped neighbours add up to ``size``."""
         for address in pool.unmapped_at:
             candidate = pool.unmapped[address]
             if candidate.prev is not None and candidate.prev.free:
@@ -370,7 +371,7 @@ class _Allocator:
             assert unmapped is not None
             if not self._map_block(unmapped, min(size - block.size, unmapped.size)):
                 return None
-            block = unmapped  # it has taken in the free block before it
+            block = unmapped  # `_map_block` has merged the free block before it into it
         pool.remove(block)
         return block
 
@@ -402,7 +403,7 @@ class _Allocator:
             after.insert_after(block)
             pool.insert(after)
         if begin > block.address:
-            # The front keeps the object, so that its neighbour before it needs no change.
+            # The front part keeps the `Block` object, so that the link from its previous neighbour stays valid.
             front, block = block, Block(pool, begin, end - begin)
             block.insert_after(front)
             front.size = begin - front.address

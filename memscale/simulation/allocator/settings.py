@@ -1,4 +1,4 @@
-"""The settings of PyTorch's CUDA allocator, as its environment variable spells them.
+"""The settings of PyTorch's CUDA allocator, read from its environment variable.
 
 Source: ``c10/core/AllocatorConfig.h`` and ``.cpp`` and ``c10/cuda/CUDAAllocatorConfig.h`` of PyTorch 2.13.
 """
@@ -15,11 +15,11 @@ from memscale.core import ConfigError
 _MIB = 1 << 20
 
 MIN_BLOCK_BYTES = 512  # kMinBlockSize
-MIN_LARGE_BYTES = 10 * _MIB  # kMinLargeAlloc: from here a request gets a segment of its own size
+MIN_LARGE_BYTES = 10 * _MIB  # kMinLargeAlloc: a request of at least this size gets a segment of its own size
 _LARGE_SEGMENT_BYTES = 20 * _MIB  # the default of large_segment_size_
 _INTERVALS = 16  # kRoundUpPowerOfTwoIntervals: powers of two from 1 MiB to 64 GiB
 
-# Options of the same string that say nothing about device memory (pinned memory, locks, graphs, messages).
+# Options of the variable without effect on the size of device memory (pinned memory, locks, graphs, messages).
 _IGNORED = (
     "backend",
     "graph_capture_record_stream_reuse",
@@ -39,18 +39,18 @@ _IGNORED = (
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """The settings of ``PYTORCH_CUDA_ALLOC_CONF`` that decide how device memory is cut up.
+    """The settings of ``PYTORCH_CUDA_ALLOC_CONF`` that decide how device memory is split into blocks.
 
     Args:
         expandable_segments: grow one mapped range a pool instead of calling ``cudaMalloc`` for each segment.
-        max_split_size_bytes: blocks of this size or more are never split; None is no limit.
-        max_non_split_rounding_bytes: how much larger an unsplittable cached block may be than a request.
+        max_split_size_bytes: blocks of this size or more are never split; None means no limit.
+        max_non_split_rounding_bytes: the most bytes by which an unsplittable cached block may exceed a request.
         roundup_power2_divisions: steps between two powers of two to which sizes are rounded up, one number
             for each power from 1 MiB to 64 GiB; empty or 0 rounds to 512 bytes.
-        garbage_collection_threshold: the part of the allowed memory above which old cached blocks are freed
-            before a new segment is asked for. PyTorch looks at it only if ``memory_fraction`` is below 1.
-        memory_fraction: the part of the device that the process allows itself.
-        large_segment_bytes: the segment that requests between 1 and 10 MiB share.
+        garbage_collection_threshold: the fraction of the allowed memory above which old cached blocks are freed
+            before a new segment is requested. PyTorch reads the threshold only if ``memory_fraction`` is below 1.
+        memory_fraction: the fraction of the device's memory that the process may take.
+        large_segment_bytes: the size of the segment that requests between 1 and 10 MiB share.
 
     Raises:
         ConfigError: a value is out of PyTorch's range.
@@ -100,8 +100,8 @@ class AllocatorSettings:
         """Read the text of ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``, as PyTorch 2.13 reads it.
 
         Raises:
-            ConfigError: an option is unknown, a value is malformed or out of range, or the text asks for
-                the ``cudaMallocAsync`` backend, whose rules are the driver's and not known.
+            ConfigError: an option is unknown, a value is malformed or out of range, or the text selects
+                the ``cudaMallocAsync`` backend, whose rules are inside the driver and unknown.
         """
         found: dict[str, Any] = {}
         for item in re.split(r",(?![^\[]*\])", "".join(text.split())):
@@ -124,7 +124,7 @@ class AllocatorSettings:
         return cls(**found)
 
     def rounded_bytes(self, nbytes: int) -> int:
-        """The size of the block that a request of ``nbytes`` (at least 1) asks for."""
+        """Return the bytes to which the allocator rounds up a request of ``nbytes`` (at least 1)."""
         if nbytes < MIN_BLOCK_BYTES:
             return MIN_BLOCK_BYTES
         if self.roundup_power2_divisions:
@@ -137,7 +137,7 @@ class AllocatorSettings:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """``4``, or intervals in MiB with a step count each: ``[256:1,512:2,>:4]``."""
+    """Read ``4`` (all intervals), or interval sizes in MiB with a step count each: ``[256:1,512:2,>:4]``."""
     if not value.startswith("["):
         if int(value) < 1:
             raise ValueError(value)
@@ -148,7 +148,7 @@ def _divisions(value: str) -> tuple[int, ...]:
     for pair in value[1:-1].split(",") if value != "[]" else []:
         size, _, count = pair.partition(":")
         if size == ">":
-            # PyTorch fills behind the last interval, and behind the one of 1 MiB where none came before.
+            # PyTorch fills the intervals after the last one named, or after that of 1 MiB where none was named.
             divisions[last + 1 :] = [int(count)] * (_INTERVALS - last - 1)
             continue
         if int(size) < 1 or int(size) & (int(size) - 1):

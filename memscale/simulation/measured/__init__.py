@@ -1,4 +1,4 @@
-"""The empirical way: real steps, seen through the allocator's events."""
+"""Empirical profiles: real steps, measured by the events of PyTorch's allocators."""
 
 from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
 

@@ -1,4 +1,4 @@
-"""Ground truth for memory: one real step, seen through the allocator's own events."""
+"""Ground truth for memory: the allocator events of one real step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from memscale.simulation.trace import CATEGORIES
 
 Roles = Callable[[], Mapping[str, Iterable[torch.Tensor]]]
 
-#: Categories that only the caller can tell apart, named through ``roles``.
+#: Categories that no event shows; the caller names their tensors through ``roles``.
 ROLES = ("parameter", "optimizer state", "gradient", "input")
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
 _CUDA = 1  # c10::DeviceType::CUDA, as the profiler writes it
@@ -39,16 +39,17 @@ _CUDA = 1  # c10::DeviceType::CUDA, as the profiler writes it
 
 @dataclass(frozen=True, eq=False)
 class AllocatorTrace:
-    """What one step did to the memory of one device.
+    """The memory of one device during one real step: bytes at start, peak and end, and live bytes over time.
 
     Args:
-        start_bytes: what lived when the step began. On CUDA, all that the allocator held; on CPU, where
-            the allocator keeps no such count, the storages named by ``roles`` (0 without it).
-        peak_bytes: the most that lived at once, `start_bytes` included.
-        end_bytes: what lived when the step returned, `start_bytes` included.
-        seconds: wall time of the step, slowed a little by the recording.
-        backward_seconds: when the first node of a backward pass ran; None for a step without one.
-        timeline: live bytes over time in seconds, by category; no buffers apart, and no scratch memory of kernels.
+        start_bytes: the bytes that lived when the step began. On CUDA, all bytes that the allocator held; on CPU, where
+            the allocator keeps no such count, the bytes of the storages named by ``roles`` (0 without it).
+        peak_bytes: the most bytes that lived at once, `start_bytes` included.
+        end_bytes: the bytes that lived when the step returned, `start_bytes` included.
+        seconds: wall time of the step, with the recording's small overhead.
+        backward_seconds: seconds from the step's start to the first node of a backward pass; None without a backward.
+        timeline: live bytes over time in seconds, by category. Buffers count as ``parameter``, and scratch memory of
+            kernels as ``temporary``.
     """
 
     start_bytes: int
@@ -60,13 +61,13 @@ class AllocatorTrace:
 
     @property
     def growth_bytes(self) -> int:
-        """Bytes at the peak above what lived before the step."""
+        """The peak minus the bytes that lived before the step."""
         return self.peak_bytes - self.start_bytes
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A storage with a role. Weakly, since the measurement must not keep alive what the step frees."""
+    """A storage with a role, held by a weak reference: a strong one would keep alive a storage that the step frees."""
 
     role: str
     nbytes: int
@@ -79,7 +80,7 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Event:
-    """One allocator event: positive bytes allocate, negative bytes free."""
+    """An allocator event: positive bytes allocate, negative bytes free."""
 
     time_ns: int
     address: int
@@ -89,7 +90,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class _Allocation:
-    """One allocation, by the indices of its events; ``freed`` is None for a block that outlives the step."""
+    """An allocation, by the indices of its two events; ``freed`` is None for a block that outlives the step."""
 
     allocated: int
     freed: int | None
@@ -103,13 +104,12 @@ def measure(
 ) -> AllocatorTrace:
     """Run ``step`` once and return every byte that the allocator of ``device`` handed out and took back.
 
-    The numbers come from PyTorch's allocators, not from a model of them: on CPU from the allocation
-    events of ``torch.profiler``, on CUDA from ``torch.cuda.max_memory_allocated`` for the peak and the
-    same events for the timeline. A block belongs to the role of the tensor that holds it before or after
-    the step; of the others, one that was allocated outside a backward pass and still lived when a node
-    of that pass began is an ``activation``, and the rest are ``temporary``. What lived before the step
-    and has no role is ``other`` on CUDA, and on CPU it is not counted: without ``roles`` a peak there is that of what
-    the step adds to weights and states, and not to be held against a budget.
+    The numbers come from PyTorch's real allocators: on CPU from the allocation events of ``torch.profiler``, on
+    CUDA from ``torch.cuda.max_memory_allocated`` for the peak and from those events for the timeline. A block has
+    the role of the tensor that holds it before or after the step. A block without a role is an ``activation`` if it
+    was allocated outside a backward pass and still lived when a later backward node began, else ``temporary``.
+    Memory from before the step without a role is ``other`` on CUDA and not counted on CPU: without ``roles`` a CPU
+    peak lacks weights and optimizer states, and must not be compared with a budget.
 
     >>> import torch, memscale as ms
     >>> trace = ms.measure(lambda: torch.empty(1 << 20, dtype=torch.uint8))
@@ -120,26 +120,26 @@ def measure(
         step: called without arguments; its result is dropped before the recording ends.
         device: the device whose memory is counted, ``"cpu"`` or a CUDA device.
         roles: called before and after the step; maps names in :data:`ROLES` to the tensors that have
-            that role at that moment. :func:`training_roles` makes one for a usual training step.
+            that role at the time of the call. :func:`training_roles` makes ``roles`` for a usual training step.
 
     Raises:
         ConfigError: ``step`` cannot be called, ``device`` is neither a CPU nor a CUDA device, or ``roles`` names an
             unknown role.
-        RuntimeUnavailable: a CUDA device is asked for and there is none.
+        RuntimeUnavailable: ``device`` is a CUDA device and PyTorch finds none.
 
     Warns:
         RuntimeWarning: the step freed memory from before the step, which the CPU allocator does not
             report; the bytes are then counted to the end, so `peak_bytes` is an upper bound.
 
-    Cost: the step runs a few percent slower, and the events cost about 1 KiB each while they are read; on CUDA they
-    go through a temporary file.
+    Cost: the step runs a few percent slower, and the events take about 1 KiB each while they are read; on CUDA the
+    events go through a temporary file.
     """
     device = _checked_device(device)
     if not callable(step):
         raise ConfigError(
             f"measure() runs a step, got {shown(step)}; write measure(lambda: model(batch).sum().backward())"
         )
-    # Cyclic garbage of earlier steps would die at some chance moment of this one.
+    # Cyclic garbage of earlier steps would otherwise be freed at a random moment of this step.
     gc.collect()
     before = _held(roles, device)
     start_by_role = _sum_by_role(before)
@@ -151,7 +151,7 @@ def measure(
 
     with (
         _quietly(),
-        # Autograd's own: torch.profiler's loads the compiler, a second of imports, and makes objects of all events.
+        # torch.profiler.profile would import the compiler and build a Python object for every event.
         profile(use_kineto=True, profile_memory=True) as recording,
     ):
         began_ns, began = time.time_ns(), time.perf_counter()
@@ -187,9 +187,9 @@ def measure(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep Kineto from logging each beginning and end of a recording to stderr, around a command's own words.
+    """Keep Kineto from logging the start and end of each recording to stderr, between the lines of a command.
 
-    It reads its level where the first recording of a process starts.
+    Kineto reads the variable when the first recording of a process starts.
     """
     own = "KINETO_LOG_LEVEL" not in os.environ
     if own:
@@ -212,7 +212,7 @@ def training_roles(
     [('parameter', 32), ('optimizer state', 0), ('gradient', 0), ('input', 0)]
 
     Args:
-        model: its parameters, buffers and the scales of weights in few bits are ``parameter``, the parameters'
+        model: its parameters, its buffers and the scales of quantized weights are ``parameter``; the parameters'
             ``.grad`` are ``gradient``.
         optimizer: the tensors of its state are ``optimizer state``.
         batch: a tree whose tensors are ``input``.
@@ -251,7 +251,7 @@ def _checked_device(device: torch.device | str) -> torch.device:
 
 
 def _held(roles: Roles | None, device: torch.device) -> dict[int, _Held]:
-    """The storages on ``device`` that have a role now, by address."""
+    """Return the storages on ``device`` that have a role now, by address."""
     named = roles() if roles is not None else {}
     unknown = sorted(set(named) - set(ROLES))
     if unknown:
@@ -274,7 +274,7 @@ def _sum_by_role(held: Mapping[int, _Held]) -> dict[str, int]:
 
 
 def _read(recording: profile, device: torch.device) -> tuple[list[_Event], list[int]]:
-    """The allocator events of ``device`` and the start times of backward nodes, both in order of time."""
+    """Return the allocator events of ``device`` and the start times of backward nodes (ns), both in order of time."""
     results = recording.kineto_results
     assert results is not None
     events: list[_Event] = []
@@ -301,10 +301,10 @@ def _read(recording: profile, device: torch.device) -> tuple[list[_Event], list[
 
 
 def _written_events(recording: profile, device: torch.device) -> list[_Event]:
-    """The allocator events of a CUDA device as the profiler writes them to a file.
+    """Return the allocator events of a CUDA device, read from the profiler's trace file.
 
-    The tree of events omits what the device's allocator does outside an operator, the releases by `del` among them,
-    and the flat list has no addresses.
+    The profiler's event tree omits allocator events outside operators (a release by `del` is one), and its flat list
+    has no addresses; the file has both.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -326,7 +326,7 @@ def _deltas(
     backward_ns: list[int],
     device: torch.device,
 ) -> tuple[npt.NDArray[np.int64], set[int]]:
-    """Bytes by category and event, column 0 left free, and the held addresses whose release was seen."""
+    """Return the change in bytes by (category, event), column 0 empty, and the held addresses whose free was seen."""
     deltas = np.zeros((len(CATEGORIES), len(events) + 1), dtype=np.int64)
     row = {category: index for index, category in enumerate(CATEGORIES)}
     blocks: list[_Allocation] = []
@@ -335,7 +335,7 @@ def _deltas(
     for index, event in enumerate(events):
         allocated = alive.pop(event.address, None)
         if allocated is not None:
-            # An address handed out twice was freed in between, by a thread that is not recorded.
+            # An address handed out twice was freed in between, by a thread that the profiler does not record.
             blocks.append(_Allocation(allocated, index))
         if event.nbytes > 0:
             alive[event.address] = index
@@ -345,8 +345,8 @@ def _deltas(
                 seen_frees.add(event.address)
                 deltas[row[held.role], index + 1] -= held.nbytes
             if device.type == "cuda":
-                # Blocks are rounded up, so a tensor's block frees a little more than the tensor holds.
-                # On CPU the sizes of blocks from before the recording may be stale and are not used.
+                # CUDA blocks are rounded up, so a free returns a little more than the tensor's bytes.
+                # On CPU the profiler's sizes of blocks from before the recording may be stale, so they are not read.
                 excess_bytes = -event.nbytes - (held.nbytes if held is not None else 0)
                 deltas[row["other"], index + 1] -= excess_bytes
     blocks.extend(_Allocation(index, None) for index in alive.values())

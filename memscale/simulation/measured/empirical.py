@@ -1,4 +1,4 @@
-"""Real steps, measured by the allocator, for a step that cannot be simulated; everything they change is put back."""
+"""Profiles of real steps, for a step that cannot be simulated; every change that the real steps make is put back."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from memscale.simulation.trace import CATEGORIES
 
 
 def measured_profile(training_step: TrainingStep, config: Config, hardware: Hardware, reason: str) -> Profile:
-    """The profile of real steps: ``config.warmup_steps`` of them, and one that is measured.
+    """Return the profile of a real step, measured after a first one and ``config.warmup_steps`` more.
 
     Raises:
-        ConfigError: the step itself fails, or is one process's of several.
-        RuntimeUnavailable: it cannot run here (tensors on ``meta``), or not on the device that was asked for.
+        ConfigError: the step itself fails, or is one rank's part of a distributed step.
+        RuntimeUnavailable: the step cannot run in this process (tensors on ``meta``), or its tensors are on another
+            device than `hardware`.
     """
     step, optimizer, batch = training_step.function([]), training_step.optimizer, training_step.batch
     scope = StepScope(training_step.module, optimizer, step, batch)
@@ -63,7 +64,7 @@ def measured_profile(training_step: TrainingStep, config: Config, hardware: Hard
 
 
 def _check_alone(scope: StepScope, reason: str) -> None:
-    """Raise ConfigError for a step whose collectives would wait for other processes, which are not asked to run it."""
+    """Raise ConfigError for a step whose collectives would wait for other processes, which do not run this step."""
     modules = nn.ModuleList(scope.modules)
     ranks = Parallel.of_distributed(modules)
     if is_distributed(modules) and not (ranks is not None and ranks.kind == "ddp" and ranks.world == 1):
