@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.core import ConfigError, CorrectnessError, Loss, batches, tensors, unflatten
-from memscale.regions import Captures, untouched
+from memscale.regions import Captures, without_side_effects
 
 _INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _WORST = 8  # lines in a report
@@ -253,7 +253,7 @@ def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> d
     ]
     captures = Captures(model, follows=True)
     own = list({id(tensor): tensor for _, _, tensor in captures.tensors}.values())
-    with untouched(captures, own, own, computes=True), torch.enable_grad():
+    with without_side_effects(captures, own, own, computes=True), torch.enable_grad():
         trained = {
             **{f"gradient of {name}": p for name, p in model.named_parameters() if p.requires_grad},
             **{f"gradient of input {at}": leaf for at, leaf in enumerate(tensors(inputs)) if leaf.requires_grad},

@@ -24,10 +24,10 @@ from memscale.regions.saved_tensors import (
     recomputes,
     recomputing,
 )
+from memscale.regions.side_effects import without_side_effects
 from memscale.regions.snapshot import RegionEffects, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.state_slots import Attributes, Content, Names, StateSlot, differing, holds, read, write
 from memscale.regions.streams import Streams
 from memscale.regions.uncompiled import OperatorWatch, floats_as_constants, never_compiled, uncompiled, without_dynamo
 from memscale.regions.unrecorded import copying_ahead, is_unrecorded, unrecorded, unrecorded_depth
-from memscale.regions.untouched import untouched

@@ -15,7 +15,7 @@ from memscale.core import ConfigError, RuntimeUnavailable
 from memscale.core import tensors as tensors_of
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer
-from memscale.regions import untouched
+from memscale.regions import without_side_effects
 from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
 from memscale.simulation.parallel.spec import Parallel, is_distributed
 from memscale.simulation.results import Moment, Profile
@@ -43,7 +43,7 @@ def measured_profile(training_step: TrainingStep, config: Config, hardware: Hard
             f"this step cannot be simulated: {reason}; and run for real it would change states that are on disk, which "
             "cannot be put back. Profile it with the optimizer before offload_states(tier='disk')"
         )
-    with untouched(scope, tensors, tensors, computes=True), warnings.catch_warnings(record=True) as caught:
+    with without_side_effects(scope, tensors, tensors, computes=True), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
             first = measure(step, device=device, roles=_roles(scope, optimizers, batch))

@@ -20,7 +20,7 @@ from memscale.algebra import placing_in
 from memscale.core import batches, own_threads, simulation
 from memscale.core import tensors as tensors_of
 from memscale.optimizers import TransformedOptimizer, counts_on_host
-from memscale.regions import untouched
+from memscale.regions import without_side_effects
 from memscale.runtime import host_parameter_of, runtimes_replaced
 from memscale.simulation.dispatch.fake_mode import FakeMode
 from memscale.simulation.dispatch.fake_storages import FakeStorages
@@ -124,7 +124,7 @@ class Simulation:
             stack.enter_context(process_kept())
             if torch.get_default_device().type == "meta":  # left over from building the model
                 stack.enter_context(torch.device("cpu"))
-            stack.enter_context(untouched(self.scope, self._leaves, self._tensors, computes=False))
+            stack.enter_context(without_side_effects(self.scope, self._leaves, self._tensors, computes=False))
             stack.callback(self.scope.put_back_classes)
             begin_alike()
             stack.enter_context(self._sharded.as_it_was())

@@ -17,7 +17,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of tensors
 
 
 @contextmanager
-def untouched(
+def without_side_effects(
     captures: Captures, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *, computes: bool
 ) -> Iterator[None]:
     """Runs the body with every ``.grad`` unset, then restores attributes, containers, tensors and random states.

@@ -1,4 +1,4 @@
-"""`untouched`: whatever the body does to what a captures reaches, nothing of it is left, in each of its three users."""
+"""`without_side_effects`: the captured state is as before the body, in each of the three users of this context."""
 
 import random
 
@@ -9,7 +9,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.regions.captures import Captures
-from memscale.regions.untouched import untouched
+from memscale.regions.side_effects import without_side_effects
 
 
 class Restless(nn.Module):
@@ -83,7 +83,7 @@ def test_an_exception_leaves_nothing_either():
     own = [*model.parameters(), *model.buffers()]
 
     def step():
-        with untouched(captures, own, own, computes=True):
+        with without_side_effects(captures, own, own, computes=True):
             model(x).backward()
             assert not same(state(model), before)
             raise KeyError
