@@ -1,4 +1,4 @@
-"""What else would lower a step's peak where no plan does: other loops of the optimizer, more shards, other steps."""
+"""Remedies outside the plan, for a step that no plan fits: an optimizer's `fused` loop, FSDP2 shards, `stepping`."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from memscale.planning.remedies import optimizer_options, other_loops
 from memscale.planning.stepping import held_by_phase, hows
 from memscale.simulation import Parallel, Profile, TrainingStep
 
-# What lowers a peak by less than this share is not told.
+# Share of the peak: a remedy that lowers the peak by less is dropped.
 _LEAST_GAIN = 1e-3
-# An update that holds this share of the peak is what the peak is about, or will be when the rest is less.
+# Share of the peak: where the optimizer phase holds as much, remedies of the update are tried first, since the update
+# is the peak or becomes the peak once the other phases hold less.
 _UPDATES = 0.8
-# Of the parameters outside of the blocks, in a module that is worth a shard of its own: less is a norm's.
+# Share of the parameter bytes outside the blocks: a module with more gets a shard of its own (a norm has less).
 _SHARE = 1 / 100
 
-#: Simulates the step under a plan, as one process's of these.
+#: Returns the profile of the step under a plan, as one process of a parallel spec (None: one process alone).
 Simulate = Callable[[Plan, Parallel | None], Profile]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A step, as far as it may be another one.
+    """The variables of a step that a remedy changes.
 
     Attributes:
-        plan: of it.
-        parallel: whose it is.
-        options: of the optimizer's groups.
-        said: what of this the caller would have to write.
+        plan: the plan of the step.
+        parallel: the parallel spec of the step; None for a single process.
+        options: options to set in the optimizer's parameter groups.
+        said: the arguments with which the caller would write this setting.
     """
 
     plan: Plan
@@ -46,18 +47,18 @@ class Setting:
 def beside(
     setting: Setting, profile: Profile, limit: int, simulate: Simulate, *, step: TrainingStep
 ) -> Iterator[tuple[tuple[Argument, ...], Profile]]:
-    """What lowers the peak of `setting` to `limit` or towards it, in words, and the step's profile then: first nothing,
-    then more and more of it, the last one the best.
+    """Yields the remedies that lower the peak of `setting` towards `limit`, with the profile of each changed step.
 
-    Each is tried on top of those before it that helped: what the peak is made of decides which comes next, and what did
-    not help is tried once more when another one has.
+    The first pair is ``((), profile)``; each later pair has one more remedy and a lower peak, so that the last pair is
+    the best. The search is greedy: each remedy is tried on top of the remedies that helped so far, the phase with the
+    peak decides which remedy is next, and a remedy that did not help is tried again after another remedy has helped.
 
     Args:
         setting: the step under the smallest plan.
-        profile: of it.
-        limit: what it may take.
-        simulate: another one.
-        step: whose model and optimizer these are.
+        profile: the profile of `setting`.
+        limit: bytes that the step may take.
+        simulate: returns the profile of a changed step.
+        step: the training step, with the model and the optimizer.
     """
     assert step.module is not None, "a function is not planned"
     optimizer, least, tried = step.optimizer, profile.taken_bytes, set[Argument]()
@@ -74,17 +75,21 @@ def beside(
         try:
             with optimizer_options(optimizer, other.options):
                 found = simulate(other.plan, other.parallel)
-        except MemscaleError:  # the optimizer or the processes do not go with it
+        except MemscaleError:  # the optimizer or the parallel spec does not support the remedy
             continue
         if found.taken_bytes < (1 - _LEAST_GAIN) * least:
             setting, profile, least = other, found, found.taken_bytes
             yield setting.said, profile
-            tried.clear()  # what freed nothing at another peak may at this one
+            tried.clear()  # a remedy that freed nothing at the peak before may free something at the new peak
 
 
 def lighter_update(profile: Profile, limit: int, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """What a caller of a plan that moves parameters may write instead, where it is the update of the step as it is that
-    fills the budget; None where it does not, or there is nothing else.
+    """Returns the note that a lighter update would spare a plan its moves of parameters; None where it would not.
+
+    Args:
+        profile: the profile of the step as it is.
+        limit: the budget in bytes. The note applies where the optimizer phase alone holds nearly all of the budget.
+        optimizer: the optimizer of the step. The note names ``fused=True`` or ``step_in_groups``, whichever applies.
     """
     held = held_by_phase(profile).get("optimizer", 0)
     if held < _UPDATES * limit or optimizer is None:
@@ -101,7 +106,7 @@ def lighter_update(profile: Profile, limit: int, optimizer: torch.optim.Optimize
 
 
 def _loops(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:
-    """Of an optimizer whose step makes much for a moment."""
+    """Yields the settings with fewer temporaries in the update: a fused loop, and `step_in_groups`."""
     for options in () if step.options else other_loops(optimizer):
         if options.get("fused"):
             yield replace(step, options=options, said=(*step.said, _fused(optimizer)))
@@ -112,7 +117,10 @@ def _loops(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[S
 
 
 def _shards(step: Setting, model: nn.Module) -> Iterator[Setting]:
-    """Of what FSDP2's root keeps gathered from forward to the end of backward, such as embedding and head."""
+    """Yields the setting with shards for large modules outside the blocks, such as embedding and head.
+
+    FSDP2's root keeps the parameters outside all shards gathered from forward to the end of backward.
+    """
     spec = step.parallel
     if spec is None or spec.kind != "fsdp2" or spec.shard is not None:
         return
@@ -126,7 +134,7 @@ def _shards(step: Setting, model: nn.Module) -> Iterator[Setting]:
     for parameter in (each for found in outside.values() for each in found):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     whole = sum(each.nbytes for found in outside.values() for each in found)
-    # Two modules of one weight would gather it twice, which FSDP2 does not allow.
+    # Modules with a tied weight are left out: FSDP2 raises where a parameter is in two shards.
     paths = [
         path
         for path, found in outside.items()
@@ -154,5 +162,5 @@ def _stepping(name: str) -> Argument:
 
 
 def _ends(path: str) -> list[int]:
-    """Where the paths of the modules around `path` end, and its own."""
+    """Returns the lengths of the prefixes of `path` that are module paths: the ancestors' and its own."""
     return [at for at, letter in enumerate(path) if letter == "."] + [len(path)]

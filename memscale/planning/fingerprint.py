@@ -1,4 +1,4 @@
-"""What a plan is made from, in a few hashes: where one of them differs, so may the plan."""
+"""The key of the plan cache: hashes of the inputs of planning. Requests with equal hashes have equal plans."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from memscale.core import batches
 from memscale.hardware import Hardware
 from memscale.simulation import TrainingStep
 
-# Where a config only says whom to tell.
+# Fields of `Config` that choose where messages go; no plan depends on these fields.
 _SAYS_WHERE = ("enable_logging", "log_file", "observability_port")
 _PACKAGES = ("highspy", "numpy", "optree")
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
-# Of a module: its tensors and modules are described by their paths.
+# Attributes of a module that `_modules` describes by path, rather than as values of `vars(module)`.
 _BY_PATH = ("_parameters", "_buffers", "_modules")
 
 
 def fingerprint(step: TrainingStep, config: Config, hardware: Hardware) -> dict[str, str]:
-    """What the choice of a plan depends on, as far as it can be seen without running anything, hashed by name.
+    """Returns the SHA-256 hashes of the inputs of planning by name: versions, settings, model, batch, optimizer, ...
 
-    Code counts as it is compiled, with what it closes over, so that another comment is the same step and another line
-    is not. Values of tensors do not count, nor do numbers that decide no size, such as a learning rate: whether those
-    change what the step holds only shows in its simulation.
+    The fingerprint reads the inputs without running the model. Python functions are hashed by bytecode, constants and
+    closure: an edited comment keeps the hash, an edited statement changes the hash. Two things are left out: the values
+    of tensors, and whether a nonzero float option of the optimizer (such as a learning rate) is large or small. A
+    dependence of the step's memory on such a value is found by `Proofs`, which simulates every cached plan again.
     """
     model, optimizer = step.module, step.optimizer
     assert model is not None, "a function is not planned"
@@ -57,14 +58,14 @@ def fingerprint(step: TrainingStep, config: Config, hardware: Hardware) -> dict[
 
 
 class _Seen:
-    """Describes values the same way in every process; what comes a second time is the number of the first."""
+    """Describes values as text that is equal in every process; a repeated object is described by its first number."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # or another object could get the address of one that is gone
+        self._kept: list[Any] = []  # keeps objects alive: a freed object's address could go to another object
 
     def number(self, thing: Any) -> tuple[int, bool]:
-        """The number of `thing`, and whether it is new."""
+        """Returns the number of `thing`, and whether `thing` was seen for the first time."""
         known = len(self._numbers)
         number = self._numbers.setdefault(id(thing), known)
         if number == known:
@@ -72,7 +73,7 @@ class _Seen:
         return number, number == known
 
     def text(self, value: Any) -> Any:
-        """`value` as text and tuples of text."""
+        """Returns the description of `value`, as text, lists and tuples of text."""
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
             return f"{type(value).__name__} {value!r}"
         if isinstance(value, torch.Tensor):
@@ -85,7 +86,7 @@ class _Seen:
         if isinstance(value, (list, tuple)):
             return (type(value).__name__, [self.text(each) for each in value])
         if isinstance(value, Mapping):
-            # The keys of hooks are numbers that a process counts.
+            # Integer keys are the keys of hooks: a counter of the process, which differs between processes.
             hooks = bool(value) and all(isinstance(key, int) for key in value)
             return ("mapping", [("" if hooks else self.text(key), self.text(each)) for key, each in value.items()])
         if isinstance(value, types.CodeType):
@@ -107,7 +108,7 @@ class _Seen:
         return ("object", self.cls(value if isinstance(value, type) else type(value)))
 
     def cls(self, cls: type) -> Any:
-        """A class by its name and the code that is not a library's."""
+        """Returns the description of a class: its name, and the functions and constants of bases outside libraries."""
         found: list[Any] = [f"{cls.__module__}.{cls.__qualname__}"]
         for each in cls.__mro__:
             if not _is_of_a_library(each) and self.number(each)[1]:
@@ -123,19 +124,19 @@ class _Seen:
         return found
 
     def layout(self, tensor: torch.Tensor) -> Any:
-        """A tensor without its values, and which memory it shares."""
+        """Returns the description of a tensor: dtype, shape, device, strides and the number of its storage."""
         about = (str(tensor.dtype), tuple(tensor.shape), str(tensor.device), tensor.requires_grad)
         try:
             storage = tensor.untyped_storage()
             memory = (self._address(storage._cdata, tensor), storage.nbytes(), tensor.stride(), tensor.storage_offset())
-        except (RuntimeError, NotImplementedError):  # a tensor of another kind has none
+        except (RuntimeError, NotImplementedError):  # a sparse tensor, for example, has no storage
             memory = None
         return (type(tensor).__name__, about, memory, None if tensor.grad is None else tuple(tensor.grad.shape))
 
     def _address(self, address: int, tensor: torch.Tensor) -> int:
         known = len(self._numbers)
         self._kept.append(tensor)
-        return self._numbers.setdefault(~address, known)  # no id of an object is below 0
+        return self._numbers.setdefault(~address, known)  # `~` keeps storages apart from ids, which are at least 0
 
 
 def _modules(model: nn.Module, seen: _Seen) -> Iterator[Any]:
@@ -161,7 +162,10 @@ def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, seen: _Seen) 
 
 
 def _option(value: Any, seen: _Seen) -> Any:
-    """A hyper-parameter: of a real number whether it is 0, such as a momentum without which there is no state."""
+    """Returns the description of a hyper-parameter; a float is described by whether the float is 0.
+
+    An optimizer has fewer states where the momentum, for example, is 0; other floats leave sizes as they are.
+    """
     if isinstance(value, tuple):
         return [_option(each, seen) for each in value]
     return f"float {value != 0}" if isinstance(value, float) else seen.text(value)
@@ -187,7 +191,10 @@ def _settings() -> list[Any]:
 
 @functools.cache
 def simulator() -> list[Any]:
-    """What else a prediction depends on than on what is predicted: memscale's own code, PyTorch and its like."""
+    """Returns the identity of the simulator: a hash of memscale's code, and the versions of PyTorch and other packages.
+
+    A prediction depends on the simulator as much as on the model.
+    """
     return [
         _code_in(Path(__file__).parents[1]),
         (torch.__version__, torch.version.git_version, torch.version.cuda),
@@ -198,12 +205,12 @@ def simulator() -> list[Any]:
 
 @functools.cache
 def planner() -> str:
-    """A hash of the planner's own code, which decides what a policy for it is worth."""
+    """Returns a hash of the planner's code: a policy is valid for the planner that the policy was fitted to."""
     return _code_in(Path(__file__).parent)
 
 
 def _code_in(folder: Path) -> str:
-    """A hash of all code in a folder and those inside it."""
+    """Returns the SHA-256 hash of all Python files below `folder`."""
     own = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         own.update(str(path.relative_to(folder)).encode() + path.read_bytes())
@@ -211,7 +218,7 @@ def _code_in(folder: Path) -> str:
 
 
 def _is_of_a_library(thing: Any) -> bool:
-    """Whether the versions say what its code is."""
+    """Returns whether `thing` is defined in a library, whose version (see `simulator`) determines its code."""
     return str(thing.__module__).partition(".")[0] in ("torch", "memscale", "builtins", "collections", "abc", "typing")
 
 
@@ -224,5 +231,5 @@ def _function(member: Any) -> Any:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # the cell is empty: its variable has no value yet
         return None

@@ -1,4 +1,4 @@
-"""Plans that were made before, kept on disk: the choice is taken from there, its proof is made again."""
+"""The plan cache: answers of earlier searches on disk. Every plan that is read is simulated again before its use."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine found for a request.
+    """The result of one request to an engine: plans, or the error that says why no plan fits.
 
     Attributes:
-        plans: with their evidence.
-        fault: why there is none; None if there is one.
+        plans: the plans, with their evidence; empty if there is a `fault`.
+        fault: the error if no plan fits; None if a plan fits.
     """
 
     plans: tuple[ProvenPlan, ...] = ()
     fault: BudgetError | None = None
 
     def plan(self) -> ProvenPlan:
-        """The only plan.
+        """Returns the first plan, which is the only plan of a request for one.
 
         Raises:
-            BudgetError: nothing fits.
+            BudgetError: no plan fits the budget.
         """
         if self.fault is not None:
             raise self.fault
@@ -45,12 +45,12 @@ class Answer:
 
 
 class Proofs:
-    """Makes the proofs of answers again, on the step as it is now.
+    """Proves cached answers: simulates each cached plan on the present step and compares the figures.
 
     Args:
-        simulate: the step with a plan.
-        plain: the step without one.
-        hardware: the device.
+        simulate: returns the profile of the step with a plan.
+        plain: the profile of the step without a plan.
+        hardware: the device, with its present free memory.
         allowed: the techniques that plans may use, as in `Candidate.techniques`.
     """
 
@@ -63,13 +63,13 @@ class Proofs:
         self._allowed = frozenset(allowed)
 
     def again(self, answer: Answer) -> Answer | None:
-        """The answer, with the device's free memory of now; None if one of its steps is not to the byte what it was."""
+        """Returns the answer for the present free memory; None if a plan's simulated figures differ by one byte."""
         try:
             if answer.fault is not None:
                 found = self._profile(answer.fault.plan)
                 return answer if found.taken_bytes == answer.fault.peak_bytes else None
             return Answer(tuple(map(self._same, answer.plans)))
-        except Exception as error:  # of the step, which is another one, or of a plan that is not for this model
+        except Exception as error:  # the step has changed and fails, or the plan does not apply to this model
             _log.debug("a plan that was kept does not hold: %s", error)
             return None
 
@@ -89,36 +89,37 @@ class Proofs:
 
 
 class Answering(Protocol):
-    """What is asked."""
+    """The interface of an engine to the plan cache."""
 
     def about(self) -> Mapping[str, str]:
-        """All that its answers depend on."""
+        """Returns the fingerprint of all that the engine's answers depend on."""
 
     def proofs(self) -> Proofs:
-        """Those of its step."""
+        """Returns the proofs for the engine's step."""
 
 
 Asked = TypeVar("Asked", bound=Answering)
 
 
 class PlanCache(Generic[Asked]):
-    """The answers of one engine, from disk where an engine like it has been asked the same before.
+    """The cache of the answers of one engine, shared on disk by all engines with the same fingerprint.
 
-    It does not hold its engine, which would be a cycle around the caller's model.
+    The engine is an argument of `answer`: a cache that held its engine would be a reference cycle that keeps the
+    caller's model alive.
     """
 
     def __init__(self) -> None:
         self._disk = DiskCache("plans")
         self._about: Mapping[str, str] | None = None
 
-    @few_collections()  # also between its simulations: a tenth of planning for a Llama 8B
+    @few_collections()  # also between simulations, where the garbage collector would take a tenth of planning
     def answer(self, engine: Asked, request: str, find: Callable[[Asked], Answer]) -> Answer:
-        """The answer of `engine` to `request`; `find` finds it where it is not known."""
+        """Returns the answer of `engine` to `request`, from disk if a proven answer is there, else from `find`."""
         if self._disk.folder is None:
             return find(engine)
         try:
             self._about = self._about or engine.about()
-        except Exception as error:  # a class of the caller's does not let itself be looked at
+        except Exception as error:  # the fingerprint reads attributes of the caller's classes, which may raise
             _log.debug("this plan is not kept: %s", error)
             return find(engine)
         name = hashlib.sha256(json.dumps([self._about, request], sort_keys=True).encode()).hexdigest()
@@ -142,7 +143,7 @@ def _as_data(answer: Answer) -> dict[str, Any]:
 
 
 def _read(data: Any) -> Answer | None:
-    """The answer that `_as_data` made, None from anything else."""
+    """Returns the answer from the data of `_as_data`; None for any other data, such as a damaged file's."""
     try:
         if data["fault"] is None:
             return Answer(tuple(ProvenPlan.from_json(json.dumps(plan)) for plan in data["plans"]))

@@ -1,4 +1,4 @@
-"""What is said where no plan fits: the smallest peak in reach, and what would lower it, by simulation."""
+"""`Refusal`: makes the error for a budget that no plan fits, with the smallest peak and simulated remedies."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from memscale.planning.step_simulator import StepSimulator
 from memscale.simulation import analyse
 from memscale.transforms import cast
 
-# What a field of the config does to numbers, where it does.
+# By field of the config: how the field changes the numbers that a step computes. Other fields change no bit.
 _CHANGES = {"enable_tiling": " (sums in another order)", "use_mixed_precision": " (a lower precision)"}
 
 
 class Refusal:
-    """Makes the error of a budget that no plan fits.
+    """The maker of the `BudgetError` for a budget that no plan fits.
 
     Args:
-        steps: simulates them.
-        config: what was allowed.
-        search_of: among the exact transforms that a config allows.
+        steps: the simulator of the step.
+        config: the config that the plans were searched under.
+        search_of: returns the search among the exact transforms that a config allows.
     """
 
     def __init__(
@@ -37,7 +37,14 @@ class Refusal:
         self.steps, self.config, self.search_of = steps, config, search_of
 
     def error(self, smallest: Proven, limit: int, *, tells: bool, stopped: str = "") -> BudgetError:
-        """The error, with what would help if it `tells` that, for which steps are simulated: few if `stopped`."""
+        """Returns the error for a budget of `limit` bytes that not even the `smallest` plan fits.
+
+        Args:
+            smallest: the plan with the smallest peak.
+            limit: bytes that a step may take.
+            tells: whether the message names remedies, for which more steps are simulated.
+            stopped: why the search ended early, "" for a complete search. A stopped search tries no other config.
+        """
         least = smallest.taken_bytes
         asked, reached = format_unlike(limit, least)
         on = f"{asked} ({limit} bytes) on {self.steps.hardware.name}"
@@ -51,7 +58,7 @@ class Refusal:
         return error
 
     def _what_helps(self, smallest: Proven, limit: int, *, wider: bool) -> tuple[list[str], list[Argument]]:
-        """What to write, in words, and the arguments in them; of the config only if it is to be `wider`."""
+        """Returns the remedies as lines of text, and their arguments; fields of the config only if `wider`."""
         fields = sorted(self._wider(smallest), key=lambda each: each[1]) if wider else []
         lower = [(Argument("Config", field, True), each) for field, each in fields if each < smallest.taken_bytes]
         lines = [
@@ -74,14 +81,15 @@ class Refusal:
         return lines, [*(argument for argument, _ in lower), *said]
 
     def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
-        """Fields of the config that may lower the smallest peak, and what to."""
+        """Yields the fields of the config that allow more transforms, each with the smallest peak in bytes then."""
         own = self.search_of(self.config)
         for field in ("enable_checkpointing", "enable_offloading", "enable_tiling"):
             more = self.search_of(dataclasses.replace(self.config, **{field: True}))  # type: ignore[arg-type]
             if more is not own:
                 yield field, more.smallest().proven.taken_bytes
         if not self.config.use_mixed_precision:
-            # The smallest choice in a model that is cast: its own smallest may be smaller still.
+            # The smallest choice of the model in its own dtype, simulated in a cast model: an upper bound of the
+            # smallest peak of the cast model.
             costs, menu = smallest.costs, own.menu
             chosen = zip(costs.candidates, smallest.assignment, [*(part.path for part in costs.parts), ""], strict=True)
             rules = [rule for each, at, path in chosen for rule in menu.cast_within(each[at]).at(path)]

@@ -1,4 +1,4 @@
-"""What may lower the peak of a step beside a plan: other loops of the optimizer, parts of the batch; plans by name."""
+"""Remedies without a search: plans by the name of a transform, equal parts of the batch, options of the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memscale.planning.parts.blocks import repeated_blocks
 from memscale.planning.parts.heads import loss_head
 from memscale.transforms import cast, checkpoint, offload, tile
 
-# Pieces of a head that is recommended by name: an eighth of the logits is seldom what the peak is about.
+# Chunks of a loss head that is tiled by name: an eighth of the logits seldom decides the peak.
 _CHUNKS = 8
 _TOLD = 3  # transforms in a summary
 
@@ -25,7 +25,7 @@ Rules = Mapping[str, Transform]
 
 
 def shorthands(model: nn.Module, hardware: Hardware) -> dict[str, Rules]:
-    """The rules that `model` can have on `hardware`, by the name of their transform: what needs no simulation."""
+    """Returns the rules that apply to `model` on `hardware`, by the name of their transform, without a simulation."""
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     patterns = repeated_blocks(model)
     head = loss_head(model, [path for path in paths if any(matches(pattern, path) for pattern in patterns)])
@@ -40,20 +40,21 @@ def shorthands(model: nn.Module, hardware: Hardware) -> dict[str, Rules]:
 
 
 def planned(rules: Mapping[str, Rules]) -> Plan:
-    """The plan with these of the `shorthands`."""
+    """Returns the plan that combines `rules`, a selection of the `shorthands`."""
     inner = [part for name, part in rules.items() if name != "offload" or "checkpoint" not in rules]
     merged = {pattern: how for part in inner for pattern, how in part.items()}
     if "checkpoint" in rules and "cast" in rules:
-        # Inside its own cast a block makes its copies of the weights again in the recompute, and none is kept.
+        # Each checkpointed block has its own cast inside: the recompute casts the weights again, so that no narrow copy
+        # of the weights stays until backward. One cast around the whole model would keep all copies.
         merged |= {pattern: compose(how, rules["cast"][""]) for pattern, how in rules["checkpoint"].items()}
     if "checkpoint" in rules and "offload" in rules:
-        # Around its block's checkpoint, so that what that keeps moves.
+        # The offload is around the checkpoint, so that the input that the checkpoint saves is offloaded.
         merged |= {pattern: compose(how, merged[pattern]) for pattern, how in rules["offload"].items()}
     return Plan(merged)
 
 
 def summary(plan: Plan) -> str:
-    """A plan in a line: its first transforms, each with the first of its paths, and how many more there are.
+    """Returns a plan as one line: its first transforms, each with its first path and the number of other paths.
 
     >>> import memscale as ms
     >>> summary(ms.Plan({"layers.0": ms.checkpoint(), "layers.1": ms.checkpoint(), "head": ms.tile(chunks=8)}))
@@ -70,10 +71,10 @@ def summary(plan: Plan) -> str:
 
 
 def split(batch: Any, parts: int) -> Any | None:
-    """The first of `parts` equal parts of the batch along its first dimension, None if it cannot be cut so.
+    """Returns the first of `parts` equal parts of the batch along dimension 0; None if `parts` does not divide it.
 
-    Every tensor as long as the first is cut. The parts are views: the whole batch stays on the device, as in a loop
-    that cuts it there.
+    All tensors with as many rows as the batch's first tensor are cut. The parts are views: the whole batch stays on the
+    device, as in a training loop that cuts the batch there.
     """
     leaves, spec = batches.flatten(batch)
     rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
@@ -85,7 +86,7 @@ def split(batch: Any, parts: int) -> Any | None:
 
 @contextmanager
 def optimizer_options(optimizer: torch.optim.Optimizer | None, options: Mapping[str, bool]) -> Iterator[None]:
-    """The optimizer with other settings of all its groups; its own are back afterwards."""
+    """Sets `options` in all parameter groups of the optimizer; the exit restores the caller's groups."""
     groups = optimizer.param_groups if optimizer is not None and options else []
     before = [dict(group) for group in groups]
     try:
@@ -99,7 +100,7 @@ def optimizer_options(optimizer: torch.optim.Optimizer | None, options: Mapping[
 
 
 def other_loops(optimizer: torch.optim.Optimizer | None) -> list[dict[str, bool]]:
-    """What else the optimizer could be built with, such that its step has other temporaries."""
+    """Returns the options ``fused`` and ``foreach`` that would give the optimizer's step other temporaries."""
     groups = optimizer.param_groups if optimizer is not None else []
     found = []
     takes_fused = all(parameter.is_floating_point() for group in groups for parameter in group["params"])

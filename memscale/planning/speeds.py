@@ -1,4 +1,4 @@
-"""How fast a device computes and copies, for whoever plans for it: also where it does not say."""
+"""Rates of compute and of copies for planning, with nominal rates for a device whose rates are unknown."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from memscale.config import Config
 from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, has_rate, knows_copies, nominal
 from memscale.planning.solving.solver import LinkRates
 
-_PROBE_BYTES = 1 << 30  # of a copy that shows the rate of a link
+_PROBE_BYTES = 1 << 30  # bytes of the copy whose seconds give the rate of a link
 
-# Stands in where no device says how fast it is and it is no CPU. Costs are then relative to each other, which is what a
-# choice needs.
+# Nominal FLOP/s by dtype and bytes/s, for an accelerator without known rates. A choice between candidates needs only
+# ratios of times: seconds that rest on nominal rates are relative.
 _NOMINAL_FLOPS = {"float32": 1e12, "bfloat16": 2e12, "float16": 2e12, "float64": 5e11}
 _NOMINAL_BANDWIDTH = 1e11
 
 
 def link_rates(hardware: Hardware, config: Config) -> LinkRates | None:
-    """The way to the next tier, None where there is none whose speed is known."""
+    """Returns the rates of the link to the next tier; None where the rates are unknown or the tier is not allowed."""
     if not knows_copies(hardware):
         return None
     tier = "pinned"
     if hardware.device_type == "cpu":
-        # The next tier of a host is its disk, which is for those who ask for it.
+        # The next tier of a host is the disk, which a plan uses only if the config sets `enable_offloading`.
         if "enable_offloading" not in config.given:
             return None
         tier = "disk"
@@ -34,14 +34,15 @@ def link_rates(hardware: Hardware, config: Config) -> LinkRates | None:
 
 
 def dtypes_of(model: nn.Module) -> frozenset[str]:
-    """Of its parameters that are floating point numbers."""
+    """Returns the names of the dtypes of the model's floating point parameters, such as ``"bfloat16"``."""
     return frozenset(str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point())
 
 
 def timed(hardware: Hardware, used: frozenset[str]) -> Hardware:
-    """The hardware with speeds in place of those that are not known and a step in the dtypes `used` needs.
+    """Returns the hardware with a rate for each dtype in `used` and a memory bandwidth.
 
-    Nominal ones where none is known; a dtype that a card has no units for is computed in float32.
+    Missing rates are nominal where the hardware has no rate at all. Otherwise a dtype without a rate gets the rate of
+    float32, in which a card without units for that dtype computes.
     """
     known = hardware.flops_per_second
     if hardware.device_type == "cpu" and not known and hardware.bandwidth_bytes_per_second is None:

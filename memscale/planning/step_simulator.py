@@ -1,4 +1,4 @@
-"""The steps of one model with one batch that planning simulates: counted, and told of before each."""
+"""`StepSimulator`: simulates steps of one model with one batch, counts the simulations and reports progress."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from memscale.planning.parts.short_stack import shortened
 from memscale.planning.speeds import timed
 from memscale.simulation import NeedsValues, Parallel, Profile, Target, Trace, TrainingStep, analyse, record
 
-#: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
+#: Called before each simulation with its subject, the number of simulations done, and the total (None if unknown).
 Progress = Callable[[str, int, int | None], None]
 
 
 class OutOfTime(BaseException):
-    """A simulation would begin after the last second; like KeyboardInterrupt it is no error of a model's."""
+    """Signals that the time limit of a search is over.
+
+    A BaseException, as KeyboardInterrupt is: ``except Exception`` around the model's own code lets the signal through.
+    """
 
 
 def reason(end: BaseException) -> str:
-    """Why a search ended before it was done: an `OutOfTime`, or the keyboard."""
+    """Returns why a search ended early, as text: the message of an `OutOfTime`, or "interrupted" for the keyboard."""
     return str(end) or "interrupted"
 
 
 def limited(progress: Progress | None, seconds: float | None) -> Progress | None:
-    """`progress` that raises `OutOfTime`, once, before the first simulation after so many seconds; None is no limit.
+    """Returns `progress` with a time limit: the first call after `seconds` raises `OutOfTime`, later calls do not.
+
+    ``seconds=None`` means: no limit.
 
     >>> say = limited(print, 0.0)
     >>> try:
@@ -55,13 +60,13 @@ def limited(progress: Progress | None, seconds: float | None) -> Progress | None
 
 @dataclass
 class StepSimulator:
-    """Simulates steps.
+    """The simulator of one training step under any plan.
 
     Attributes:
         step: the step that plans are made for.
         target: the device.
-        progress: as `Progress`.
-        count: how many were simulated.
+        progress: called before each simulation, see `Progress`; None for no reports.
+        count: the number of simulations so far.
     """
 
     step: TrainingStep
@@ -71,11 +76,20 @@ class StepSimulator:
 
     @property
     def hardware(self) -> Hardware:
-        """The device as steps are simulated for it."""
+        """Returns the hardware of `target`, which has nominal rates in place of unknown rates after `as_it_is`."""
         return self.target.hardware
 
     def simulate(self, rules: Rules, updates: bool, left_out: frozenset[str] = frozenset()) -> Trace:
-        """The step with these rules, with its update or without; of the model without the parts at these paths."""
+        """Returns the trace of the step with `rules`.
+
+        Args:
+            rules: the rules of the plan; empty for the step as it is.
+            updates: whether the optimizer steps.
+            left_out: paths of parts that are removed from the model first; requires ``updates=False``.
+
+        Raises:
+            TransformError: parts are to be left out of a model that is distributed already.
+        """
         self.say("the step as it is" if not rules else "candidates" if not updates else "a plan")
         self.count += 1
         step = self.step
@@ -90,14 +104,14 @@ class StepSimulator:
         return self._recorded(step, Plan(rules), updates)
 
     def as_it_is(self) -> Trace:
-        """The step without any rule, on hardware that has a speed for whatever it computes in, from then on.
+        """Returns the trace of the step without a rule, after giving `target` a rate for each dtype of the step.
 
         Raises:
-            ConfigError: it fails, or cannot be simulated.
+            ConfigError: the step fails, or cannot be simulated.
         """
         try:
             step = self.simulate((), True)
-            # What autocast and the model's own casts compute in shows in a step only.
+            # The dtypes of autocast and of casts inside the model are known only after a simulated step.
             if (speeds := timed(self.hardware, step.computes_in())) != self.hardware:
                 self.target = Target.of(speeds)
                 step = self.simulate((), True)
@@ -122,28 +136,29 @@ class StepSimulator:
             ) from error
 
     def profile(self, plan: Plan, parallel: Parallel | None = None) -> Profile:
-        """The profile of the step under a plan, as one process's of `parallel` if that is given."""
+        """Returns the profile of the step under a plan, as one process of `parallel` (None: the step's own spec)."""
         step = self.step if parallel is None else dataclasses.replace(self.step, parallel=parallel)
         return analyse(self._recorded(step, plan))
 
     def inline(self, plan: Plan) -> Profile:
-        """The profile of the step under a plan, in a loop that lets go of the model's output before backward."""
+        """Returns the profile of the step under a plan, in a loop that frees the model's output before backward."""
         self.say("the plan in a loop that keeps no output")
         self.count += 1
         loop = dataclasses.replace(self.step.loop, keeps_output=False)
         return analyse(self._recorded(dataclasses.replace(self.step, loop=loop), plan))
 
     def other(self, plan: Plan, parallel: Parallel | None) -> Profile:
-        """The same of what is no plan of the engine's, which counts."""
+        """Returns the profile of a step outside the engine's search; the simulation is counted and reported."""
         self.say("another step")
         self.count += 1
         return self.profile(plan, parallel)
 
     def say(self, what: str) -> None:
-        """Tell that a simulation begins."""
+        """Reports to `progress` that a simulation of `what` begins."""
         if self.progress is not None:
             self.progress(what, self.count, None)
 
     def _recorded(self, step: TrainingStep, plan: Plan, updates: bool = True) -> Trace:
-        # Without an optimizer there is no update, either: a step that drops its gradients would hide what they are.
+        # Without an update the gradients are held to the end of the step: a step that drops its gradients early would
+        # show a smaller peak than training has.
         return record(step, plan, self.target, holds_gradients=not updates or step.optimizer is None)

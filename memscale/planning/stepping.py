@@ -1,4 +1,4 @@
-"""How the optimizer steps, as a variable of a plan: the ways that may be taken, and which of them can help."""
+"""Optimizer strategies: the transforms of the optimizer that a plan may contain, and the choice of helpful ones."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from memscale.simulation import Profile, Trace, analyse
 
 NAMES = ("offload_states", "quantize_states", "step_in_backward", "step_in_groups")
 
-# Of the weights, in one group of a step: what it makes for a moment is then no more than this share of them.
+# Share of the parameter bytes in one group of `step_in_groups`: bounds the temporaries of the update by this share.
 _GROUP_SHARE = 1 / 16
 _MOST_GROUP_BYTES = 2**26
-# Adam's update of one parameter makes two like it, for a moment.
+# Temporaries of Adam's update of one parameter, as multiples of the parameter's bytes.
 _OF_ONE = 2
-# A way that lowers the peak by less than this share is none.
+# Share of a phase's bytes: a strategy that lowers no phase by more is dropped.
 _LEAST_GAIN = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """A way to step.
+    """An optimizer strategy: a transform of the optimizer, simulated.
 
     Attributes:
         how: the transform of the optimizer.
-        plain: the step with it, and with no transform of the model.
+        plain: the trace of the step with `how`, and with no transform of the model.
     """
 
     how: Transform
@@ -47,20 +47,24 @@ class Way:
 
     @property
     def rules(self) -> Rules:
-        """It as a rule of a plan."""
+        """Returns the rules of a plan that apply the strategy."""
         return (("", self.how),)
 
     @property
     def keeps_trials(self) -> bool:
-        """Whether forward and backward hold what they hold without it but for gradients and states."""
+        """Returns whether trials of the step without the strategy are valid with the strategy.
+
+        A trial stays valid where forward and backward hold the same bytes apart from gradients and optimizer states.
+        Only `step_in_backward` changes more: it updates, and frees gradients, during backward.
+        """
         return "step_in_backward" not in repr(self.how)
 
 
 def checked(stepping: Iterable[str | Transform]) -> dict[str, Transform | None]:
-    """The optimizer transforms that a plan may use, by name, each with the caller's own options where it has any.
+    """Returns the optimizer transforms that a plan may use, by name; None for a name without the caller's options.
 
     Raises:
-        ConfigError: one is none, or there twice.
+        ConfigError: an element of `stepping` is no optimizer transform, or a name appears twice.
     """
     found: dict[str, Transform | None] = {}
     for each in [stepping] if isinstance(stepping, (str, Transform)) else stepping:
@@ -78,13 +82,13 @@ def checked(stepping: Iterable[str | Transform]) -> dict[str, Transform | None]:
 def hows(
     optimizer: torch.optim.Optimizer | None, allowed: Mapping[str, Transform | None], *, moves: bool
 ) -> list[Transform]:
-    """What may be done to `optimizer`, of what is allowed; nothing to one that it does not apply to.
+    """Returns the allowed transforms, and compositions of allowed transforms, that apply to `optimizer`.
 
     Args:
-        optimizer: of the step. One that is under transforms already has made its choice, but for those of rounding,
-            which stand inside of all others.
-        allowed: as `checked` returns it.
-        moves: whether there is a tier below the device whose speed is known.
+        optimizer: the optimizer of the step. A transformed optimizer gets no further transform, except that transforms
+            of rounding are innermost and leave room for others.
+        allowed: the result of `checked`.
+        moves: whether there is a tier below the device whose rate is known.
     """
     if optimizer is None or (isinstance(optimizer, TransformedOptimizer) and not optimizer.only_rounds):
         return []
@@ -94,7 +98,7 @@ def hows(
     small = _of(allowed, "quantize_states", quantize_states())
     below = _of(allowed, "offload_states", offload_states()) if moves else []
     late = [*groups, *small, *below, *(compose(one, other) for one in below for other in small)]
-    # With it a group is one parameter anyway.
+    # Excludes `step_in_groups`: under `step_in_backward` each parameter is a group of its own.
     apart = [each for each in late if each not in groups]
     early = _of(allowed, "step_in_backward", step_in_backward())
     found = [*late, *early, *(compose(one, other) for one in early for other in apart)]
@@ -106,10 +110,10 @@ def _of(allowed: Mapping[str, Transform | None], name: str, usual: Transform) ->
 
 
 def loop_share(optimizer: torch.optim.Optimizer | None, hardware: Hardware) -> float:
-    """Of what an update makes for a moment, what it makes where some parameters live on another tier.
+    """Returns the share of the update's temporaries that remains where some parameters live on another tier.
 
-    On a card PyTorch updates all parameters at once unless it is told how to or one of them is elsewhere, and then each
-    alone: to stream one block of a Llama 8B takes 15.7 of 80.4 GB from the update.
+    On CUDA, PyTorch's default is the ``foreach`` loop, which updates all parameters at once. With a parameter on
+    another device PyTorch falls back to the loop over single parameters, whose temporaries are those of one parameter.
     """
     if optimizer is None or hardware.device_type != "cuda":
         return 1.0
@@ -121,13 +125,19 @@ def loop_share(optimizer: torch.optim.Optimizer | None, hardware: Hardware) -> f
 
 
 def ways(hows: Iterable[Transform], plain: Trace, simulate: Callable[[Rules, bool], Trace]) -> list[Way]:
-    """The ways that lower the peak of the step as it is or what stays for the whole of it, the fastest first."""
+    """Returns the strategies that lower the most bytes held in at least one phase of the step, the fastest first.
+
+    Args:
+        hows: the transforms of the optimizer to try.
+        plain: the trace of the step as it is.
+        simulate: returns the trace of the step with rules, and with its update if the second argument is true.
+    """
     found = []
     before = held_by_phase(analyse(plain))
     for how in hows:
         try:
             way = Way(how, simulate((("", how),), True))
-        except MemscaleError:  # it cannot work on what FSDP2 has of a parameter, or step before DDP has averaged
+        except MemscaleError:  # for example on FSDP2's shards, or an update in backward before DDP's all-reduce
             continue
         after = held_by_phase(analyse(way.plain))
         if any(after.get(phase, 0) < (1 - _LEAST_GAIN) * nbytes for phase, nbytes in before.items()):
@@ -136,16 +146,17 @@ def ways(hows: Iterable[Transform], plain: Trace, simulate: Callable[[Rules, boo
 
 
 def least_held(way: Way) -> tuple[int, ...]:
-    """What no plan for the model makes smaller, and then what the step takes: the least is that of the smallest plan.
+    """Returns the key that orders strategies by the smallest peak that a plan can reach with each of them.
 
-    From its end to the next step it holds parameters and states; of gradients, those that wait for the update.
+    The key is (bytes that no plan for the model frees, bytes that the step takes as it is). The first are the bytes
+    held at the end of the step, which are parameters and states, and the gradients held at the peak.
     """
     profile = analyse(way.plain)
     return int(profile.timeline.total_bytes[-1]) + profile.by_category.get("gradient", 0), profile.taken_bytes
 
 
 def held_by_phase(profile: Profile) -> dict[str, int]:
-    """The most that each phase of a step holds."""
+    """Returns the most bytes held in each phase of a step, by the phase's name."""
     timeline = profile.timeline
     begins = [np.searchsorted(timeline.position, begin, side="right") for _, begin in timeline.phases]
     ends = [*begins[1:], len(timeline.position)]
@@ -158,7 +169,7 @@ def held_by_phase(profile: Profile) -> dict[str, int]:
 def _applies(how: Transform, optimizer: torch.optim.Optimizer) -> bool:
     try:
         made = how(without_states(optimizer))
-    except MemscaleError:  # it does not treat each parameter alone, or bitsandbytes is missing
+    except MemscaleError:  # the optimizer couples parameters, or bitsandbytes is missing
         return False
     assert isinstance(made, TransformedOptimizer), "it has a transform"
     made.let_go()

@@ -1,1 +1,1 @@
-"""Whether a step fits as it is, what would make it fit, and the largest that does: `OOMPredictor`."""
+"""`OOMPredictor`: predicts whether a step fits, which changes make the step fit, and the largest batch that fits."""

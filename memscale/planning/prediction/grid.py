@@ -1,4 +1,4 @@
-"""Which batch sizes fit with which sequence lengths: a table, found by walking along its edge."""
+"""`SizeGrid`: the table of batch sizes by sequence lengths that fit, found by a walk along the table's staircase."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from memscale.core import format_bytes
 
 @dataclass(frozen=True)
 class SizeGrid:
-    """What fits, by batch size and sequence length.
+    """A table of the pairs (batch size, sequence length) whose step fits.
 
     Attributes:
         batches, lengths: the sizes, ascending.
-        capacity_bytes: what the step may take.
-        peaks: the peak of each pair (batch, length) that was simulated.
+        capacity_bytes: bytes that the step may take.
+        peaks: the peak in bytes of each pair (batch, length) that was simulated.
 
     >>> grid = fitting_grid(lambda batch, length: batch * length, 8, batches=(1, 2, 4), lengths=(2, 4, 8))
     >>> grid.fits(4, 2), grid.fits(4, 4), len(grid.peaks)
@@ -47,14 +47,14 @@ class SizeGrid:
     peaks: dict[tuple[int, int], int] = field(hash=False)
 
     def fits(self, batch: int, length: int) -> bool:
-        """Whether a step of this size fits: as simulated, or because a larger one does."""
+        """Returns whether a step of this size fits: a simulated pair at least as large in both sizes fits."""
         return any(
             nbytes <= self.capacity_bytes and batch <= rows and length <= tokens
             for (rows, tokens), nbytes in self.peaks.items()
         )
 
     def to_csv(self) -> str:
-        """One line for each pair, with its peak where it was simulated."""
+        """Returns the table as CSV text: one line per pair, with the peak in bytes if the pair was simulated."""
         lines = ["batch,length,fits,peak_bytes"]
         lines += [
             f"{batch},{length},{'yes' if self.fits(batch, length) else 'no'},{self.peaks.get((batch, length), '')}"
@@ -64,7 +64,7 @@ class SizeGrid:
         return "\n".join(lines) + "\n"
 
     def plot(self, path: str | Path) -> None:
-        """Draw the table; the suffix says how (``.png``, ``.svg``, ``.pdf``)."""
+        """Draws the table to the file `path`; its suffix is the format (``.png``, ``.svg``, ``.pdf``)."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(1.5 + 0.9 * len(self.lengths), 1.2 + 0.45 * len(self.batches)), layout="constrained")
@@ -100,14 +100,14 @@ class SizeGrid:
 def fitting_grid(
     peak: Callable[[int, int], int], capacity_bytes: int, *, batches: Sequence[int], lengths: Sequence[int]
 ) -> SizeGrid:
-    """Which pairs fit: peaks do not fall as either size grows, so only those along the edge are simulated.
+    """Returns the table of the pairs that fit, from ``len(batches) + len(lengths) - 1`` simulations or fewer.
 
-    From the smallest batch with the longest sequence on, a pair that fits leads to a larger batch, and one that does
-    not to a shorter sequence: at most ``len(batches) + len(lengths) - 1`` of them.
+    The walk assumes that peaks do not fall as either size grows. The walk starts at the smallest batch with the longest
+    sequence: from a pair that fits to the next larger batch, and from a pair that does not to the next shorter length.
 
     Args:
-        peak: the bytes at a batch size and a length.
-        capacity_bytes: the limit.
+        peak: returns the peak in bytes at a batch size and a length.
+        capacity_bytes: bytes that the step may take.
         batches, lengths: the sizes, ascending.
     """
     peaks: dict[tuple[int, int], int] = {}

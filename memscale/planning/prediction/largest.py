@@ -1,4 +1,4 @@
-"""The largest size that fits: a search that follows the curve of the peaks it has seen."""
+"""The search for the largest size that fits, by a polynomial through the peaks of simulated sizes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from fractions import Fraction
 
 from memscale.core import format_unlike
 
-# How far beyond the largest size that fits a curve is believed. A phase that small sizes do not show (the optimizer
-# hides it) may take over on the way, and a batch far too large would be made for nothing.
+# Factor by which the polynomial may extrapolate beyond the largest size that fits. At small sizes the optimizer phase
+# may hide the growth of other phases; a larger factor then makes a batch that is far too large for nothing.
 _STRIDE = 16
 MOST_SIMULATIONS = 12
 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The largest size that fits.
+    """The largest size that fits, with the simulated peaks that prove it.
 
     Attributes:
         n: the size.
-        peak_bytes: the peak at `n`, by simulation; at most the capacity.
-        next_peak_bytes: the peak at ``n + 1``, by simulation; above the capacity. None if that was not simulated: `n`
-            is the largest that was asked for, or the search has ended before.
-        capacity_bytes: what the step may take.
-        simulations: how many sizes were simulated.
-        too_large: the smallest size that was found not to fit, None if all that were simulated fit.
+        peak_bytes: the simulated peak at `n`; at most the capacity.
+        next_peak_bytes: the simulated peak at ``n + 1``; above the capacity. None if ``n + 1`` was not simulated: `n`
+            equals ``at_most``, or the search ended early.
+        capacity_bytes: bytes that the step may take.
+        simulations: the number of sizes that were simulated.
+        too_large: the smallest simulated size that does not fit; None if all simulated sizes fit.
         interrupted: whether the search was stopped from the keyboard.
     """
 
@@ -54,21 +54,22 @@ class LargestBatch:
 def largest_fitting(
     peak: Callable[[int], int], capacity_bytes: int, *, at_least: int, at_most: int, most: float = math.inf
 ) -> tuple[int | None, dict[int, int]]:
-    """The largest n whose peak is at most the capacity, None if already `at_least`'s is not; and every peak asked for.
+    """Returns the largest n whose peak is at most the capacity, and the peaks of all simulated sizes.
 
-    The next size to look at is where a polynomial of degree 2 through the peaks around the answer reaches the capacity,
-    and one more than the largest that fits when that is what the polynomial says: if it is right, this is the proof.
-    After a step that gains too little (the allocator takes memory in pieces, another part of the training step takes
-    over), the interval is halved instead. After `most` sizes the search ends with what it has.
+    None as the first result means: `at_least` does not fit. The next size to simulate is the largest at which a
+    polynomial of degree 2 through the three nearest peaks fits, or, if that size is known to fit, the size after it,
+    which proves the answer if it does not fit. The search bisects instead after a size that less than halved the
+    interval, as happens where the allocator rounds up or where the peak moves to another phase. After `most` sizes the
+    search ends with the largest size found.
 
     >>> largest_fitting(lambda n: 100 + 7 * n + 3 * n * n, 10_000, at_least=1, at_most=1000)
     (56, {1: 110, 2: 126, 32: 3396, 56: 9900, 57: 10246})
 
     Args:
-        peak: the bytes at size n, which do not fall as n grows.
-        capacity_bytes: the limit.
-        at_least, at_most: the sizes between which to look.
-        most: how many sizes to look at.
+        peak: returns the peak in bytes at size n; the peak must not fall as n grows.
+        capacity_bytes: bytes that the step may take.
+        at_least, at_most: the range of sizes, both inclusive.
+        most: the largest number of sizes to simulate.
     """
     peaks: dict[int, int] = {}
 
@@ -78,7 +79,7 @@ def largest_fitting(
 
     if not fits(at_least):
         return None, peaks
-    low, high = at_least, at_most + 1  # `low` fits; `high` does not, or is out of bounds
+    low, high = at_least, at_most + 1  # invariant: `low` fits; `high` does not fit or is ``at_most + 1``
     halve = False
     while high - low > 1 and len(peaks) < most:
         width = high - low
@@ -89,7 +90,7 @@ def largest_fitting(
 
 
 def _on_curve(peaks: Mapping[int, int], low: int, high: int, capacity_bytes: int) -> int:
-    """The largest n from `low` to `high` at which the polynomial through the nearest known peaks fits."""
+    """Returns the largest n from `low` to `high` at which the polynomial through the three nearest peaks fits."""
     if len(peaks) == 1:
         return min(2 * low, high)
     below = sorted((n for n in peaks if n <= low), reverse=True)
@@ -103,7 +104,7 @@ def _on_curve(peaks: Mapping[int, int], low: int, high: int, capacity_bytes: int
 
 
 def _interpolation(points: Mapping[int, int]) -> Callable[[int], Fraction]:
-    """The polynomial through the points, exactly: Newton's divided differences."""
+    """Returns the polynomial through `points`, in exact fractions, by Newton's divided differences."""
     places = list(points)
     coefficients = [Fraction(value) for value in points.values()]
     for order in range(1, len(places)):

@@ -1,4 +1,4 @@
-"""The step that a prediction is about: what it is made of, and the simulations of it that are told of."""
+"""`PredictedStep`: the training step of a prediction, with its plan, its device and its progress reports."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from memscale.simulation import Parallel, Profile, Target, TrainingStep, memory,
 
 @dataclass
 class PredictedStep:
-    """A training step under a plan.
+    """A training step under a plan, for a device.
 
     Attributes:
-        step: without its batch.
-        plan: the transforms that it has already.
-        config: see `memscale.OOMPredictor`.
-        allowed: what a recommended plan may use; None for every exact transform.
-        target: what it is predicted for.
-        progress: as `Progress`.
-        told: how many simulations of this prediction were told of.
+        step: the training step, without its batch.
+        plan: the transforms that the caller's step has already.
+        config: how to profile; see `memscale.OOMPredictor`.
+        allowed: the transforms that a recommended plan may use; None for every exact transform.
+        target: the device of the prediction.
+        progress: called before each simulation, see `Progress`; None for no reports.
+        told: the number of simulations of this prediction that were reported.
     """
 
     step: TrainingStep
@@ -38,36 +38,37 @@ class PredictedStep:
 
     @property
     def hardware(self) -> Hardware:
-        """What it is predicted for."""
+        """Returns the hardware of the prediction."""
         return self.target.hardware
 
     def profile(self, batch: Any, capacity_bytes: int | None = None) -> Profile:
-        """The profile of the step with this batch; arguments and errors as in `memscale.MemoryProfiler.profile`."""
+        """Returns the profile of the step with `batch`; arguments and errors are those of `MemoryProfiler.profile`."""
         return profile_of(self.step.on(batch), self.plan, self.target, self.config, capacity_bytes)
 
     def reserved_over(self, batches: Sequence[Any], capacity_bytes: int | None = None) -> int | None:
-        """Returns what the allocator reserves at its most over steps with these batches; None without an allocator.
+        """Returns the most bytes that the caching allocator reserves over consecutive steps with `batches`.
 
-        Blocks that one step leaves in the cache need not suit the next one, whose batch is longer or shorter.
+        None means: the device has no caching allocator. Cached blocks of one batch may be of no use for a longer or
+        shorter next batch, so that the steps may reserve more together than each alone.
         """
         steps = [self.step.on(batch) for batch in batches]
         return memory(record_in_a_row(steps, self.plan, self.target), capacity_bytes=capacity_bytes).reserved_peak_bytes
 
     def accumulating(self, passes: int) -> PredictedStep:
-        """The same with so many passes for each step of the optimizer."""
+        """Returns the step with `passes` forward and backward passes for each step of the optimizer."""
         loop = dataclasses.replace(self.step.loop, accumulate=passes)
         return dataclasses.replace(self, step=dataclasses.replace(self.step, loop=loop))
 
     def among(self, parallel: Parallel | None) -> PredictedStep:
-        """The same as one process's of these."""
+        """Returns the step as one process of `parallel`; None for a single process."""
         return dataclasses.replace(self, step=dataclasses.replace(self.step, parallel=parallel))
 
     def next(self, what: str, total: int | None = None) -> None:
-        """Tell that the next simulation begins."""
+        """Reports that the next simulation begins, and counts the report."""
         self.say(what, self.told, total)
         self.told += 1
 
     def say(self, what: str, done: int, total: int | None) -> None:
-        """Tell of one."""
+        """Reports a simulation of `what` to `progress`, with the numbers of simulations done and in total."""
         if self.progress is not None:
             self.progress(what, done, total)

@@ -1,4 +1,4 @@
-"""`OOMPrediction`: whether a training step fits on a device, and what would free how much, as frozen data."""
+"""`OOMPrediction`: frozen data that says whether a training step fits, and how much each change would free."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from memscale.core import Argument, ConfigError, Document, format_bytes, format_
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("prediction", version=1, writer="OOMPrediction.to_json()", error=ConfigError)
-_ROWS = 5  # categories that a prediction prints
+_ROWS = 5  # the number of memory categories in a printed prediction
 
 
 class OOMRisk(enum.IntEnum):
-    """How close a step's peak comes to the capacity; ordered, so that risks compare.
+    """A level of risk, by the share of the capacity that a step's peak takes; risks are ordered.
 
     ========  =================================  =====================================================================
     LOW       peak at most 85% of the capacity
-    MODERATE  above 85%, at most 95%             there is little room for a longer batch
-    HIGH      above 95%, at most 100%            it fits by less than the 5% by which a prediction may be off on CUDA
-    CRITICAL  above 100%                         it does not fit
+    MODERATE  above 85%, at most 95%             a longer batch has little room
+    HIGH      above 95%, at most 100%            the margin is less than the 5% error of a prediction on CUDA
+    CRITICAL  above 100%                         the step does not fit
     ========  =================================  =====================================================================
 
     >>> OOMRisk.of(85, 100), OOMRisk.of(86, 100), OOMRisk.of(96, 100), OOMRisk.of(101, 100)
@@ -39,7 +39,7 @@ class OOMRisk(enum.IntEnum):
 
     @classmethod
     def of(cls, peak_bytes: int, capacity_bytes: int) -> OOMRisk:
-        """The risk of a peak on a device that gives `capacity_bytes`."""
+        """Returns the risk of a peak on a device with a capacity of `capacity_bytes`."""
         percents = ((85, cls.LOW), (95, cls.MODERATE), (100, cls.HIGH))
         return next((risk for percent, risk in percents if 100 * peak_bytes <= percent * capacity_bytes), cls.CRITICAL)
 
@@ -49,17 +49,17 @@ class OOMRisk(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Recommendation:
-    """One change that lowers the peak, as the simulation of the changed step found.
+    """A change of the step that lowers its peak, with figures from a simulation of the changed step.
 
     Attributes:
-        action: what to do.
-        freed_bytes: by how much the peak falls, more than 0.
-        peak_bytes: the peak after it.
-        plan: the whole plan to give to `transform`, with the rules that the predictor had; None if it stays.
-        optimizer_options: what to build the optimizer with, such as ``{"fused": True}``.
-        parts: into how many equal parts to cut the batch, their gradients accumulated.
-        step_seconds: the estimated time of the step after it, None if the hardware's speed is not known.
-        arguments: of `plan`, `profile` and the optimizer, that the caller has to write beside the plan.
+        action: the change, as text.
+        freed_bytes: the bytes by which the peak falls, more than 0.
+        peak_bytes: the peak of the changed step.
+        plan: the whole plan to give to `transform`, with the rules that the predictor had; None to keep the plan.
+        optimizer_options: arguments to build the optimizer with, such as ``{"fused": True}``.
+        parts: the number of equal parts to cut the batch into; the loop accumulates their gradients.
+        step_seconds: the estimated time of the changed step; None if the hardware's rates are unknown.
+        arguments: arguments of `plan`, `profile` and the optimizer to write in addition to the plan.
     """
 
     action: str
@@ -74,12 +74,12 @@ class Recommendation:
 
 @dataclass(frozen=True, repr=False)
 class OOMPrediction:
-    """Whether a step fits. Prints as a short report; the whole table is ``profile``'s.
+    """A prediction whether a step fits. Prints as a short report; ``print(prediction.profile)`` has the whole table.
 
     Attributes:
-        profile: the memory of the step, with what is held at its peak.
-        capacity_bytes: what the step may take.
-        recommendations: changes that free something, the one that frees most first; empty when none was asked for.
+        profile: the memory profile of the step.
+        capacity_bytes: bytes that the step may take.
+        recommendations: changes that lower the peak, in descending order of `freed_bytes`; empty without a search.
         notes: changes that could not be simulated, and why.
 
     >>> import torch, memscale as ms
@@ -101,27 +101,27 @@ class OOMPrediction:
 
     @property
     def peak_bytes(self) -> int:
-        """What the step takes of the device at its most; see `Profile.taken_bytes`."""
+        """Returns the peak bytes of device memory that the step takes; see `Profile.taken_bytes`."""
         return self.profile.taken_bytes
 
     @property
     def headroom_bytes(self) -> int:
-        """What is left of the capacity at the peak; below 0 if the step does not fit."""
+        """Returns the capacity less the peak, in bytes; below 0 if the step does not fit."""
         return self.capacity_bytes - self.peak_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is at most the capacity."""
+        """Returns whether the peak is at most the capacity."""
         return self.headroom_bytes >= 0
 
     @property
     def risk(self) -> OOMRisk:
-        """How close the peak comes to the capacity."""
+        """Returns the risk level of the peak; see `OOMRisk`."""
         return OOMRisk.of(self.peak_bytes, self.capacity_bytes)
 
     @property
     def message(self) -> str:
-        """The verdict in a sentence."""
+        """Returns the verdict as a sentence: whether the step fits, its peak and the capacity."""
         peak, capacity = format_unlike(self.peak_bytes, self.capacity_bytes)
         left = format_bytes(abs(self.headroom_bytes))
         device = self.profile.hardware.name
@@ -132,7 +132,7 @@ class OOMPrediction:
         return f"{step} fits: its peak of {peak} leaves {left} of the {capacity} of {device}"
 
     def to_json(self) -> str:
-        """The prediction as JSON text, with a schema version; what is derived (`risk`, `fits`, ...) is in it too."""
+        """Returns the prediction as JSON text with a schema version, derived values (`risk`, `fits`, ...) included."""
         recommendations = [
             {**vars(each), "plan": None if each.plan is None else json.loads(each.plan.to_json())}
             for each in self.recommendations
@@ -151,7 +151,7 @@ class OOMPrediction:
 
     @classmethod
     def from_json(cls, text: str) -> OOMPrediction:
-        """The prediction that `to_json` wrote.
+        """Returns the prediction that `to_json` wrote.
 
         Raises:
             ConfigError: the text is not JSON, is of another schema version, or lacks a field.
@@ -172,7 +172,7 @@ class OOMPrediction:
         return wrapped("\n".join([self.verdict(), *filter(None, [self.advice()])]))
 
     def verdict(self) -> str:
-        """Whether the step fits, and what is held at its peak, as lines of text: the first part of its ``str``."""
+        """Returns the first part of ``str(prediction)``: whether the step fits, and the categories at the peak."""
         profile = self.profile
         lines = [f"{self.risk}: {self.message}"]
         if profile.reserved_peak_bytes is not None:
@@ -183,7 +183,7 @@ class OOMPrediction:
         return "\n".join(lines)
 
     def advice(self) -> str:
-        """What would free memory, and the notes, as lines of text: the second part of its ``str``."""
+        """Returns the second part of ``str(prediction)``: the recommendations and the notes, as lines of text."""
         lines, seconds = [], self.profile.step_seconds
         if self.recommendations:
             timed = [each for each in self.recommendations if self._fits(each) and each.step_seconds is not None]

@@ -1,4 +1,4 @@
-"""`OOMPredictor`: will this step fit on that device, what would make it fit, and how large can its batch be."""
+"""`OOMPredictor`: predicts whether a step fits on a device, which changes help, and how large its batch can be."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from memscale.telemetry import counted
 
 
 class OOMPredictor:
-    """Predicts whether training steps of one model fit on a device, by simulating them; see `memscale.profile`.
+    """Predicts whether training steps of one model fit on a device, by simulation; see `memscale.profile`.
 
-    The peak that counts is what PyTorch's caching allocator reserves, over the first step and a later one; on a CPU,
-    which has no such allocator, what lives at once. It is held against ``hardware.usable_bytes``. Nothing is changed:
-    model, optimizer, gradients and random states are as before each call, also after an error.
+    A step fits if its peak is at most ``hardware.usable_bytes``. The peak is the most that PyTorch's caching allocator
+    reserves over the first step and a later one; on a CPU, which has no caching allocator, the most bytes allocated at
+    once. Model, optimizer, gradients and random states are unchanged after each call, also after an error.
 
     >>> import torch, memscale as ms
     >>> from torch import nn
@@ -49,15 +49,15 @@ class OOMPredictor:
     Args:
         model: a module on any device; ``meta`` costs no memory.
         optimizer, loss, hardware, keeps_output, probe, parallel, world, shard, tensor: as in `memscale.profile`.
-        plan: transforms that the step has already; the plan that is recommended takes its place.
+        plan: transforms that the step has already; a recommended plan replaces this plan.
         accumulate: forward and backward passes for each optimizer step.
-        config: ``use_empirical_fallback`` and ``warmup_steps`` as in `MemoryProfiler`; what a recommended plan may use,
-            None for all that change no bit.
-        progress: called before each simulation with what it is about, how many are done, and how many there will be
-            (None if that is not known).
+        config: ``use_empirical_fallback`` and ``warmup_steps`` as in `MemoryProfiler`, and the transforms that a
+            recommended plan may use; None allows all transforms that change no bit.
+        progress: called before each simulation with its subject, the number of simulations done, and the total (None
+            if the total is unknown).
 
     Raises:
-        ConfigError: an argument is wrong, or does not fit the others; the message says which.
+        ConfigError: an argument is wrong, or contradicts another one; the message names the argument.
     """
 
     def __init__(
@@ -105,26 +105,33 @@ class OOMPredictor:
     def predict(
         self, batch: Any, *, budget: Budget | None = None, recommend: bool | None = None, seconds: float | None = None
     ) -> OOMPrediction:
-        """Whether the step with this batch fits, and what would free how much.
+        """Returns the prediction for a step with this batch, with recommendations if the risk is above LOW.
 
-        What is recommended was simulated like the step itself, and frees something: the repeated blocks checkpointed,
-        with more shards, a fused update or `step_in_backward` if it takes that to fit; `cast` to bfloat16, the other
-        loops of a ``torch.optim`` optimizer, the batch in as many parts as it takes, their gradients accumulated; and
-        at last the plan that `memscale.plan` finds for what the device has (the smallest one where none fits), with
-        these beside it if that alone does not fit. Interrupted from the keyboard, the prediction has what was found.
+        Every recommended change was simulated like the step itself, and lowers the peak. The changes, in the order of
+        the search:
+
+        - the repeated blocks checkpointed; if that alone does not fit, with more FSDP2 shards, a fused update or
+          `step_in_backward`,
+        - the other loops (``fused``, ``foreach``) of a ``torch.optim`` optimizer,
+        - `cast` to bfloat16, or to float16 on a device without bfloat16,
+        - the batch in 2, 4, 8, ... parts whose gradients are accumulated,
+        - the plan that `memscale.plan` finds for the capacity (the smallest plan where none fits); if that alone does
+          not fit, also with another loop of the optimizer or with accumulated parts.
+
+        Interrupted from the keyboard, the prediction has the changes found until then.
 
         Args:
-            batch: what the model is called with: a tensor is one positional argument, a tuple or list the arguments, a
-                mapping keyword arguments.
-            budget: what the step may take, where that is less than the device has: bytes as an int, ``"6GiB"`` or
+            batch: the arguments of the model: a tensor is one positional argument, a tuple or list the positional
+                arguments, a mapping the keyword arguments.
+            budget: the most that the step may take, if less than the device has: bytes as an int, ``"6GiB"`` or
                 ``"6GB"``, or a share of ``hardware.usable_bytes`` as a float in (0, 1].
-            recommend: whether to look for what frees memory, which takes as long as `memscale.plan` does. None does so
-                for a risk above ``OOMRisk.LOW``.
-            seconds: how long to look for that; None for as long as it takes, so that the answer is the same each time.
+            recommend: whether to search for recommendations, which takes as long as `memscale.plan`. None searches
+                if the risk is above ``OOMRisk.LOW``.
+            seconds: the time limit of that search; None for no limit, so that the result is deterministic.
 
         Raises:
             ConfigError: the batch does not fit the model, or another argument is wrong.
-            RuntimeUnavailable: the step can be neither simulated nor run here.
+            RuntimeUnavailable: the step can be neither simulated nor run on this machine.
         """
         capacity_bytes = self._capacity_bytes(budget)
         self._step.told = 0
@@ -135,20 +142,19 @@ class OOMPredictor:
         return self.recommended(prediction, batch, seconds=seconds) if wanted else prediction
 
     def recommended(self, prediction: OOMPrediction, batch: Any, *, seconds: float | None = None) -> OOMPrediction:
-        """A prediction of `predict` for this batch, with recommendations; for callers that show the verdict first.
+        """Returns `prediction` with recommendations, for callers that show the verdict before the search for them.
 
         Args:
-            prediction: without them.
+            prediction: a prediction of `predict` for `batch`, without recommendations.
             batch, seconds: as in `predict`.
         """
         return recommending(self._step, prediction, batch, seconds)
 
     def predict_steps(self, batches: Sequence[Any], *, budget: Budget | None = None) -> OOMPrediction:
-        """Whether steps with these batches fit, one after the other: text of any length, images of any size.
+        """Returns the prediction for consecutive steps with batches of different sizes, such as texts or images.
 
-        The prediction is that of the largest batch. What a CUDA device's allocator reserves is over all of the steps,
-        since the blocks that one batch leaves in the cache need not suit the next; the note says by how much that is
-        more.
+        The prediction is that of the largest batch, except for the reserved bytes of a CUDA device, which are the most
+        over all steps: cached blocks of one batch may be of no use for the next. A note has both figures.
 
         >>> import torch, memscale as ms
         >>> with torch.device("meta"):
@@ -163,8 +169,8 @@ class OOMPredictor:
             budget: as in `predict`.
 
         Raises:
-            ConfigError: there are no batches, one does not fit the model, or another argument is wrong.
-            RuntimeUnavailable: a step can be neither simulated nor run here.
+            ConfigError: `batches` is empty, a batch does not fit the model, or another argument is wrong.
+            RuntimeUnavailable: a step can be neither simulated nor run on this machine.
         """
         if isinstance(batches, (torch.Tensor, Mapping)):
             raise ConfigError(
@@ -197,22 +203,22 @@ class OOMPredictor:
         at_least: int = 1,
         at_most: int = 2**20,
     ) -> LargestBatch:
-        """The largest n such that a step with ``batch_fn(n)`` fits: a batch size or a sequence length.
+        """Returns the largest n such that a step with ``batch_fn(n)`` fits: a batch size or a sequence length.
 
-        A few sizes are simulated, a dozen at most, and a curve through their peaks leads to the answer, at which the
-        simulation has the last word: it fits, and one more does not. Interrupted from the keyboard, it returns the
-        largest size that was found to fit until then.
+        The search simulates at most 12 sizes, guided by a polynomial through their peaks. The answer is proven by
+        simulation: n fits, and ``n + 1`` does not. Interrupted from the keyboard, the result is the largest size found
+        to fit until then.
 
         Args:
-            batch_fn: returns the batch of size n, on any device. It is called with sizes up to 16 times the answer, so
-                tensors on ``meta`` are the ones to make.
+            batch_fn: returns the batch of size n, on any device. The search may ask for sizes up to 16 times the
+                answer: tensors on ``meta`` take no memory.
             budget: as in `predict`.
-            at_least, at_most: the sizes between which to look, such as 1 and the most positions of the model.
+            at_least, at_most: the range of sizes, both inclusive, such as 1 and the number of positions of the model.
 
         Raises:
             BudgetError: not even ``at_least`` fits; the message has its peak.
-            ConfigError: ``batch_fn`` does not scale (it raises, its batch does not depend on n, the model does not take
-                its batch), or another argument is wrong.
+            ConfigError: ``batch_fn`` does not scale (``batch_fn`` raises, its batch does not depend on n, the model
+                does not take its batch), or another argument is wrong.
         """
         check_range("largest", at_least, at_most)
         capacity_bytes = self._capacity_bytes(budget)
@@ -250,7 +256,9 @@ class OOMPredictor:
         lengths: Sequence[int],
         budget: Budget | None = None,
     ) -> SizeGrid:
-        """Which batch sizes fit with which sequence lengths, by simulating the pairs along the edge of what fits.
+        """Returns the table of batch sizes by sequence lengths that fit.
+
+        Simulated are the pairs at the border between fitting and not fitting, see `SizeGrid`.
 
         >>> import torch, memscale as ms
         >>> box = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**20)
@@ -263,7 +271,7 @@ class OOMPredictor:
         16     1.53 MiB        no
 
         Args:
-            batch_fn: returns the batch of a batch size and a length, best on ``meta``.
+            batch_fn: returns the batch of a batch size and a length; tensors on ``meta`` take no memory.
             batches, lengths: the sizes, ascending.
             budget: as in `predict`.
 
@@ -288,7 +296,7 @@ class OOMPredictor:
 
 
 class _Peaks:
-    """The peaks of a batch factory's batches."""
+    """The simulated peaks of a batch factory's batches, by size."""
 
     def __init__(
         self, predictor: OOMPredictor, batch_fn: Callable[[int], Any], at_least: int, capacity_bytes: int
@@ -299,10 +307,10 @@ class _Peaks:
         self.peaks: dict[int, int] = {}
 
     def peak_bytes(self, n: int) -> int:
-        """The peak of the step with the batch of size `n`.
+        """Returns the peak in bytes of the step with the batch of size `n`.
 
         Raises:
-            ConfigError: there is no such batch, the model does not take it, or it is that of another size.
+            ConfigError: as `Sizes.batch`, or the model does not take the batch.
         """
         self.predictor._step.say(f"size {n}", len(self.sizes.parts), None)
         batch = self.sizes.batch(n)

@@ -1,4 +1,4 @@
-"""What would free memory of a step: each recommendation was simulated like the step itself."""
+"""The search for recommendations: simulates changed steps, and keeps the changes that lower the peak."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from memscale.planning.remedies import optimizer_options, other_loops, shorthand
 from memscale.planning.step_simulator import OutOfTime, limited, reason
 from memscale.simulation import Parallel, Profile
 
-# Of the peak: what frees less is not told.
+# Share of the peak: a change that frees less is no recommendation.
 _LEAST = 2e-3
 
 
 def recommending(
     step: PredictedStep, prediction: OOMPrediction, batch: Any, seconds: float | None = None
 ) -> OOMPrediction:
-    """The prediction with what frees memory, the most first.
+    """Returns the prediction with recommendations, in descending order of freed bytes.
 
-    What takes few simulations comes first, and the search for a plan last. Interrupted from the keyboard, or after so
-    many seconds, the prediction has what was found until then, and a note of it.
+    Changes that take few simulations are tried first, and the search for a plan last. Interrupted from the keyboard, or
+    after `seconds`, the prediction has the recommendations found until then, and a note that names the interruption.
 
     Args:
-        step: with its hardware known.
-        prediction: of this step.
-        batch: that it was made for.
-        seconds: after which no simulation begins; None for no limit.
+        step: the predicted step.
+        prediction: the prediction of `step`, without recommendations.
+        batch: the batch of the prediction.
+        seconds: the time after which no simulation begins; None for no limit.
     """
     return _Remedies(step, prediction, batch, seconds).found()
 
 
 class _Remedies:
-    """The simulations, and what became of them."""
+    """The search for recommendations for one prediction."""
 
     def __init__(self, step: PredictedStep, prediction: OOMPrediction, batch: Any, seconds: float | None) -> None:
         self._prediction, self._batch = prediction, batch
-        # A budget of the user's is used whole; of a whole device some is left free.
+        # Recommendations may take the whole of a caller's budget; of a whole device, `LEFT_FREE` stays free.
         whole = prediction.capacity_bytes == step.hardware.usable_bytes
         self._limit = prediction.capacity_bytes - int(LEFT_FREE * prediction.capacity_bytes if whole else 0)
         self._found: list[Recommendation] = []
@@ -55,12 +55,12 @@ class _Remedies:
         self._step = dataclasses.replace(step, progress=limited(step.progress, seconds))
 
     def found(self) -> OOMPrediction:
-        """The prediction with those that free something."""
+        """Returns the prediction with the recommendations."""
         try:
             self._look()
         except (OutOfTime, KeyboardInterrupt) as end:
             self._notes.append(f"{reason(end)}, while simulating: {self._now}")
-        # The planner may come to the plan that was tried before.
+        # The planner's plan may equal the checkpointed blocks: one plan is recommended once.
         once = {(each.plan, each.peak_bytes): each for each in self._found}.values()
         best_first = sorted(once, key=lambda each: -each.freed_bytes)
         return dataclasses.replace(self._prediction, recommendations=tuple(best_first), notes=tuple(self._notes))
@@ -70,7 +70,7 @@ class _Remedies:
         loops = other_loops(step.step.optimizer)
         if not step.plan and not self._prediction.fits and not self._is_measured:
             self._try("checkpointed blocks", self._checkpointed)
-        # No loop of the optimizer lowers a peak that is in forward or backward.
+        # Another loop of the optimizer lowers only a peak in the optimizer phase.
         for options in loops if self._prediction.profile.moment.phase == "optimizer" else []:
             self._try(_loop(options), lambda: self._simulated(_loop(options), None, options))  # noqa: B023
         if casting := shorthands(model, step.hardware).get("cast", {}):
@@ -94,7 +94,7 @@ class _Remedies:
             self._try("the plan and accumulated gradients", lambda: self._in_parts(plan))
 
     def _checkpointed(self) -> Recommendation | None:
-        """The repeated blocks checkpointed, with what else the caller may write until that fits."""
+        """Returns the checkpointed blocks as a recommendation, with remedies beside the plan until the step fits."""
         step, prediction = self._step, self._prediction
         rules = Plan(shorthands(self._model, step.hardware).get("checkpoint", {}))
         if not rules or "checkpoint" not in allowed(step.allowed).eligible():
@@ -136,9 +136,9 @@ class _Remedies:
         return better
 
     def _planned(self) -> Recommendation | None:
-        """The plan of the planner: the fastest that fits with the least risk, the smallest where none fits.
+        """Returns the planner's plan: the fastest that fits with the least risk, the smallest where none fits.
 
-        A step that has to be measured cannot be planned: its repeated blocks are checkpointed.
+        A step that can only be measured cannot be planned: its recommendation is to checkpoint the repeated blocks.
         """
         step, model, prediction = self._step, self._model, self._prediction
         if self._is_measured:
@@ -179,9 +179,10 @@ class _Remedies:
         )
 
     def _in_parts(self, plan: Plan | None) -> Recommendation | None:
-        """The step with the batch in 2, 4, 8, ... parts, until it fits or smaller ones free no more."""
+        """Returns the batch in 2, 4, 8, ... parts as a recommendation: the first that fits, or the smallest peak."""
         prediction = self._prediction
-        # From the second pass on all are alike: two show the peak of any number, though not the time.
+        # Two passes show the peak of any number of passes, since passes from the second on are alike. Two passes do not
+        # show the time: such a recommendation has no `step_seconds`.
         like = self._like(plan).accumulating(2)
         best: Recommendation | None = None
         parts = 2
@@ -194,7 +195,7 @@ class _Remedies:
             except MemscaleError:
                 if best is None:
                     raise
-                break  # BatchNorm, for one, takes no single row
+                break  # BatchNorm, for example, refuses a batch of one row
             if best is not None and peak_bytes >= best.peak_bytes:
                 break
             best = Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, plan=plan, parts=parts)
@@ -213,7 +214,7 @@ class _Remedies:
         return self._prediction.profile.method == "empirical"
 
     def _like(self, plan: Plan | None) -> PredictedStep:
-        """The step under another plan that goes the same way: a simulation is not compared with real steps."""
+        """Returns the step under another plan, simulated or measured as the prediction was, for comparable figures."""
         config = dataclasses.replace(self._step.config, use_empirical_fallback=self._is_measured)
         return dataclasses.replace(self._step, plan=self._step.plan if plan is None else plan, config=config)
 

@@ -1,4 +1,4 @@
-"""The batches of a batch factory: made when they are asked for, and checked to depend on their size."""
+"""`Sizes`: makes the batches of a caller's batch factory, and checks that a batch depends on its size."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BatchFn = Callable[[int], Any]
 
 
 class Sizes:
-    """What a factory returns for the sizes that were asked for.
+    """The batches of a batch factory, by size.
 
     Args:
         batch_fn: returns the batch of a size.
-        at_least: the first size that will be asked for.
-        verb: what messages call whoever asks.
+        at_least: the smallest size of the search, and the first whose batch is made.
+        verb: the name of the public method in messages, such as ``"largest"``.
     """
 
     def __init__(self, batch_fn: BatchFn, at_least: int, verb: str) -> None:
@@ -30,14 +30,14 @@ class Sizes:
         self.batch_fn = batch_fn
         self.at_least = at_least
         self.verb = verb
-        self.parts: dict[int, list[Any]] = {}  # by size, what the batch holds: shapes of tensors, other values
-        self._nbytes: dict[int, tuple[int, int]] = {}  # of its tensors, and of those that are in host memory
+        self.parts: dict[int, list[Any]] = {}  # by size: the `parts_of` the batch
+        self._nbytes: dict[int, tuple[int, int]] = {}  # by size: bytes of all tensors, bytes of tensors in host memory
 
     def batch(self, n: int) -> Any:
-        """The batch of size `n`.
+        """Returns the batch of size `n`.
 
         Raises:
-            ConfigError: there is none, it is that of another size, or the host has no room for it.
+            ConfigError: the factory raises, its batch equals that of the smallest size, or the host has no room for it.
         """
         on_host, free_bytes = self._expected(n, 1), available_host_bytes()
         if free_bytes is not None and 2 * on_host > free_bytes:
@@ -64,11 +64,14 @@ class Sizes:
         return batch
 
     def least_bytes(self, n: int) -> int:
-        """What the tensors of the batch of size `n` take at least, by those that were made; 0 where it is not known."""
+        """Returns a lower bound, in bytes, of the tensors of the batch of size `n`; 0 where the bound is unknown.
+
+        The bound extrapolates from the batches that were made.
+        """
         return self._expected(n, 0)
 
     def fault(self, n: int, what: str) -> ConfigError:
-        """The error of a size `n` of which there is no step: `what` happened, and what to do."""
+        """Returns the error for a size `n` without a step: `what` happened, and the remedy."""
         if n == self.at_least:
             bound = Argument(self.verb, "at_least")
             remedy = f"give {bound} the smallest size that there is"
@@ -78,11 +81,14 @@ class Sizes:
         return ConfigError(f"{what} {remedy}").naming(bound)
 
     def only_values_differ(self, n: int) -> bool:
-        """Whether the batch of size `n` has the smallest one's tensors, and other values beside them."""
+        """Returns whether the batch of size `n` has tensors of the same shapes as the batch of the smallest size."""
         return shapes(self.parts[n]) == shapes(self.parts[self.at_least])
 
     def _expected(self, n: int, which: int) -> int:
-        """On the line through the two largest sizes that are known: a mask that grows with the square is above it."""
+        """Returns the bytes of size `n` on the line through the two largest known sizes; `which` indexes `_nbytes`.
+
+        The line is a lower bound: tensors grow linearly with the size, or faster, as an attention mask does.
+        """
         known = sorted(self._nbytes)[-2:]
         if len(known) < 2 or n <= known[1]:
             return 0
@@ -91,18 +97,18 @@ class Sizes:
 
 
 def parts_of(batch: Any) -> list[Any]:
-    """What a batch holds, to tell one size from another: the shapes of its tensors, and other values."""
+    """Returns the contents of a batch by which sizes are told apart: the shapes of tensors, and all other values."""
     leaves, _ = batches.flatten(batch)
     return [list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def shapes(parts: list[Any]) -> list[Any]:
-    """The shapes among what a batch holds."""
+    """Returns the shapes in the result of `parts_of`."""
     return [part for part in parts if isinstance(part, list)]
 
 
 def check_range(verb: str, at_least: Any, at_most: Any) -> None:
-    """Raise ConfigError for what is no range of sizes."""
+    """Raises ConfigError unless ``1 <= at_least <= at_most``, both of them ints."""
     for name, value in (("at_least", at_least), ("at_most", at_most)):
         check_count(f"{verb}({name}={value!r})", value)
     if at_most < at_least:
