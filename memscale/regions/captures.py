@@ -19,10 +19,9 @@ import builtins
 import copy
 import functools
 import inspect
-import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -33,6 +32,7 @@ from torch import nn
 from memscale.core import Assembled, TransformError
 from memscale.regions.class_cache import cached_by_class
 from memscale.regions.code import code_names, code_reached, function_of, global_names
+from memscale.regions.contents_check import ContentsCheck
 from memscale.regions.environment import global_hooks
 from memscale.regions.kinds import Sort, is_followed, is_of_threads, sort_of
 from memscale.regions.randomness import HostGenerator, is_host_generator
@@ -45,7 +45,6 @@ from memscale.regions.state_slots import (
     Fields,
     Names,
     StateSlot,
-    dictionary_of,
     holds,
     read,
     write,
@@ -162,7 +161,7 @@ class Captures:
         self.generators: list[torch.Generator | HostGenerator] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.hooks: list[tuple[dict[Any, Any], Content]] = []
-        self._check: _ContentsCheck | None = None
+        self._check: ContentsCheck | None = None
         self._seen: set[int] = set()
         self._skips_modules = False
         self._copied: tuple[Collection[Any], list[int], list[int]] | None = None
@@ -237,7 +236,7 @@ class Captures:
 
     def seal(self) -> Captures:
         """Returns the captures, prepared for `is_current`. Must be called before any of the state can change."""
-        self._check = _ContentsCheck(self)
+        self._check = ContentsCheck([*zip(self.slots, self.contents, strict=True), *self.hooks])
         self._flags = self.flags()
         self.values = [tensor for _, _, tensor in self.tensors]
         self.has_stand_ins = any_stand_in(self.values)
@@ -525,59 +524,3 @@ class Captures:
         self._visit_each(self._add(container), home)
         if (attributes := getattr(container, "__dict__", None)) is not None:  # an instance of a subclass has one
             self._visit_container(attributes, home)
-
-
-_ORDINARY = {str, int}  # keys that compare in no time
-
-
-class _ContentsCheck:
-    """The recorded contents of captures, laid out so that `is_current` compares them in the least time."""
-
-    __slots__ = ("_empty", "_getters", "_keys", "_others", "_sized", "_sizes", "_tables", "_values")
-
-    def __init__(self, captures: Captures) -> None:
-        self._getters: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []  # of values in a dictionary or cell
-        self._values: list[Any] = []  # those values, all in one list
-        self._sized: list[dict[Any, Any]] = []
-        self._sizes: list[int] = []
-        self._tables: list[dict[Any, Any]] = []  # dictionaries whose order counts
-        self._empty: list[Any] = []
-        self._others: list[tuple[StateSlot, Content]] = []
-        for slot, content in (*zip(captures.slots, captures.contents, strict=True), *captures.hooks):
-            kind = type(slot)
-            if not content and kind in CONTAINERS:
-                self._empty.append(slot)
-            elif kind is types.CellType and content:
-                self._getters.append((operator.attrgetter("cell_contents", "cell_contents"), slot))
-                self._values += [*content, *content]
-            elif kind is Names and all(name in slot.mapping for name in slot.names):
-                self._add(slot.mapping, {name: slot.mapping[name] for name in slot.names})
-            elif kind is Attributes or (kind is Fields and not slot.members):
-                own = dictionary_of(slot)
-                self._sized.append(own)
-                self._sizes.append(len(content) + (slot.bookkeeping if kind is Attributes else 0))
-                self._add(own, content)
-            elif kind is dict and _ORDINARY.issuperset(map(type, content)):
-                self._tables.append(slot)
-                self._add(slot, content)
-            else:
-                self._others.append((slot, content))
-        self._keys = list(map(list, self._tables))
-
-    def _add(self, mapping: dict[Any, Any], content: Any) -> None:
-        if content:
-            names = (*content, next(iter(content)))  # of at least two names `itemgetter` makes a tuple
-            self._getters.append((operator.itemgetter(*names), mapping))
-            self._values += [content[name] for name in names]
-
-    def is_current(self) -> bool:
-        try:
-            return (
-                not any(self._empty)
-                and list(map(len, self._sized)) == self._sizes
-                and list(map(list, self._tables)) == self._keys
-                and all(map(operator.is_, chain.from_iterable([get(own) for get, own in self._getters]), self._values))
-                and all(holds(slot, content) for slot, content in self._others)
-            )
-        except (KeyError, ValueError):  # an entry or the contents of a cell are gone
-            return False

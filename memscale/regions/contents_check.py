@@ -1,0 +1,74 @@
+"""A comparison of state slots with their recorded contents, which every call of a region makes three times.
+
+Most slots are dictionaries of modules, whose values a prepared `operator.itemgetter` reads in one call.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+from memscale.regions.state_slots import CONTAINERS, Attributes, Content, Fields, Names, StateSlot, dictionary_of, holds
+
+_ORDINARY = {str, int}  # keys that compare in no time
+
+
+class ContentsCheck:
+    """Tells whether state slots still have their recorded contents.
+
+    Args:
+        contents: the slots and their contents, at the time of recording.
+    """
+
+    __slots__ = ("_empty", "_getters", "_keys", "_others", "_sized", "_sizes", "_tables", "_values")
+
+    def __init__(self, contents: list[tuple[StateSlot, Content]]) -> None:
+        self._getters: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []  # of values in a dictionary or cell
+        self._values: list[Any] = []  # those values, all in one list
+        self._sized: list[dict[Any, Any]] = []
+        self._sizes: list[int] = []
+        self._tables: list[dict[Any, Any]] = []  # dictionaries whose order counts
+        self._empty: list[Any] = []
+        self._others: list[tuple[StateSlot, Content]] = []
+        for slot, content in contents:
+            kind = type(slot)
+            if not content and kind in CONTAINERS:
+                self._empty.append(slot)
+            elif kind is types.CellType and content:
+                self._getters.append((operator.attrgetter("cell_contents", "cell_contents"), slot))
+                self._values += [*content, *content]
+            elif kind is Names and all(name in slot.mapping for name in slot.names):
+                self._add(slot.mapping, {name: slot.mapping[name] for name in slot.names})
+            elif kind is Attributes or (kind is Fields and not slot.members):
+                own = dictionary_of(slot)
+                self._sized.append(own)
+                self._sizes.append(len(content) + (slot.bookkeeping if kind is Attributes else 0))
+                self._add(own, content)
+            elif kind is dict and _ORDINARY.issuperset(map(type, content)):
+                self._tables.append(slot)
+                self._add(slot, content)
+            else:
+                self._others.append((slot, content))
+        self._keys = list(map(list, self._tables))
+
+    def _add(self, mapping: dict[Any, Any], content: Any) -> None:
+        if content:
+            names = (*content, next(iter(content)))  # of at least two names `itemgetter` makes a tuple
+            self._getters.append((operator.itemgetter(*names), mapping))
+            self._values += [content[name] for name in names]
+
+    def is_current(self) -> bool:
+        """Returns whether every slot holds the recorded objects, compared by `is`, in the same order."""
+        try:
+            return (
+                not any(self._empty)
+                and list(map(len, self._sized)) == self._sizes
+                and list(map(list, self._tables)) == self._keys
+                and all(map(operator.is_, chain.from_iterable([get(own) for get, own in self._getters]), self._values))
+                and all(holds(slot, content) for slot, content in self._others)
+            )
+        except (KeyError, ValueError):  # an entry or the contents of a cell are gone
+            return False
