@@ -1,1 +1,1 @@
-"""A step that is one process's of several: its collectives, and what FSDP2 and DDP keep about a model."""
+"""Simulation of one rank of a distributed step: its collectives, and the state that FSDP2 and DDP keep of a model."""

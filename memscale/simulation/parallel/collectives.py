@@ -1,4 +1,4 @@
-"""What a collective does in a simulated step: nothing is sent, and every process is taken to do what this one does."""
+"""Collectives in a simulated step: nothing is sent, and every other rank is assumed to act as this rank does."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from memscale.simulation.schedule.clock import Clock, Mark
 
 #: The namespace of the operators that `torch.distributed` calls for its process groups.
 NAMESPACE = "c10d"
-# Functional ones return new tensors, as other operators do; waiting for one gives the tensor itself.
+# Functional collectives return new tensors; a wait operator returns its own argument.
 _WAITS = {"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"}
 _WRAPS = {"_c10d_functional::_wrap_tensor_autograd"}
 _WRITES_NOTHING = {"c10d::barrier", "c10d::monitored_barrier_", "c10d::send"}
 _PUT_TOGETHER = ("all-gather", "reduce-scatter")
-_SUM = 0  # ReduceOp.SUM, as operators are given it
-_ENGINE = "_engine_run_backward"  # the function of torch that calls the engine of autograd
+_SUM = 0  # ReduceOp.SUM, as an argument of an operator
+_ENGINE = "_engine_run_backward"  # the Python function of torch that calls the autograd engine
 
 
 class Collective(NamedTuple):
     """A call of a collective.
 
     Attributes:
-        written: the tensors that it writes to.
-        given: those that it reads; in place, they are the same.
-        factor: what a sum over the processes is of one's part; 1 if it is no sum.
+        written: the tensors that the collective writes.
+        given: the tensors that the collective reads; equal to `written` for a collective in place.
+        factor: the number of ranks for a sum, since every rank is assumed to have this rank's values; else 1.
     """
 
     written: list[torch.Tensor]
@@ -41,7 +41,7 @@ class Collective(NamedTuple):
     factor: int
 
     def compute(self) -> None:
-        """Do what it does where all processes have the same."""
+        """Write the result of the collective for ranks that all have this rank's values."""
         for at, tensor in enumerate(self.written):
             source = self.given[min(at, len(self.given) - 1)].flatten()
             times = -(-tensor.numel() // max(1, source.numel()))
@@ -49,25 +49,25 @@ class Collective(NamedTuple):
 
 
 def is_wait(op: Any) -> bool:
-    """Whether `op` waits for the result of a functional collective, and returns it."""
+    """Whether `op` waits for the result of a functional collective and returns that result."""
     return op.name() in _WAITS
 
 
 def is_of_fsdp(op: Any) -> bool:
-    """Whether `op` is one of FSDP2's own: what it copies in before a collective, and out after it."""
+    """Whether `op` is an operator of FSDP2: the copies into a buffer before a collective, and out after it."""
     return bool(op.namespace == "fsdp")
 
 
 def is_wrap(op: Any) -> bool:
-    """Whether `op` makes such a result a tensor that waits when it is used."""
+    """Whether `op` wraps the result of a functional collective in a tensor that waits at its first use."""
     return op.name() in _WRAPS
 
 
 def collective(op: Any, args: Any) -> Collective:
-    """The call of an operator of `NAMESPACE`.
+    """Return the call of an operator of `NAMESPACE`.
 
     Raises:
-        ConfigError: it takes from another process what only that one has.
+        ConfigError: the operator receives data that only another process has computed.
     """
     name = op.name()
     if name.startswith("c10d::recv"):
@@ -81,8 +81,10 @@ def collective(op: Any, args: Any) -> Collective:
 
 
 def scratch_bytes(op: Any, args: Any, call: Collective) -> int:
-    """What a collective holds beside its tensors, for a moment: gloo puts the whole of what is gathered or scattered
-    together in memory of its own, and NCCL does not."""
+    """Return the scratch bytes of a collective beyond its tensors.
+
+    Gloo copies all shards of an all-gather or a reduce-scatter into one buffer of its own; NCCL needs none.
+    """
     group = _objects(args).get("ProcessGroup")
     if kind_of(op.name()) not in _PUT_TOGETHER or group is None or not dist.is_gloo_available():
         return 0
@@ -98,38 +100,38 @@ def _factor(args: Any) -> int:
 
 
 def _objects(args: Any) -> dict[str, Any]:
-    """The arguments that are objects of C++, by the name of their class."""
+    """Return the arguments that are C++ objects, by the name of their class."""
     given: list[Any] = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
     return {arg._type().name(): arg for arg in given}
 
 
 class Works:
-    """What collectives return beside tensors, and when they are over on the clock of the step.
+    """The `Work` objects that collectives return, and the ends of the collectives on the clock of the step.
 
     Args:
-        clock: of the step.
+        clock: the clock of the step.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._names: dict[str, None] = {}
-        self._spans: dict[str, Span] = {}  # by the name of the group
-        # C++ keeps the work and not its object in Python, without which it would wait for ever.
+        self._spans: dict[str, Span] = {}  # by the name of the process group
+        # C++ keeps a work but not its Python object; without references here, C++ would wait for ever.
         self._of_reducer: list[_Work] = []
         self._asked: set[_Work] = set()
-        self._to_come: dict[int, Mark] = {}  # of functional ones, by the address of the storage that they return
-        self._backward = -1  # the last one that was told to wait at its end
-        self._unawaited: list[Mark] = []  # in it
+        self._to_come: dict[int, Mark] = {}  # ends of functional collectives, by the address of the returned storage
+        self._backward = -1  # the graph task id of the backward pass whose end waits for `_unawaited`
+        self._unawaited: list[Mark] = []  # collectives that this backward pass has started and not waited for
 
     def returned(self, op: Any, args: Any, call: Collective) -> Any:
-        """What this call of `op` returns."""
+        """Return the result of this call of `op`: its tensors, and a work where its schema returns one."""
         mark = self._sent(op.name(), _objects(args).get("ProcessGroup"), _whole(call.given, call.written))
         work = self._work(call.written, mark)
         returned = [args[0] if "Tensor" in str(value.type) else work for value in op._schema.returns]
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def sent(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Take down a functional collective, whose result is there once it was waited for."""
+        """Record a functional collective, whose `result` is complete after a wait."""
         group = kwargs.get("group_name", args[-1])
         if isinstance(group, str):
             distributed: Any = dist.distributed_c10d
@@ -147,7 +149,7 @@ class Works:
             self._clock.wait(mark, self._clock.stream)
 
     def notes(self) -> list[str]:
-        """What is not known of the step because of them."""
+        """Return notes about the step's collectives: assumed link speeds, and memory of NCCL that is not counted."""
         hardware = self._clock.hardware
         notes = list(dict.fromkeys(filter(None, (assumed_links(each, hardware) for each in self._spans.values()))))
         notes = notes if self._clock.timed and hardware.flops_per_second else []
@@ -177,12 +179,12 @@ class Works:
     def _work(self, written: list[torch.Tensor], mark: Mark | None) -> Any:
         if torch._C._current_graph_task_id() == -1 or not _from_engine():
             self._of_reducer.clear()
-            # By reference: C++ may wait for a work that Python has let go of, but not for what it has written.
+            # Weak references: C++ may wait for a work that Python has dropped, and must not keep its tensors alive.
             results = [weakref.ref(tensor) for tensor in written]
             work = _Work(results, over=partial(self._over, mark), taken=partial(self._await_at_end, mark))
             self._asked.add(work)
         else:
-            # DDP's reducer takes a bucket's result from the future, and a fake work has none.
+            # DDP's reducer reads a bucket's result from the future of the work, which a fake work lacks.
             work = _Work(written)
             self._of_reducer.append(work)
             self._await_at_end(mark)
@@ -194,13 +196,13 @@ class Works:
             self._clock.wait(mark, self._clock.stream)
 
     def _await_at_end(self, mark: Mark | None) -> None:
-        """Let the end of the backward that runs wait for a bucket: of DDP's reducer, or of a communication hook."""
+        """Make the end of the current backward pass wait for `mark`, of DDP's reducer or of a communication hook."""
         backward = torch._C._current_graph_task_id()
         if mark is None or backward == -1:
             return
         self._unawaited.append(mark)
         if self._backward != backward:
-            # Its reducer waits for all buckets after the last, in a callback that it asks for then.
+            # DDP's reducer queues a callback for the end of the backward pass, where it waits for all buckets.
             self._backward = backward
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._backward_over)
@@ -213,7 +215,7 @@ class Works:
 
 
 def kind_of(name: str) -> str:
-    """Which of `COLLECTIVES` an operator is.
+    """Return the member of `COLLECTIVES` that an operator belongs to; the last one where no name matches.
 
     >>> kind_of("c10d::_allgather_base_"), kind_of("_c10d_functional::reduce_scatter_tensor")
     ('all-gather', 'reduce-scatter')
@@ -223,12 +225,12 @@ def kind_of(name: str) -> str:
 
 
 def _whole(given: list[torch.Tensor], returned: list[torch.Tensor]) -> int:
-    """The bytes of the larger side of a collective, which is the whole of what is gathered or scattered."""
+    """Return the bytes of the larger side of a collective: the gathered tensor, or the tensor to be scattered."""
     return max(sum(tensor.nbytes for tensor in side) for side in (given, returned))
 
 
 def _from_engine() -> bool:
-    """Whether C++ in the engine of autograd calls, which is a reducer, and no hook in Python."""
+    """Whether the autograd engine's C++ calls (DDP's reducer does), rather than a hook in Python."""
     frame = sys._getframe(1)
     inside = frame.f_globals["__name__"].rpartition(".")[0].rpartition(".")[0]
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
@@ -237,12 +239,12 @@ def _from_engine() -> bool:
 
 
 class _Work(dist.Work):
-    """The work of a collective.
+    """The work of a simulated collective.
 
     Args:
-        results: the tensors that it writes to, or weak references to them.
-        over: called when it is waited for.
-        taken: called when it is not, but its future may be.
+        results: the tensors that the collective writes, or weak references to these tensors.
+        over: called by `wait`.
+        taken: called by `get_future`, since a caller may wait for the future instead.
     """
 
     def __init__(
@@ -264,7 +266,7 @@ class _Work(dist.Work):
     def get_future(self) -> Any:
         future: Any = torch.futures.Future()
         future.set_result([each() if isinstance(each, weakref.ref) else each for each in self._results])
-        self._results = ()  # a bucket is to die when its reducer lets it go
+        self._results = ()  # else the work would keep a bucket alive after the reducer has dropped the bucket
         if self._taken is not None:
             self._taken()
         return future

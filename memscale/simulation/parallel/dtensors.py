@@ -1,4 +1,4 @@
-"""How DTensors find what an operator makes of their shards in a simulated step: fake, and once for each kind."""
+"""Sharding propagation of DTensors in a simulated step: with fake tensors, and once for each kind of tensor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DTENSOR = "torch.distributed.tensor._sharding_prop"
 
 @contextmanager
 def propagating() -> Iterator[None]:
-    """Let DTensors find shapes with fake tensors, of which a mode that lies below sees what is theirs alone.
+    """Make DTensors propagate shapes outside the simulation's dispatch mode, and shardings once for each kind.
 
-    Of the lists of an optimizer they ask about one of each kind: asking about each of 723 parameters took 12 s of the
-    16 s of a step, most of it in loops over the whole list for each of its tensors.
+    An optimizer passes lists with all parameters, and PyTorch's propagation loops over the whole list for each of its
+    tensors: without the grouping by kind, propagation is quadratic in the number of parameters.
     """
     if _DTENSOR not in sys.modules:
         yield
@@ -49,15 +49,15 @@ def propagating() -> Iterator[None]:
 
 
 def _of_kinds(schema: Any) -> tuple[Any, list[int]] | None:
-    """The same operator over lists with one tensor of each kind, and of each tensor its kind; None if that is no less.
+    """Return `schema` over lists with one tensor of each kind, and each tensor's kind; None if no list becomes shorter.
 
-    A kind is how the tensors at one place of the lists are laid out and sharded.
+    A kind is the layout and the sharding of the tensors at one index of the lists.
     """
     lists = [arg for arg in schema.args_schema if isinstance(arg, (list, tuple))]
     if not lists or len({len(each) for each in lists}) != 1 or schema.kwargs_schema:
         return None
     if not all(hasattr(each, "placements") for each in lists[0]):
-        return None  # a shape, as of a view
+        return None  # the list is a shape, as an argument of `view`
     numbers: dict[Any, int] = {}
     kinds: list[int] = []
     first: list[int] = []

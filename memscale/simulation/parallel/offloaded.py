@@ -1,4 +1,4 @@
-"""What FSDP2 keeps in the memory of the host beside a card, under `CPUOffloadPolicy`: where it lies, and its copies."""
+"""Host memory and host-device copies of FSDP2 under `CPUOffloadPolicy`, on a simulated card."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard"
 def offloaded_shards(
     storages: LiveStorages, clock: Clock, like: Callable[..., torch.Tensor], *, pins: bool
 ) -> Iterator[None]:
-    """Let FSDP2's own code find shards on the host in the body, in pinned memory if it `pins` them.
+    """Make ``Tensor.to`` and ``Tensor.is_pinned`` act for FSDP2's code as if shards were on the host of a real card.
 
-    It copies a shard to the card in the stream that gathers it, and the gradient back in the stream that reduced that,
-    by ``Tensor.to``, which does nothing where tensors are on the CPU wherever they lie.
+    FSDP2 copies a shard to the card in the all-gather stream, and the gradient back in the reduce-scatter stream, by
+    ``Tensor.to``. In a simulation all tensors are on the CPU, where the original ``Tensor.to`` would copy nothing.
 
     Args:
-        storages, clock: of the step; shards are offloaded.
-        like: makes a tensor with the layout of another one, ``offloaded=True`` or on the card.
-        pins: whether copies of shards go on by themselves.
+        storages: the live storages of the step, which know what is offloaded.
+        clock: the clock of the step.
+        like: makes a tensor with the layout of another one, on the host with ``offloaded=True``, else on the card.
+        pins: whether the shards are in pinned memory, from which copies are asynchronous.
     """
     to, is_pinned = torch.Tensor.to, torch.Tensor.is_pinned
 
@@ -57,9 +58,10 @@ def offloaded_shards(
 
 
 def host_bytes(builder: TraceBuilder, *, pins: bool) -> dict[str, int]:
-    """The most that the last step has on the host, by tier: shards and gradients, and beside them what is pageable.
+    """Return the most host bytes that offloaded storages of the last step hold at once, by tier.
 
-    PyTorch rounds what is pinned up to a power of two, each tensor by itself.
+    With `pins`, shards and gradients are ``pinned``, where PyTorch rounds each tensor up to a power of two bytes; all
+    other offloaded storages are ``pageable``.
     """
     most: dict[str, int] = {}
     now = {"pinned": 0, "pageable": 0}

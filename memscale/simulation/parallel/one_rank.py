@@ -1,4 +1,4 @@
-"""One process's part of a plain model under FSDP2 or DDP, in a process group that is not there."""
+"""The first rank's part of a plain model under FSDP2 or DDP, in a fake process group."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from memscale.simulation.sandbox.process_state import placed
 def one_rank(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Parallel
 ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None]]:
-    """The first process's part of `model`, on meta, and an optimizer like `optimizer` over that.
+    """Yield rank 0's part of `model`, on meta, and an optimizer like `optimizer` over that part.
 
-    The arguments stay as they are. FSDP2 shards the modules that are asked for and the root, each on its own; the first
-    process has the most where shards differ.
+    The arguments stay unchanged. FSDP2 shards each module of `spec.shard` and the root by itself; where shards differ
+    in size, rank 0 has the largest.
 
     Raises:
-        RuntimeUnavailable: there is no `torch.distributed`, or this process is one of several already.
+        RuntimeUnavailable: PyTorch lacks `torch.distributed`, or this process has a process group already.
     """
     if not dist.is_available():
         raise RuntimeUnavailable("profile(parallel=...) needs torch.distributed, which this PyTorch was built without")
@@ -43,7 +43,7 @@ def one_rank(
     if spec.kind == "fsdp2":
         check_places(model)
     part = _on_meta(model)
-    on_error = sys.excepthook  # of which PyTorch puts one that says "[rank0]" around, each time, and leaves it there
+    on_error = sys.excepthook  # init_process_group() wraps the hook to print "[rank0]", and never unwraps it
     with own_threads(), _of_these_threads():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=spec.world)
         sys.excepthook = on_error
@@ -55,7 +55,7 @@ def one_rank(
 
 @contextmanager
 def _of_these_threads() -> Iterator[None]:
-    """Tell other threads of no process group: there is none but the simulation's."""
+    """Hide the simulation's process group from other threads, which see no default group."""
     world: Any = type(dist.distributed_c10d._world)
     default = world.default_pg
 
@@ -77,13 +77,13 @@ def _part(
         _shard(part, mesh, spec)
         runs = part
     else:
-        # Nothing to agree on with the others: they have no numbers either.
+        # init_sync would compare and broadcast parameters, which are on meta.
         runs = nn.parallel.DistributedDataParallel(part, init_sync=False)
     return runs, None if optimizer is None else _over(optimizer, model, part)
 
 
 def check_places(model: nn.Module) -> None:
-    """Raise TransformError for a region of `model` that moves parameters, which FSDP2 has."""
+    """Raise TransformError for a region of `model` that moves parameters, which FSDP2 moves too."""
     if placing := [path for path, each in model.named_modules() if placing_in(each)]:
         raise TransformError(
             f"the plan moves the parameters of {placing[0] or 'the model'!r} with offload(what='params'), and "
@@ -93,7 +93,7 @@ def check_places(model: nn.Module) -> None:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose parameters take no memory; buffers, whose values may decide something, are copied."""
+    """Return a copy of `model` with parameters on meta and buffers on the CPU, since control flow may read buffers."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -106,7 +106,7 @@ def _on_meta(model: nn.Module) -> nn.Module:
 def _mesh(spec: Parallel) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    # Of what the simulation has, whatever is in this machine.
+    # The mesh is always of CPU devices, since all simulated tensors are on the CPU.
     if spec.tensor == 1:
         return init_device_mesh("cpu", (spec.world,))
     return init_device_mesh("cpu", (spec.world // spec.tensor, spec.tensor), mesh_dim_names=("data", "tensor"))
@@ -120,7 +120,7 @@ def _shard(model: nn.Module, mesh: Any, spec: Parallel) -> None:
     else:
         patterns = spec.shard
         named = [(path, module) for path, module in model.named_modules() if path]
-        # Those inside of others first.
+        # fully_shard() has to be called on inner modules before the modules around them.
         named.sort(key=lambda each: -each[0].count("."))
         chosen = [module for path, module in named if any(matches(pattern, path) for pattern in patterns)]
     for block in chosen:
@@ -129,7 +129,7 @@ def _shard(model: nn.Module, mesh: Any, spec: Parallel) -> None:
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules of one class in lists of them: the layers of a transformer, stages of a convnet."""
+    """Return the outermost repeated modules: children of a list that share their class, such as transformer layers."""
     found = []
     children = list(module.children())
     alike = isinstance(module, (nn.ModuleList, nn.Sequential))

@@ -1,4 +1,4 @@
-"""What FSDP2 and DDP keep about a model: made ready for a simulated step, and put back exactly as it was."""
+"""The state that FSDP2 and DDP keep about a model: prepared for a simulated step, and restored after it."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _DDP = "torch.nn.parallel.distributed"
 _DEEPSPEED = "deepspeed."
 _MESHES = {"cpu", "cuda"}
 _REMOTE = "torch.distributed.nn"
-# Modules of FSDP2 that ask for the module of a device, for its streams.
+# Modules of FSDP2 that call `_get_device_handle` for a device's streams.
 _ASK_FOR_STREAMS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state")
 _CONTAINERS = (dict, list, set, deque)
-# Made at the first call, from when on state_dict() and load_state_dict() go through FSDP2.
+# FSDP2 registers these hooks at the first forward call; state_dict() and load_state_dict() run FSDP2's code then.
 _HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 class Sharded:
-    """The modules among those of a step that are one process's part of a distributed model.
+    """The modules of a step that FSDP2 or DDP has distributed.
 
     Args:
-        modules: all that the step reaches.
-        on_card: whether the device that is simulated has memory of its own.
+        modules: all modules that the step reaches.
+        on_card: whether the simulated device has memory of its own.
 
     Attributes:
-        offloaded: the parameters whose shards stay beside the device, by `CPUOffloadPolicy`.
-        pins: whether in pinned memory.
+        offloaded: the parameters whose shards stay in host memory, by `CPUOffloadPolicy`.
+        pins: whether the offloaded shards are in pinned memory.
 
     Raises:
-        ConfigError: some are distributed in a way that one process cannot simulate.
+        ConfigError: a module is distributed in a way that one process cannot simulate.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, on_card: bool) -> None:
@@ -78,13 +78,13 @@ class Sharded:
 
     @property
     def tensors(self) -> list[Any]:
-        """The parameters of this process, also where a forward has left the gathered ones in the modules."""
+        """The sharded parameters of this rank, also where a forward has left gathered parameters in the modules."""
         return [parameter.sharded_param for parameter in self._parameters]
 
     def cut(self, module: nn.Module) -> Iterator[list[tuple[int, Any]]]:
-        """The bytes of each group's parameters that shards were cut from, where these had numbers, and the shards.
+        """Yield a list of (bytes of the whole parameter, shard) for each group of parameters that was not on meta.
 
-        Of a model that was sharded on meta only shards ever come to a device, by `Module.to_empty`.
+        A model that was sharded on meta never has whole parameters on a device: `Module.to_empty` makes shards only.
         """
         for group in fsdp_groups_of(module):
             if id(group) in self._cut:
@@ -94,7 +94,7 @@ class Sharded:
                 ]
 
     def sent_at_first(self) -> Iterator[int]:
-        """The bytes of each piece in which DDP sends the first process's numbers to all, when it is made."""
+        """Yield the bytes of each flat buffer in which DDP's constructor broadcasts rank 0's parameters and buffers."""
         for replica in self._replicas:
             pieces: dict[torch.dtype, list[int]] = {}
             for tensor in (*replica.module.parameters(), *replica.module.buffers()):
@@ -107,9 +107,9 @@ class Sharded:
 
     @contextmanager
     def on_streams(self, streams: SimulatedStreams | None) -> Iterator[None]:
-        """Let FSDP2 take its streams and events from there; `as_it_was` puts back what it keeps of them.
+        """Make FSDP2 take its streams and events from `streams`; `as_it_was` restores the objects that FSDP2 keeps.
 
-        None changes nothing: a CPU has no streams in truth either.
+        None changes nothing, for a simulated CPU, which has no streams.
         """
         if streams is None or not self._states:
             yield
@@ -132,7 +132,7 @@ class Sharded:
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Put back after the body what FSDP2 keeps. What DDP keeps in Python are attributes of its module."""
+        """Restore FSDP2's state after the body; DDP's Python state is restored with the attributes of its module."""
         places: list[tuple[StateSlot, Any]] = []
         _add(self._states, places, set())
         for parameter in self._parameters:
@@ -148,31 +148,31 @@ class Sharded:
                 write(place, content)
 
     def begin(self) -> None:
-        """Bring everything to where it is before a first step, with memory of the simulation's for what comes."""
+        """Reset FSDP2's and DDP's state to that before a first step, so that later buffers are the simulation's."""
         for state in self._states:
             for group in fsdp_groups(state):
                 for parameter in group.fsdp_params:
-                    # It frees what was gathered by resizing its memory, and would do that to the caller's.
+                    # FSDP2 frees a gathered parameter by resizing its storage, and would resize the caller's.
                     parameter._setattr_on_modules(parameter.sharded_param)
                     parameter.sharded_state = type(parameter.sharded_state).SHARDED
                     parameter.all_gather_outputs = []
                     parameter.__dict__.pop("_unsharded_param", None)
-                    if "unsharded_accumulated_grad" in vars(parameter):  # else it is what the gathered one has
+                    if "unsharded_accumulated_grad" in vars(parameter):  # else a property of the gathered parameter
                         parameter.unsharded_accumulated_grad = None
                 group._sharded_state = type(group._sharded_state).SHARDED
-                group._reset_sharded_params = False  # their memory is another one now
+                group._reset_sharded_params = False  # the shards have other storages in the simulation
                 group._all_gather_result = group._partial_reduce_output = None
         for replica in self._replicas:
             _renew(replica)
 
 
 def _put_together(piece: list[int]) -> Iterator[int]:
-    if len(piece) > 1:  # one tensor is sent from where it is
+    if len(piece) > 1:  # a single tensor is sent from its own storage, without a flat buffer
         yield sum(piece)
 
 
 def check_followed(module: nn.Module) -> None:
-    """Raise ConfigError for what others distributed in a way that one process cannot simulate."""
+    """Raise ConfigError for a module of FSDP1, DeepSpeed or another process, which one process cannot simulate."""
     name = type(module).__name__
     if _is_of(module, _FSDP1):
         raise ConfigError(
@@ -198,14 +198,14 @@ def _is_of(module: nn.Module, name: str) -> bool:
 
 def _fsdp_states(modules: Sequence[nn.Module]) -> list[Any]:
     if f"{_FSDP2}._fsdp_state" not in sys.modules:
-        return []  # nothing can have been sharded, and importing it takes a second
+        return []  # no module can be sharded, and the import takes a second
     state_of: Callable[[nn.Module], Any] = sys.modules[f"{_FSDP2}._fsdp_state"]._get_module_fsdp_state
     found = {id(state): state for module in modules if (state := state_of(module)) is not None}
     return list(found.values())
 
 
 def mesh_of(module: nn.Module) -> Any:
-    """The mesh that FSDP2 has sharded this module's own group over; None if it has not."""
+    """Return the mesh over which FSDP2 has sharded this module's own group; None if FSDP2 has not sharded it."""
     for state in _fsdp_states([module]):
         for group in fsdp_groups(state):
             return group.mesh_info.mesh
@@ -213,7 +213,7 @@ def mesh_of(module: nn.Module) -> Any:
 
 
 def _add(thing: Any, places: list[tuple[StateSlot, Any]], seen: set[int]) -> None:
-    """Add what FSDP2's objects hold, and the containers in them."""
+    """Add to `places` the attributes of FSDP2's objects and the containers in these, with their contents."""
     if id(thing) in seen:
         return
     if isinstance(thing, _CONTAINERS):
@@ -230,7 +230,7 @@ def _add(thing: Any, places: list[tuple[StateSlot, Any]], seen: set[int]) -> Non
 
 
 def _remembers(state: Any) -> bool:
-    """Whether the state of a communication hook may be changed by a call."""
+    """Whether a call of a communication hook may change the hook's `state`."""
     if isinstance(state, torch.distributed.ProcessGroup):
         return False
     fields = getattr(state, "__dict__", None) or getattr(type(state), "__slots__", ())  # PowerSGD's are in slots
@@ -238,10 +238,10 @@ def _remembers(state: Any) -> bool:
 
 
 def _renew(replica: Any) -> None:
-    """Give a DDP module another reducer.
+    """Give a DDP module a new reducer, whose buckets are in the simulation.
 
-    Its own is in C++, waits for the gradients of the caller's parameters and remembers in which order they came, which
-    nobody can put back. The other one has its buckets in the simulation.
+    The module's own reducer is in C++, waits for gradients of the caller's parameters, and records the order in which
+    gradients arrive; that order cannot be restored.
     """
     hooks = replica._comm_hooks
     if any(_remembers(state) for _, state in hooks):

@@ -1,4 +1,4 @@
-"""How a step is one process's of several, as a value: under FSDP2 or DDP, over how many processes."""
+"""The parallel spec of a step as a value: FSDP2 or DDP, over how many processes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _KNOWN = ("ddp", "fsdp2")
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a step is one process's of several.
+    """The parallel spec of a distributed step: the kind of parallelism and the numbers of processes.
 
     >>> print(Parallel("fsdp2", 64))
     fsdp2 over 64 processes
 
     Args:
         kind: ``"fsdp2"`` or ``"ddp"``.
-        world: how many processes.
-        shard: patterns of the modules that FSDP2 shards beside the root; None is the repeated blocks.
-        tensor: over how many of them each weight is split besides, by the model's ``tp_plan``.
+        world: the number of processes.
+        shard: patterns of the modules that FSDP2 shards besides the root; None means the repeated blocks.
+        tensor: the number of processes over which each weight is split by the model's ``tp_plan``; 1 splits none.
     """
 
     kind: ParallelKind
@@ -44,10 +44,10 @@ class Parallel:
 
     @classmethod
     def of(cls, model: Any, parallel: Any, world: Any, shard: Any, tensor: Any, *, caller: str) -> Parallel | None:
-        """What the arguments of `caller` mean for `model`; None for a step that is trained as it is.
+        """Return the spec that the arguments of `caller` describe for `model`; None where `parallel` is None.
 
         Raises:
-            ConfigError: `parallel`, `world`, `shard`, `tensor` or `model` is not what it takes.
+            ConfigError: `parallel`, `world`, `shard`, `tensor` or `model` has a wrong type or value.
         """
         if parallel is None:
             about = {"world": world, "shard": shard, "tensor": tensor}
@@ -69,7 +69,7 @@ class Parallel:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{caller}(parallel={parallel!r}) needs a module; distribute it inside the function")
         for module in model.modules():
-            check_followed(module)  # its copy would be a plain model, of the parts that one process has
+            check_followed(module)  # a copy of a distributed module would be a plain model of one rank's parts
         if is_distributed(model):
             raise ConfigError(
                 f"{caller}(parallel={parallel!r}) takes a plain model, and this is distributed already; leave parallel "
@@ -81,21 +81,21 @@ class Parallel:
 
     @classmethod
     def of_distributed(cls, model: Any) -> Parallel | None:
-        """How `model` is one process's of several already: its owner sharded or replicated it; None if neither."""
+        """Return the spec of a `model` that its owner has distributed by FSDP2 or DDP; None for any other model."""
         for module in model.modules() if isinstance(model, nn.Module) and dist.is_available() else ():
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 return cls("ddp", dist.get_world_size(module.process_group))
             if (mesh := mesh_of(module)) is not None:
-                # Weights that are split besides are on a mesh of both dimensions.
+                # Weights with tensor parallelism are on a mesh with both dimensions, of more processes.
                 return cls("fsdp2", max(mesh.size(), *(each.device_mesh.size() for each in _spread(model))))
         return None
 
     def is_like(self, other: Parallel | None) -> bool:
-        """Whether a plan for these processes is one for `other`, of which nobody may know what was sharded."""
+        """Whether a plan for this spec fits `other`: equal `kind` and `world`, since `other.shard` may be unknown."""
         return other is not None and (self.kind, self.world) == (other.kind, other.world)
 
     def among(self, model: nn.Module) -> Parallel:
-        """The same for a model that lacks some modules: without the patterns that match nothing in it."""
+        """Return this spec for `model`, which may lack modules: without the patterns that match nothing in `model`."""
         if self.shard is None:
             return self
         paths = [path for path, _ in model.named_modules()]
@@ -103,25 +103,25 @@ class Parallel:
         return dataclasses.replace(self, shard=kept)
 
     def to_data(self) -> dict[str, Any]:
-        """The value as JSON data."""
+        """Return the spec as JSON data."""
         return {"parallel": self.kind, "world": self.world, "shard": self.shard, "tensor": self.tensor}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Parallel:
-        """The value that `to_data` wrote."""
+        """Return the spec that `to_data` wrote."""
         shard = None if data["shard"] is None else tuple(data["shard"])
         return cls(data["parallel"], data["world"], shard, data.get("tensor") or 1)
 
 
 def is_distributed(model: Any) -> bool:
-    """Whether parts of `model` are a process's of several, by FSDP2, DDP or DTensors of its owner's."""
+    """Whether the owner of `model` has distributed it, by FSDP2, DDP or DTensors."""
     if not isinstance(model, nn.Module):
         return False
     return Parallel.of_distributed(model) is not None or bool(_spread(model))
 
 
 def _spread(model: nn.Module) -> list[Any]:
-    """The parameters of `model` that are DTensors."""
+    """Return the parameters of `model` that are DTensors."""
     return [parameter for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
 
 
@@ -146,7 +146,7 @@ def _patterns(model: nn.Module, parallel: str, shard: Any, caller: str) -> tuple
     return found
 
 
-# The names that transformers gives styles of `torch.distributed.tensor.parallel`, in its versions.
+# The names in transformers (of several versions) of the styles of `torch.distributed.tensor.parallel`.
 _COLUMNS, _WHOLE, _ROWS, _LOOK_UP = "colwise", ("colwise_rep", "colwise_gather_output"), "rowwise", "embedding_rowwise"
 _STYLES = (_COLUMNS, *_WHOLE, _ROWS, _LOOK_UP)
 _HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -179,7 +179,7 @@ def check_tensor(model: nn.Module, parallel: str, world: int, tensor: Any, *, ca
             raise ConfigError(
                 f"{asked}: {path} is a {type(module).__name__}, which DTensor splits in no such style{own}"
             )
-    # DTensor splits rows unevenly where it must, but a head is on one process.
+    # DTensor can split rows unevenly, but every attention head has to be whole on one process.
     for name in _HEADS:
         heads = getattr(getattr(model, "config", None), name, None)
         if isinstance(heads, int) and heads % tensor:
@@ -189,7 +189,7 @@ def check_tensor(model: nn.Module, parallel: str, world: int, tensor: Any, *, ca
 
 
 def split(model: nn.Module, mesh: Any) -> None:
-    """Split the weights of `model` over `mesh`; what several modules share stays one."""
+    """Split the weights of `model` over `mesh` by its ``tp_plan``; a weight that several modules share stays shared."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -217,7 +217,7 @@ def split(model: nn.Module, mesh: Any) -> None:
 
 
 def _styles(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """The modules that the model's plan splits, by their paths, and how."""
+    """Yield (path, (module, style)) for each module that the model's ``tp_plan`` splits."""
     plan = getattr(model, "tp_plan", None) or {}
     for path, module in model.named_modules():
         for pattern, style in plan.items():

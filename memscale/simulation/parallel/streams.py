@@ -1,4 +1,4 @@
-"""The streams of a device that is not there, as FSDP2 asks for them, on the clock of the step."""
+"""The streams and events of a simulated device, in the interface that FSDP2 calls, timed by the clock of the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memscale.simulation.schedule.clock import Clock, Mark, SideStream
 
 
 class SimulatedEvent:
-    """A point in a stream."""
+    """A point in a simulated stream, as ``torch.cuda.Event``."""
 
     def __init__(self, clock: Clock, *_: Any, **__: Any) -> None:
         self._clock = clock
@@ -33,7 +33,7 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """A stream: the main one, or one beside it."""
+    """A simulated stream, as ``torch.cuda.Stream``: the main stream where `side` is None, else a side stream."""
 
     def __init__(self, clock: Clock, side: SideStream | None) -> None:
         self._clock = clock
@@ -43,7 +43,7 @@ class SimulatedStream:
         self._clock.wait(self._clock.mark(other.side), self.side)
 
     def wait_event(self, event: Any) -> None:
-        if isinstance(event, SimulatedEvent):  # others were recorded before the simulation, and are over
+        if isinstance(event, SimulatedEvent):  # a real event was recorded before the simulation, and is complete
             event.wait(self)
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
@@ -53,7 +53,7 @@ class SimulatedStream:
 
 
 class SimulatedStreams:
-    """What FSDP2 uses of the module of a device, such as ``torch.cuda``."""
+    """The part of a device module (such as ``torch.cuda``) that FSDP2 uses: its streams and events."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
