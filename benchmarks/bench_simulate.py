@@ -3,6 +3,7 @@
     python benchmarks/bench_simulate.py                            # profiles of Llama 8B and 70B shapes with each plan
     python benchmarks/bench_simulate.py --plan                     # planning, for two budgets each
     python benchmarks/bench_simulate.py --plan --only llama-405b
+    python benchmarks/bench_simulate.py --long                     # plans of a Llama 8B for one long row on one card
 
 Models are on meta, the device is an H100, the optimizer AdamW. Processor time of the process, one thread: what else the
 machine does counts only where it slows the processor down.
@@ -37,6 +38,7 @@ GPT2_PLAN_SECONDS = 3.0
 PROFILED = ("llama-8b", "llama-70b")
 PLANNED = ("gpt2", *SHAPES)
 BUDGETS = (0.75, 0.5)  # of what the step takes as it is
+LONG_ROWS, LONG_SECONDS = (2**17, 2**18, 2**19), 60.0  # tokens, and for each the seconds after which the search ends
 
 
 def built(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], str]:
@@ -115,17 +117,48 @@ def planning(name: str) -> dict[str, float]:
     return found
 
 
+def long_row(count: int) -> dict[str, float]:
+    """The plan of a Llama 8B with so many tokens in one row, whose rows may be cut, within what an H100 gives."""
+    config = transformers.LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=count,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.zeros(1, count, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    step = {"optimizer": torch.optim.AdamW(model.parameters(), fused=True), "hardware": "h100", "exact": False}
+    seconds, plan = timed(lambda: ms.plan(model, batch, "78.6GiB", seconds=LONG_SECONDS, **step))
+    planned = plan.evidence.planned
+    print(
+        f"{count:>7,} tokens: {seconds:5.1f} s   target {LONG_SECONDS} s   "
+        f"{planned.taken_bytes / 2**30:.1f} of 78.6 GiB, a step in {planned.step_seconds:.1f} s",
+        flush=True,
+    )
+    return {"seconds": seconds, "taken_bytes": planned.taken_bytes, "step_seconds": planned.step_seconds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help=f"of {', '.join(PLANNED)}, with commas between")
     parser.add_argument("--rounds", type=int, default=3, help="of profiles; their median counts")
     parser.add_argument("--plan", action="store_true", help="time planning")
+    parser.add_argument("--long", action="store_true", help="plans for one long row")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["MEMSCALE_CACHE"] = ""  # where plans of before would be found
     names = [name for name in options.only.split(",") if name] or (PLANNED if options.plan else PROFILED)
-    found = {name: planning(name) if options.plan else profiles(name, options.rounds) for name in names}
+    if options.long:
+        found = {str(count): long_row(count) for count in LONG_ROWS}
+    else:
+        found = {name: planning(name) if options.plan else profiles(name, options.rounds) for name in names}
     if options.output:
         options.output.write_text(json.dumps({"environment": environment("cpu"), "results": found}, indent=2) + "\n")
 

@@ -75,6 +75,6 @@ def test_the_gradient_of_a_tied_head_is_made_last_where_the_step_is_largest_in_b
     plan = ms.DecisionEngine(model, words, config=rounds, stepping=["step_in_backward"], **step).smallest()
     assert next(rule.transform for rule in plan if rule.pattern == "head").late_gradient
     menu = Menu.of(["tile"], torch.float32, words)
-    untied = [how for each in menu.for_outside(_Speaker(tied=False), ()) for _, how in each.rules]
+    untied = [how for each in menu.for_outside(_Speaker(tied=False), (), None) for _, how in each.rules]
     assert untied
     assert not any(how.late_gradient for how in untied)

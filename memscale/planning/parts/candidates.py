@@ -25,6 +25,8 @@ from memscale.transforms import Cut, cast, checkpoint, may_be_proven, offload, t
 # Into how many pieces rows are cut: enough for what is alive at once to be small, few enough for large products. Finer
 # where nothing fits otherwise: as many pieces take as many times as long to simulate.
 _CHUNKS, _FINE_CHUNKS = 4, 16
+# Positions of a row in one of more pieces, up to as many as are fine.
+_MOST_POSITIONS = 2**15
 _HEAD_CHUNKS, _LATE_HEAD_CHUNKS = (4, 16, 64), 16
 # Of a piece of a whole part, but for fine ones: of a GPT-2 with 4 x 512 tokens on a CPU pieces of one row took 7 % more
 # time than pieces of two, and the step held 3 % less.
@@ -43,7 +45,7 @@ _ROW_BY_ROW = frozenset(
     for line in (
         "mm addmm _addmm_activation add.Tensor add.Scalar sub.Tensor mul.Tensor mul.Scalar div.Tensor div.Scalar exp",
         "gelu silu relu sigmoid tanh pow.Tensor_Scalar rsqrt hardswish elu leaky_relu softplus mish _to_copy clone",
-        "native_layer_norm _fused_rms_norm _unsafe_view",
+        "native_layer_norm _fused_rms_norm _unsafe_view mean.dim",
     )
     for name in line.split()
 )
@@ -105,6 +107,7 @@ class Menu:
         techniques: the names of those that may be used, as in `Config.eligible`, with ``"stream"``.
         dtype: what `cast` computes in.
         rows: how many rows the batch has, along its first dimension.
+        positions: how many each row has, along the second one; 1 where there is none.
         casts: whether the whole model is cast.
         fine: whether rows are cut into small pieces, too.
     """
@@ -114,13 +117,15 @@ class Menu:
     rows: int
     casts: bool = False
     fine: bool = False
+    positions: int = 1
 
     @classmethod
     def of(cls, techniques: Iterable[str], dtype: torch.dtype, batch: Any) -> Menu:
         """The menu for `batch`."""
         # Of a mapping those of the keyword that is passed first, which `tile` cuts.
         leaves = batches.tensors([*batch.values()] if isinstance(batch, Mapping) else batch)
-        return cls(frozenset(techniques), dtype, next((leaf.shape[0] for leaf in leaves if leaf.dim()), 1))
+        shape = next((leaf.shape for leaf in leaves if leaf.dim()), (1,))
+        return cls(frozenset(techniques), dtype, shape[0], positions=shape[1] if len(shape) > 1 else 1)
 
     def for_part(self, part: Part, step: Trace) -> tuple[Candidate, ...]:
         """The candidates for `part`, simplest first, `AS_IT_IS` before all."""
@@ -136,7 +141,8 @@ class Menu:
             for child in (part.children if may_cut else ())
             if _is_row_by_row(part.module.get_submodule(child), operators_of(step, f"{part.path}.{child}".lstrip(".")))
         ]
-        pieces = self._tile(_CHUNKS)
+        pieces = self._tile(self._pieces)
+        together = self._together(part.module, part.path, step) if may_cut else ()
         # Pieces within a recompute are many small kernels, which the host of a card is too slow for; and blocks of such
         # and of other kinds leave its allocator holes: with them a Llama 8B at three quarters of its memory took 2.41
         # times as long as it is, and 2.07 without.
@@ -167,6 +173,8 @@ class Menu:
                 others = tuple((other, again) for other in part.children if other != child)
                 if others:
                     yield Candidate((*others, (child, pieces)))
+        if together and may("checkpoint"):
+            yield Candidate(((whole, again), *together))
         if chunks := self._whole_chunks(part, step):
             yield from self._cut_whole(part, step)
             cut_in = partial(tile, chunks=chunks, **_dims(part.module))
@@ -186,12 +194,16 @@ class Menu:
                 yield Candidate(((whole, compose(offload(), checkpoint(policy=policies.dots_saveable))),))
                 for child in cut:
                     yield Candidate(((whole, compose(offload(), again)), (child, pieces)))
+                if together:
+                    yield Candidate(((whole, compose(offload(), again)), *together))
         if may("stream") and any(each.nbytes >= _FEWEST_BYTES for each in part.module.parameters()):
             streamed = offload(what="params")
             yield Candidate(((whole, streamed),))
             if may("checkpoint"):
                 yield Candidate(((whole, compose(streamed, again)),))
                 yield Candidate(((whole, compose(streamed, offload(), again)),))
+                if together:
+                    yield Candidate(((whole, compose(streamed, offload(), again)), *together))
 
     def for_group(self, group: Part, inside: Iterable[str], step: Trace) -> tuple[Candidate, ...]:
         """The candidates for a part around those at the paths `inside`, beside what these have of their own."""
@@ -219,10 +231,15 @@ class Menu:
             if each:
                 yield Candidate((("", tile(chunks=each, **_dims(part.module))),))
 
-    def for_outside(self, model: nn.Module, parts: tuple[Part, ...]) -> tuple[Candidate, ...]:
-        """The candidates for what is outside of the parts: the loss head."""
+    def for_outside(self, model: nn.Module, parts: tuple[Part, ...], step: Trace) -> tuple[Candidate, ...]:
+        """The candidates for what is outside of the parts: the loss head, and with it the norms of one long row."""
         paths = [part.path for part in parts]
-        return (AS_IT_IS, *(() if "" in paths else self._of_head(model, paths)))
+        heads = () if "" in paths else self._of_head(model, paths)
+        norms: Rules = ()
+        for around in dict.fromkeys(path.rpartition(".")[0].rpartition(".")[0] for path in paths) if heads else ():
+            within = self._together(model.get_submodule(around), around, step, fewest=1)
+            norms += Candidate(within).at(around)
+        return (AS_IT_IS, *heads, *(Candidate((*norms, *each.rules)) for each in heads if norms))
 
     def _of_head(self, model: nn.Module, paths: Iterable[str]) -> tuple[Candidate, ...]:
         head = loss_head(model, paths) if self.tiles else None
@@ -237,6 +254,35 @@ class Menu:
     def tiles(self) -> bool:
         """Whether rows may be cut."""
         return "tile" in self.techniques
+
+    @property
+    def _is_one_row(self) -> bool:
+        """Whether pieces are of positions, of a row that is longer than one piece."""
+        return self.rows < _CHUNKS and self.positions > _MOST_POSITIONS
+
+    @property
+    def _pieces(self) -> int:
+        """Into how many pieces a row is cut: of a long one they are no longer than any other."""
+        if not self._is_one_row:
+            return _CHUNKS
+        return max(_CHUNKS, min(_FINE_CHUNKS, self.positions // _MOST_POSITIONS))
+
+    def _together(self, module: nn.Module, path: str, step: Trace, fewest: int = 2) -> Rules:
+        """All that works on each position alone right inside a module, cut at once where the rows are long; none where
+        that are less than so many.
+
+        Of a Llama 8B with 128K tokens each norm makes several tensors of 2 GiB for a moment.
+        """
+        if not self._is_one_row:
+            return ()
+        found = [
+            name
+            for name, child in module.named_children()
+            if not isinstance(child, (nn.Linear, nn.Embedding))
+            and _is_row_by_row(child, operators_of(step, f"{path}.{name}".lstrip(".")), fewest_dims=1)
+        ]
+        pieces = self._tile(self._pieces)
+        return tuple((name, pieces) for name in found) if len(found) >= fewest else ()
 
     def _whole_chunks(self, part: Part, step: Trace) -> int:
         """Into how many pieces the rows of a whole part are cut; 0 if they cannot be.
@@ -301,7 +347,7 @@ def _technique(transform: Transform) -> str:
     return "stream" if getattr(transform, "what", None) == "params" else transform.spelling
 
 
-def _is_row_by_row(module: nn.Module, operators: frozenset[str]) -> bool:
+def _is_row_by_row(module: nn.Module, operators: frozenset[str], fewest_dims: int = 2) -> bool:
     # An operator's overloads have their names behind a dot.
     names = {name.removesuffix(".default") for name in operators}
-    return bool(names) and names <= _ROW_BY_ROW and any(parameter.ndim == 2 for parameter in module.parameters())
+    return bool(names) and names <= _ROW_BY_ROW and any(fewest_dims <= each.ndim <= 2 for each in module.parameters())

@@ -140,7 +140,7 @@ class Search:
             if part.alike not in by_family:
                 by_family[part.alike] = self.menu.for_part(part, self.plain)
             menus.append(by_family[part.alike])
-        menus.append(self.menu.for_outside(self._model, self.parts))
+        menus.append(self.menu.for_outside(self._model, self.parts, self.plain))
 
         def simulate(rules: Rules, away: frozenset[str]) -> Trace:
             self._trial_steps += 1

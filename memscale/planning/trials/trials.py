@@ -44,6 +44,8 @@ _T = TypeVar("_T")
 #: Trials by family and candidate.
 Trials = dict[tuple[object, Candidate], Trial]
 
+_HEAD_CUT = tile(chunks=2)  # as `_cuts` tells it
+
 
 class TrialSteps:
     """The simulations: as few as there are candidates for each part that none is alike to."""
@@ -61,6 +63,10 @@ class TrialSteps:
             self.families.setdefault(part.alike, []).append(row)
         self.families[None] = [len(parts)]
         self._tells: dict[frozenset[str], bool] = {}  # whether the step without these parts tells of the whole
+
+    def _path(self, row: int) -> str:
+        """What candidates in this row are relative to."""
+        return self.paths[row] if row < len(self.paths) else ""
 
     def run(self, done: Trials, most: int) -> dict[Candidate, str]:
         """Add each candidate's trial to `done`; returns the reasons of those that cannot be tried."""
@@ -84,16 +90,16 @@ class TrialSteps:
             family: [
                 cut
                 for cut in dict.fromkeys(cut for each in candidates for cut in _cuts(each))
-                if (family, cut) not in proven
+                # A loss head is cut along its first dimension by a rule of its own, for the projection that it is.
+                if (family, cut) not in proven and (family is not None or cut[1] != _HEAD_CUT)
             ]
             for family, candidates in waiting.items()
-            if family is not None  # a loss head is cut by a rule of its own, for the projection that it is
         }
         away = left_out(self.parts, self.families)
         while any(cuts.values()):
             chosen: dict[int, tuple[object, Cutting]] = {}
             for family, wanted in cuts.items():
-                rows = [row for row in self.families[family] if self.paths[row] not in away]
+                rows = [row for row in self.families[family] if self._path(row) not in away]
                 for row, cut in zip(rows, wanted, strict=False):
                     chosen[row] = (family, cut)
                 del wanted[: len(rows)]
@@ -114,7 +120,7 @@ class TrialSteps:
         unproven: dict[tuple[object, Cutting], str],
     ) -> None:
         cuts = sorted((row, Candidate((cut,))) for row, (_, cut) in chosen.items())
-        rules = tuple(rule for row, cut in cuts for rule in cut.at(self.paths[row]))
+        rules = tuple(rule for row, cut in cuts for rule in cut.at(self._path(row)))
         try:
             with proven_rows():
                 self.simulate(rules, away)
@@ -134,11 +140,7 @@ class TrialSteps:
         done: Trials,
         rejected: dict[Candidate, str],
     ) -> None:
-        rules = [
-            rule
-            for row, (_, candidate) in sorted(chosen.items())
-            for rule in candidate.at(self.paths[row] if row < len(self.paths) else "")
-        ]
+        rules = [rule for row, (_, candidate) in sorted(chosen.items()) for rule in candidate.at(self._path(row))]
         try:
             found = self._found(tuple(rules), chosen)
         except Exception as error:  # a transform refuses its region, or the model's own code does
