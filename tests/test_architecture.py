@@ -103,6 +103,20 @@ def test_no_files_import_each_other():
     assert sorted(map(sorted, circles())) == []
 
 
+# A folder of the simulation imports from those before it: how a step is run stands above what an operator does.
+SIMULATION = ("allocator", "process", "schedule", "rules", "kernels", "parallel", "dispatch", "sandbox", "measured")
+
+
+def test_the_folders_of_the_simulation_stand_one_on_the_other():
+    def place(module):
+        return next((at for at, each in enumerate(SIMULATION) if f"{module}.".startswith(f"{top}.{each}.")), None)
+
+    top = "memscale.simulation"
+    assert {path.parent.name for path in (ROOT / "simulation").glob("*/__init__.py")} == set(SIMULATION)
+    steps = [(module, name) for module in MODULES for name in ours(module) if None not in (place(module), place(name))]
+    assert {place(name) < place(module) for module, name in steps if place(name) != place(module)} == {True}
+
+
 def test_the_rules_would_notice():
     assert floor("memscale.core.errors") < floor("memscale.algebra.apply") < floor("memscale")
     assert {"memscale.algebra.plan", "memscale.algebra.composition"} <= set(ours("memscale.algebra.apply"))

@@ -92,6 +92,7 @@ memscale.simulation.allocator:
 memscale.simulation.dispatch:
 memscale.simulation.kernels:
 memscale.simulation.parallel:
+memscale.simulation.process:
 memscale.simulation.rules:
 memscale.simulation.sandbox:
 memscale.simulation.schedule:

@@ -2,12 +2,12 @@
 
 The journey of `profile(model, batch)`, in the order in which to read:
 
-1. `step`: the training step as a value, whose making `checks` what it is made of, and `packed` where it
-   has layers in few bits without numbers; `target`: the device. `record`
-   simulates the step under a plan, twice (the first step makes the optimizer's states). `profiler` asks for that, and
-   for real steps where a step cannot be simulated (`measured/`).
+1. `step`: the training step as a value, whose making `checks` what it is made of, and `packed` where it has layers in
+   few bits without numbers; and the device, a `Target`. `record` simulates the step under a plan, twice (the first
+   step makes the optimizer's states). `profiler` asks for that, and for real steps where a step
+   cannot be simulated (`measured/`).
 2. `sandbox/`: finds what the step can reach (`step_scope`), gives what is not on the CPU `stand_ins` there, and puts
-   everything back afterwards (`process_state`).
+   everything back afterwards; `process/` has its patches of PyTorch (`process_state`), for its own threads alone.
 3. `dispatch/`: `fake_mode` answers each operator with fake tensors. `operators` and `call_effects` know what it
    does whatever its values are: the layout of its results (`kernels/shapes`), what the kernel takes beside them
    (`kernels/`). `values` knows which values are known all the same; `in_place_sums` what happens in place where no mode
@@ -37,10 +37,10 @@ from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.memory import memory
 from memscale.simulation.packed import pack_weights
 from memscale.simulation.parallel.spec import Parallel, ParallelKind
+from memscale.simulation.process.garbage import few_collections
 from memscale.simulation.profiler import MemoryProfiler, profile_of
 from memscale.simulation.record import check_plan, record, record_in_a_row
 from memscale.simulation.results import Holding, Profile, ProfileDiff, differences
-from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.schedule.schedule import Schedule, queues_of
 from memscale.simulation.step import Loop, Target, TrainingStep, as_hardware, hardware_for
 from memscale.simulation.trace import Phase, Trace

@@ -18,9 +18,9 @@ from memscale.simulation.analysis import analyse
 from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.measured.empirical import measured_profile
 from memscale.simulation.parallel.spec import ParallelKind
+from memscale.simulation.process.garbage import few_collections
 from memscale.simulation.record import check_plan, record, under
 from memscale.simulation.results import Profile
-from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.step import Target, TrainingStep, hardware_for
 from memscale.simulation.trace import Trace
 

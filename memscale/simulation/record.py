@@ -20,9 +20,9 @@ from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.packed import about_experts
 from memscale.simulation.parallel.one_rank import check_places, one_rank
 from memscale.simulation.parallel.spec import Parallel
+from memscale.simulation.process.draws import PYTHON_DRAWN, Draws, drawing
+from memscale.simulation.process.garbage import few_collections
 from memscale.simulation.sandbox.compiled_modules import as_text
-from memscale.simulation.sandbox.draws import PYTHON_DRAWN, Draws, drawing
-from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.sandbox.sandbox import Simulation
 from memscale.simulation.simulation_cost import own_cost
 from memscale.simulation.step import Target, TrainingStep

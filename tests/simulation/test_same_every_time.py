@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import memscale as ms
 from memscale.simulation.dispatch import step_recorder
+from memscale.simulation.process import garbage, process_state
 from memscale.simulation.profiler import MemoryProfiler
-from memscale.simulation.sandbox import garbage, process_state
 
 
 class Block(nn.Module):

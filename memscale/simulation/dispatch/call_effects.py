@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from memscale.core import ConfigError
 from memscale.hardware import Seconds, Work, seconds, tfloat32, work_of
-from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.operators import Operator
 from memscale.simulation.dispatch.values import NeedsValues, stands_in
 from memscale.simulation.kernels.cpu_scratch import ScratchProbe, watched
 from memscale.simulation.kernels.cuda_scratch import BLAS_VARIABLES
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import FakeKernels, exchanged, is_sparse, results_of, strided_parts
+from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.layouts import NewTensor, ResultLayout, result_layout
 from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.rules.rule import PLAIN, RESULTS, Program, is_deterministic, taken

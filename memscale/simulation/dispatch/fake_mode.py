@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memscale.core import ConfigError
 from memscale.hardware import Direction
 from memscale.simulation.dispatch.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects, run_sparse
-from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.in_place_sums import InPlaceSums
 from memscale.simulation.dispatch.live_storages import LARGEST_KNOWN, LiveStorages, is_small
@@ -60,8 +59,9 @@ from memscale.simulation.parallel.collectives import (
     is_wrap,
     scratch_bytes,
 )
+from memscale.simulation.process.draws import Draws, StepRandomness, settle
+from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.layouts import result_layout
-from memscale.simulation.sandbox.draws import Draws, StepRandomness, settle
 from memscale.simulation.schedule.clock import Clock
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.kernels.shapes import exchanged
+from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.registry import rule_of
 
 # What a computation may take for one tensor, and what may stay for the next question about it.

@@ -13,9 +13,9 @@ from torch._ops import OpOverload
 from memscale.simulation.dispatch.trace_builder import StorageRecord
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import Kind, kind_of, written_arguments
+from memscale.simulation.process.draws import drawing_from
 from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.rules.rule import OpRule
-from memscale.simulation.sandbox.draws import drawing_from
 
 aten = torch.ops.aten
 

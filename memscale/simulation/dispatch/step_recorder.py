@@ -16,9 +16,9 @@ from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.operators import Operator
 from memscale.simulation.dispatch.trace_builder import Course, StorageRecord
 from memscale.simulation.kernels.shapes import results_of
+from memscale.simulation.process.garbage import EVERY, StepCollections
 from memscale.simulation.rules.recurrences import DROPOUT_STATES
 from memscale.simulation.rules.rule import PLAIN, Result, in_order
-from memscale.simulation.sandbox.garbage import EVERY, StepCollections
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.trace import OpCall
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from memscale.core import MemscaleError
-from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.lazy_values import TooLarge, lazy_value, overwritten, value_of
 from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
 from memscale.simulation.dispatch.operators import Call, Operator
 from memscale.simulation.dispatch.trace_builder import CHOICE, DRAW, GIVEN, SCALAR, StorageRecord
 from memscale.simulation.kernels.shapes import results_of
+from memscale.simulation.process.fake_storages import FakeStorages
 
 _MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
 _TORCH = os.path.dirname(torch.__file__)

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from memscale.core import ConfigError, internals
+from memscale.simulation.process.process_state import patched
 from memscale.simulation.rules.rule import AUTOCAST
-from memscale.simulation.sandbox.process_state import patched
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 Capability = tuple[int, int]

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, strided_parts, tensors_in, written_arguments, written_by
+from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.registry import rule_of
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from memscale.hardware import Seconds, Work
 from memscale.simulation.kernels.caches import Clock, cpu_clock, own_caches
 from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
-from memscale.simulation.sandbox.draws import drawing_from
+from memscale.simulation.process.draws import drawing_from
 
 # All calls of one profile together, on the clock that times them, after which the others are estimated from those.
 _BUDGET_SECONDS = 30.0

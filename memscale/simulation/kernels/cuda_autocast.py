@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memscale.simulation.kernels.cuda_fused import FUSED
+from memscale.simulation.process.process_state import patched
 from memscale.simulation.rules.rule import AUTOCAST
-from memscale.simulation.sandbox.process_state import patched
 
 _KEY = AUTOCAST.name
 LOWER = """

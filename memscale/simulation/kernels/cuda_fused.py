@@ -17,8 +17,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
+from memscale.simulation.process.process_state import patched
 from memscale.simulation.rules.norms import normalises_by_cudnn
-from memscale.simulation.sandbox.process_state import patched
 
 aten = torch.ops.aten
 

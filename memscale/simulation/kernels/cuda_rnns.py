@@ -13,7 +13,10 @@ import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from memscale.simulation.kernels.rnn_weights import (
+from memscale.simulation.kernels.rnns_by_cells import by_cells
+from memscale.simulation.process.process_state import patched
+from memscale.simulation.rules.recurrences import DROPOUT, LSTM, RNN
+from memscale.simulation.rules.rnn_weights import (
     FLATTENED,
     MODES,
     are_flattened,
@@ -21,10 +24,7 @@ from memscale.simulation.kernels.rnn_weights import (
     halved_together,
     stand_in,
 )
-from memscale.simulation.kernels.rnns_by_cells import by_cells
-from memscale.simulation.rules.recurrences import DROPOUT, LSTM, RNN
 from memscale.simulation.rules.rule import AUTOCAST, Capability
-from memscale.simulation.sandbox.process_state import patched
 
 _AUTOCAST = torch._C.DispatchKeySet(AUTOCAST)
 

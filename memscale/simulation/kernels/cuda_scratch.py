@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from memscale.core import internals
+from memscale.simulation.process.process_state import patched
 from memscale.simulation.rules.rule import Capability
-from memscale.simulation.sandbox.process_state import patched
 
 _KIB, _MIB = 1 << 10, 1 << 20
 #: The variables of the environment that are looked up here.

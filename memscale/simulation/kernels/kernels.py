@@ -30,6 +30,7 @@ from memscale.simulation.kernels.cuda_scratch import (
     uses_cublaslt,
 )
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
+from memscale.simulation.process.process_state import patched
 from memscale.simulation.rules.few_bits import notes_of_few_bits
 from memscale.simulation.rules.recurrences import (
     DROPOUT,
@@ -40,7 +41,6 @@ from memscale.simulation.rules.recurrences import (
 )
 from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.rules.rule import RESULTS, CardTraits, Program, taken
-from memscale.simulation.sandbox.process_state import patched
 
 _LINEAR = F.linear
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from memscale.simulation.kernels.cuda_fused import gru_cell, lstm_cell
-from memscale.simulation.kernels.rnn_weights import MODES
+from memscale.simulation.rules.rnn_weights import MODES
 
 State = tuple[torch.Tensor, ...]  # of an LSTM two, the output first; of others one
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memscale.simulation.sandbox.process_state import patched
+from memscale.simulation.process.process_state import patched
 
 _DTENSOR = "torch.distributed.tensor._sharding_prop"
 

@@ -16,7 +16,7 @@ from memscale.algebra import placing_in
 from memscale.core import RuntimeUnavailable, TransformError, is_own_thread, matches, own_threads
 from memscale.optimizers import without_states
 from memscale.simulation.parallel.spec import Parallel, split
-from memscale.simulation.sandbox.process_state import placed
+from memscale.simulation.process.process_state import placed
 
 
 @contextmanager

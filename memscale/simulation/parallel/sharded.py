@@ -14,7 +14,7 @@ from torch import nn
 from memscale.core import ConfigError, fsdp_groups, fsdp_groups_of
 from memscale.regions import StateSlot, read, write
 from memscale.simulation.parallel.streams import SimulatedStreams
-from memscale.simulation.sandbox.process_state import patched
+from memscale.simulation.process.process_state import patched
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"

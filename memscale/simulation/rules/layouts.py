@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from memscale.simulation.dispatch.fake_storages import FakeStorages
+from memscale.simulation.process.fake_storages import FakeStorages
 
 
 @dataclass(frozen=True)

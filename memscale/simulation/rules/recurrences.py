@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from memscale.hardware import Work
-from memscale.simulation.kernels.rnn_weights import GATES, MODES
 from memscale.simulation.rules.reductions import SUM, reduced
+from memscale.simulation.rules.rnn_weights import GATES, MODES
 from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, Result, briefly, copied, taken
 
 RNN = torch.ops.aten._cudnn_rnn.default

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from memscale.simulation.dispatch.step_recorder import StepRecorder
-from memscale.simulation.sandbox.process_state import patched
+from memscale.simulation.process.process_state import patched
 
 
 class BackwardThread:

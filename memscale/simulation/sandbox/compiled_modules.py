@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memscale.algebra import is_transformed
 from memscale.core import internals
 from memscale.simulation.dispatch.step_recorder import StepRecorder
+from memscale.simulation.process.process_state import patched
 from memscale.simulation.sandbox.fused_graphs import FusedGraph
-from memscale.simulation.sandbox.process_state import patched
 
 _CPU = torch.device("cpu")
 _TENSOR = object()

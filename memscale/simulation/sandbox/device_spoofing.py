@@ -21,7 +21,7 @@ import torch.utils._device
 
 from memscale.hardware import Hardware
 from memscale.simulation.kernels.cuda_autocast import CudaAutocast
-from memscale.simulation.sandbox.process_state import answers_asked_again, patched
+from memscale.simulation.process.process_state import answers_asked_again, patched
 
 # The folders of PyTorch and of memscale, whose code is told where tensors are. Of PyTorch's, optimizers are told as a
 # user is: they decide by it where they count their steps, and whether that may be captured in a graph. And so is what

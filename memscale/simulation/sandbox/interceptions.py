@@ -20,7 +20,7 @@ from memscale.regions import OperatorWatch
 from memscale.simulation.dispatch.fake_mode import FakeMode
 from memscale.simulation.dispatch.step_recorder import StepRecorder
 from memscale.simulation.dispatch.values import NeedsValues
-from memscale.simulation.sandbox.process_state import patched, placed
+from memscale.simulation.process.process_state import patched, placed
 
 
 @contextmanager

@@ -22,11 +22,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.core import ConfigError
-from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.lazy_values import TooLarge, of_any_size
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.trace_builder import StorageRecord
-from memscale.simulation.sandbox.garbage import all_objects_seen, is_from_before
+from memscale.simulation.process.fake_storages import FakeStorages
+from memscale.simulation.process.garbage import all_objects_seen, is_from_before
 
 _Cached = type(functools.lru_cache(maxsize=1)(lambda: None))
 _DEEPEST = 8  # how far up from a tensor its holders are looked for

@@ -23,22 +23,22 @@ from memscale.optimizers import TransformedOptimizer, counts_on_host
 from memscale.regions import without_side_effects
 from memscale.runtime import host_parameter_of, runtimes_replaced
 from memscale.simulation.dispatch.fake_mode import FakeMode
-from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.trace_builder import Course, StorageRecord
 from memscale.simulation.kernels.kernels import Kernels
-from memscale.simulation.kernels.rnn_weights import flattened_bytes, weights_of
 from memscale.simulation.kernels.shapes import is_sparse
 from memscale.simulation.packed import beside_weights
 from memscale.simulation.parallel.dtensors import propagating
-from memscale.simulation.parallel.offloaded import host_bytes, offloaded_shards
 from memscale.simulation.parallel.sharded import Sharded
 from memscale.simulation.parallel.streams import SimulatedStreams
+from memscale.simulation.process.draws import Draws
+from memscale.simulation.process.fake_storages import FakeStorages
+from memscale.simulation.process.process_state import begin_alike, patched, process_kept
+from memscale.simulation.rules.rnn_weights import flattened_bytes, weights_of
 from memscale.simulation.sandbox.backward_thread import BackwardThread
 from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
 from memscale.simulation.sandbox.device_spoofing import DeviceSpoofing
-from memscale.simulation.sandbox.draws import Draws
 from memscale.simulation.sandbox.interceptions import (
     calls_followed,
     optimizers_followed,
@@ -46,7 +46,7 @@ from memscale.simulation.sandbox.interceptions import (
     threads_followed,
 )
 from memscale.simulation.sandbox.left_behind import LeftBehind
-from memscale.simulation.sandbox.process_state import begin_alike, patched, process_kept
+from memscale.simulation.sandbox.offloaded import host_bytes, offloaded_shards
 from memscale.simulation.sandbox.runtimes import CarriedValues, CountingRuntimes
 from memscale.simulation.sandbox.stand_ins import contents_kept, on_cpu, with_storages, wrapped_on_cpu
 from memscale.simulation.sandbox.step_scope import StepScope

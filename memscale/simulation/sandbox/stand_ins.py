@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale.core import ConfigError, in_process_group
-from memscale.simulation.dispatch.fake_storages import FakeStorages
 from memscale.simulation.dispatch.live_storages import is_small
 from memscale.simulation.kernels.shapes import is_sparse, strided_parts
+from memscale.simulation.process.fake_storages import FakeStorages
 
 
 @contextmanager

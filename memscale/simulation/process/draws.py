@@ -18,7 +18,7 @@ import torch
 from torch._ops import OpOverload
 
 from memscale.core import internals, simulated
-from memscale.simulation.sandbox.process_state import patched
+from memscale.simulation.process.process_state import patched
 
 _SEED = 0  # any would do
 _TORCHS = torch.default_generator  # by whatever name the step has it

@@ -13,7 +13,7 @@ import torch
 from memscale.hardware import Direction, knows_copies
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.trace_builder import StorageRecord, TraceBuilder
-from memscale.simulation.sandbox.process_state import patched
+from memscale.simulation.process.process_state import patched
 from memscale.simulation.schedule.clock import Clock
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
