@@ -102,17 +102,15 @@ def table_lines(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
      1 GiB  checkpoint() on layers.* checkpoint() on layers.* checkpoint() on
             layers.* checkpoint() on layers.*
     """
-    room = max(_LEAST_ROOM, COLUMNS - len(aligned([(*row[:-1], "|") for row in rows], sides)[0]) + 1)
-    wrapped = (textwrap.wrap(row[-1], room, **_WHOLE_WORDS) or [""] for row in rows)
-    empty = [""] * (len(sides) - 1)
-    return aligned(
-        [
-            line
-            for row, (first, *others) in zip(rows, wrapped, strict=True)
-            for line in ((*row[:-1], first), *((*empty, other) for other in others))
-        ],
-        sides,
-    )
+    heads = [line[:-1] for line in aligned([(*row[:-1], "|") for row in rows], sides)]
+    room = max(_LEAST_ROOM, COLUMNS - len(heads[0]))
+    lines = []
+    for head, row in zip(heads, rows, strict=True):
+        first, *others = textwrap.wrap(row[-1], room, **_WHOLE_WORDS) or [""]
+        # A word that is wider than the column has a line of its own.
+        lines += [head, f"  {first}"] if len(first) > room else [head + first]
+        lines += [" " * len(head) + other for other in others]
+    return [line.rstrip() for line in lines]
 
 
 def wrapped(text: str) -> str:
