@@ -1,1 +1,1 @@
-"""What is returned: a plan with the evidence for it, as data and as text, and several of them as a frontier."""
+"""The results of planning: `ProvenPlan` with its `Evidence`, the evidence as text, and the `Frontier` of plans."""

@@ -1,4 +1,4 @@
-"""`Frontier`: what memory costs in time, as plans of which none is both larger and slower than another."""
+"""`Frontier`: the Pareto frontier of plans, from the smallest peak to the shortest step."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from memscale.reports import DrawnPoint, Price
 
 _DOCUMENT = Document("frontier", version=1, writer="Frontier.to_json()", error=ConfigError)
-_FEW = 3  # runs of modules that a line names; of more it says how many
+_FEW = 3  # runs of modules that a summary names; the number of further runs follows
 
 
 @dataclass(frozen=True)
 class Point:
-    """One plan of a frontier.
+    """A plan of a frontier, with its memory and its time.
 
     Attributes:
-        peak_bytes: what its step takes of the device.
-        step_seconds: how long that takes.
+        peak_bytes: device memory that the step takes under the plan.
+        step_seconds: the time of the step under the plan.
         plan: the plan, with its evidence.
     """
 
@@ -47,12 +47,12 @@ class Point:
 
     @classmethod
     def of(cls, plan: ProvenPlan) -> Point:
-        """The point of a plan."""
+        """Returns the point of a plan, by the figures of its evidence."""
         return cls(plan.evidence.planned.taken_bytes, plan.evidence.planned.step_seconds, plan)
 
     @property
     def summary(self) -> str:
-        """What the plan does and where, in a line: ``checkpoint() on layers.0 to 6``."""
+        """Returns the plan as a line of text: ``checkpoint() on layers.0 to 6``."""
         places: dict[str, list[str]] = {}
         for rule in self.plan:
             places.setdefault(repr(rule.transform), []).append(rule.pattern)
@@ -60,7 +60,7 @@ class Point:
 
 
 class Frontier(Sequence[Point]):
-    """Points by growing memory and falling time. Prints as a table; `plot` and `html` draw it.
+    """A sequence of points by growing memory and falling time. Prints as a table; `plot` and `html` draw the curve.
 
     >>> import torch, memscale as ms
     >>> from torch import nn
@@ -76,7 +76,7 @@ class Frontier(Sequence[Point]):
 
     @classmethod
     def of(cls, points: Iterable[Point]) -> Frontier:
-        """The frontier of any points: without those that another is as small as and as fast as."""
+        """Returns the Pareto frontier of `points`: a point stays if no other point is as small and as fast."""
         kept: list[Point] = []
         for point in sorted(points, key=lambda point: (point.peak_bytes, point.step_seconds)):
             if not kept or point.step_seconds < kept[-1].step_seconds:
@@ -97,10 +97,14 @@ class Frontier(Sequence[Point]):
         return iter(self._points)
 
     def at(self, budget: int | float | str) -> Point:
-        """The fastest point within a budget of bytes.
+        """Returns the fastest point within a budget.
+
+        Args:
+            budget: bytes as an int, ``"6GiB"`` or ``"6GB"``, or a share of the device's usable bytes as a float in
+                (0, 1].
 
         Raises:
-            BudgetError: even the smallest point is larger.
+            BudgetError: even the smallest point is above the budget.
         """
         limit = budget_bytes(budget, self._points[-1].plan.evidence.hardware.usable_bytes)
         fitting = [point for point in self._points if point.peak_bytes <= limit]
@@ -113,41 +117,43 @@ class Frontier(Sequence[Point]):
         return fitting[-1]
 
     def plot(self, path: str | PathLike[str], *, price: float | None = None, steps: int = 1000) -> None:
-        """Draw the time of a step over its memory, as PNG or SVG by the suffix.
+        """Draws the time of a step over its memory, as PNG or SVG by the suffix of `path`.
 
         Args:
-            path: of the file.
-            price: dollars for an hour of all devices of the step; with it, dollars are an axis on the right.
-            steps: how many are paid for there.
+            path: the file to write.
+            price: dollars per hour for all devices of the step together; adds an axis in dollars on the right.
+            steps: the number of steps that the axis in dollars is for.
 
         Raises:
-            ConfigError: the suffix is neither, the folder does not exist, or `price` or `steps` is no number above 0.
+            ConfigError: the suffix is neither ``.png`` nor ``.svg``, the folder does not exist, or `price` or `steps`
+                is not a number above 0.
             RuntimeUnavailable: matplotlib is not installed.
         """
         _reports().plot_frontier(self._choices(), self._device, path, _price(price, steps, "Frontier.plot"))
 
     def html(self, path: str | PathLike[str], *, price: float | None = None, steps: int = 1000) -> None:
-        """Write the curve as one HTML file that needs nothing else; each point shows its plan, and why.
+        """Writes the curve as one self-contained HTML file, in which each point shows its plan with the evidence.
 
         Args:
-            path, price, steps: as of `plot`; dollars are a column of the table, too.
+            path, price, steps: as in `plot`; with a price, the table has a column in dollars as well.
 
         Raises:
-            ConfigError: the suffix is not ``.html``, the folder does not exist, or `price` or `steps` is no number
+            ConfigError: the suffix is not ``.html``, the folder does not exist, or `price` or `steps` is not a number
                 above 0.
         """
         _reports().write_frontier(self._choices(), self._device, path, _price(price, steps, "Frontier.html"))
 
     def to_json(self) -> str:
-        """The points with their plans and evidence as JSON text, with a schema version."""
+        """Returns the plans of the points, with their evidence, as JSON text with a schema version."""
         return _DOCUMENT.write({"plans": [json.loads(point.plan.to_json()) for point in self._points]}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Frontier:
-        """The frontier that `to_json` wrote.
+        """Returns the frontier that `to_json` wrote.
 
         Raises:
-            ConfigError: the text is not JSON, or of another schema version. PlanError: a plan in it is.
+            ConfigError: the text is not JSON, or of another schema version.
+            PlanError: a plan in the text is of another schema version.
         """
         data = _DOCUMENT.read(text)
         with _DOCUMENT.parts():
@@ -191,7 +197,7 @@ class Frontier(Sequence[Point]):
 
 
 def _places(patterns: Sequence[str]) -> str:
-    """Returns the modules of one transform as text, those that follow each other as ``layers.0 to 6``."""
+    """Returns the modules of one transform as text, with runs of consecutive modules as ``layers.0 to 6``."""
     runs = [row_label(run) if run[0] else "the model" for run in in_runs(patterns, str, lambda _: None)]
     shown, rest = runs[:_FEW], len(runs) - _FEW
     return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
@@ -202,7 +208,7 @@ def _price(dollars: float | None, steps: int, caller: str) -> Price | None:
 
 
 def _reports() -> ModuleType:
-    """The reports, which are loaded when the first frontier is to be drawn."""
+    """Returns the module `memscale.reports`, imported at the first drawing to keep ``import memscale`` fast."""
     from memscale import reports
 
     return reports

@@ -1,4 +1,4 @@
-"""What was decided about each part of a model and what would have been the next best, and by which rules."""
+"""Makes the evidence of a search: a `Decision` with its runner-up for each part, and the rules that decided."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memscale.simulation import Profile
 
 
 def decisions_of(best: Found) -> tuple[Decision, ...]:
-    """A decision for each part, in the order of the step, and one for what is outside of them, if anything is."""
+    """Returns a decision for each part, in the order of the step, and one for the rest of the model if there is any."""
     found = best.proven
     costs = found.costs
     turn, held = costs.turn, costs.held_bytes(found.assignment)
@@ -25,11 +25,12 @@ def decisions_of(best: Found) -> tuple[Decision, ...]:
         if row in covered or (members and not number) or (is_whole and row == len(costs.parts)):
             continue
         now, before = effects[number], effects[0]
-        # What is done to a group is told as what it adds to its members.
+        # The effect of a group's candidate is the addition to the members as they are: bytes and seconds of the members
+        # come on top.
         inside = [costs.effects[member][0] for member in members]
         kept = sum(int(each.held_bytes[turn]) for each in inside)
         seconds = sum(each.seconds for each in inside)
-        # The fastest of the others, as if it alone were changed.
+        # The runner-up: of the faster candidates the slowest; if none is faster, the fastest of all others.
         others = [at for at in range(len(menu)) if at != number]
         others.sort(key=lambda each: effects[each].seconds)
         faster = [each for each in others if effects[each].seconds < now.seconds]
@@ -47,7 +48,7 @@ def decisions_of(best: Found) -> tuple[Decision, ...]:
                 seconds_before=seconds + before.seconds,
                 runner_up="" if runner_up is None else str(menu[runner_up]),
                 runner_up_seconds=seconds + other.seconds,
-                # The sum of the costs, put right by what the proof found.
+                # The change of the sum of costs, added to the bytes of the simulated step.
                 runner_up_peak_bytes=found.taken_bytes + peak - int(held.max()),
             )
         )
@@ -55,7 +56,7 @@ def decisions_of(best: Found) -> tuple[Decision, ...]:
 
 
 def rejected_of(best: Found) -> dict[str, str]:
-    """The candidates that could not be, with the reasons."""
+    """Returns the candidates that are impossible, each with the reason."""
     return {str(each): reason for each, reason in best.proven.costs.rejected.items()}
 
 
@@ -72,12 +73,13 @@ def _rule(techniques: frozenset[str]) -> str:
 
 
 def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) -> tuple[str, ...]:
-    """The rules that decided, in order, each with its numbers.
+    """Returns the rules that decided, in order, as lines of text with their numbers.
 
     Args:
-        best: what was found for `limit` bytes.
-        plain: the step as it is.
-        link: what the copies share, None where there is nowhere to copy to.
+        best: the result of the search.
+        limit: bytes that the step may take.
+        plain: the profile of the step as it is.
+        link: the rates of the link that all copies share; None without a tier to copy to.
     """
     found = best.proven
     costs = found.costs

@@ -1,4 +1,4 @@
-"""`Evidence`: why a plan was returned, as data."""
+"""`Evidence`: the figures, rules and decisions that a plan was returned on, as frozen data."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from memscale.simulation import Parallel, Profile
 
 @dataclass(frozen=True)
 class Figures:
-    """What a simulated step takes.
+    """The memory and the time of a simulated step.
 
     Attributes:
-        taken_bytes: what the device has to give: what its caching allocator reserves, where it has one.
-        peak_bytes: the most that is allocated at once.
+        taken_bytes: bytes that the device must have free: those that its caching allocator reserves, or `peak_bytes` on
+            a device without a caching allocator.
+        peak_bytes: the most bytes allocated at once.
         step_seconds: the time of the step.
-        exposed_seconds: the part of it in which the device waits for copies.
+        exposed_seconds: the part of `step_seconds` in which the device waits for copies.
     """
 
     taken_bytes: int
@@ -29,24 +30,24 @@ class Figures:
 
     @classmethod
     def of(cls, profile: Profile) -> Figures:
-        """The figures of the step that `profile` is about."""
+        """Returns the figures of a profiled step."""
         exposed = sum(profile.exposed_seconds.get(cause, 0.0) for cause in ("input", "room", "disk"))
         return cls(profile.taken_bytes, profile.peak_bytes, profile.step_seconds or 0.0, exposed)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about one part of the model, and what else could have been.
+    """A decision about one part of the model: the chosen candidate, and the next best.
 
     Attributes:
-        path: of the part's module; "" is what is outside of all parts, such as the loss head.
-        chosen: what is done to it, in words.
-        rule: why.
-        kept_bytes, kept_bytes_before: what it keeps until backward, with the plan and without.
-        seconds, seconds_before: the time of its operators, forward and backward.
-        runner_up: the next best candidate, "" if there is none.
-        runner_up_seconds: what `seconds` would be with it.
-        runner_up_peak_bytes: what the step would take with it, by what the parts' costs add up to.
+        path: the path of the part's module; "" is the rest of the model outside all parts, such as the loss head.
+        chosen: the chosen candidate, in words.
+        rule: the rule that chose the candidate, in words.
+        kept_bytes, kept_bytes_before: bytes that the part keeps until backward, with the plan and without.
+        seconds, seconds_before: seconds of the part's operators, forward and backward, with the plan and without.
+        runner_up: the next best candidate, in words; "" if the part has one candidate only.
+        runner_up_seconds: the value of `seconds` with the runner-up.
+        runner_up_peak_bytes: device memory of the step with the runner-up, estimated from the costs of the candidates.
     """
 
     path: str
@@ -63,21 +64,22 @@ class Decision:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Why a plan was returned: what was asked for, what its simulated step takes, and what was decided against.
+    """The evidence for a plan: the budget, the figures of the simulated steps, and the decisions with their runners-up.
 
     Attributes:
-        budget_bytes: what the step may take.
+        budget_bytes: bytes that the step may take.
         hardware: the device that was simulated.
-        planned: the step with the plan.
-        plain: the step without.
-        bound_seconds: no plan of these candidates within the budget is faster, as far as their costs add up.
-        by_tier: the most bytes on each tier below the device.
+        planned: the figures of the step with the plan.
+        plain: the figures of the step without the plan.
+        bound_seconds: a lower bound of the step's time under any plan of these candidates within the budget, by the
+            sum of the candidates' costs.
+        by_tier: the most bytes on each tier below the device, by the tier's name.
         trace: the rules that decided, in order, each with its numbers.
-        decisions: about each part, in the order of the step.
-        rejected: candidates that cannot be, with the reason.
-        notes: what the simulation assumed.
-        simulations: how many steps were simulated.
-        parallel: how the step is one process's of several; None if it is not.
+        decisions: one decision for each part, in the order of the step.
+        rejected: the candidates that are impossible, each with the reason.
+        notes: the assumptions of the simulation.
+        simulations: the number of simulated steps.
+        parallel: the parallel spec if the step is one process of several; None for a single process.
     """
 
     budget_bytes: int
@@ -95,11 +97,11 @@ class Evidence:
 
     @property
     def gap(self) -> float:
-        """By what share of the step's time the plan may be slower than the fastest."""
+        """Returns an upper bound of the plan's slowdown against the fastest plan, as a share of the fastest's time."""
         return max(0.0, self.planned.step_seconds / self.bound_seconds - 1) if self.bound_seconds else 0.0
 
     def to_data(self) -> dict[str, Any]:
-        """The evidence as JSON data."""
+        """Returns the evidence as JSON data."""
         return {
             **vars(self),
             "hardware": json.loads(self.hardware.to_json()),
@@ -113,7 +115,7 @@ class Evidence:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Evidence:
-        """The evidence that `to_data` made."""
+        """Returns the evidence from the data of `to_data`."""
         parallel = data.get("parallel")
         return cls(
             **{

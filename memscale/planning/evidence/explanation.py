@@ -1,4 +1,4 @@
-"""Evidence as text: what was decided, why, and what it was decided against. Parts alike in a row are told once."""
+"""Evidence as text. Consecutive parts with equal decisions share one row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEADER = ("part", "keeps", "as it is", "time", "as it is")
 
 
 def explanation(evidence: Evidence) -> str:
-    """All of it: the rules with their numbers, each row of parts with its runner-up, what cannot be, the notes."""
+    """Returns the evidence as text: rules, a row with the runner-up for parts alike, rejected candidates, notes."""
     lines = [wrapped(rule) for rule in evidence.trace]
     rows = rows_of(evidence.decisions)
     if rows:
@@ -32,7 +32,7 @@ def explanation(evidence: Evidence) -> str:
 
 
 def about_parts(decisions: Sequence[Decision], evidence: Evidence) -> str:
-    """What was decided about some parts, a paragraph for each row of them."""
+    """Returns the decisions about some parts as text, a paragraph for each row of parts alike."""
     paragraphs = []
     for row in rows_of(decisions):
         kept, kept_before, seconds, seconds_before = _figures(row)
@@ -50,7 +50,7 @@ def about_parts(decisions: Sequence[Decision], evidence: Evidence) -> str:
 
 
 def reasons(row: Sequence[Decision], evidence: Evidence) -> list[str]:
-    """The rule, and the runner-up with why it is not that."""
+    """Returns the rule of a row's decision as text, and its runner-up with the difference in time and memory."""
     first = row[0]
     found = [f"rule: {first.rule}"]
     if first.runner_up:
@@ -64,7 +64,7 @@ def reasons(row: Sequence[Decision], evidence: Evidence) -> list[str]:
 
 
 def rows_of(decisions: Iterable[Decision]) -> list[list[Decision]]:
-    """The decisions, those about parts alike that follow each other together."""
+    """Returns the decisions in rows: consecutive parts with equal decisions are one row."""
     return list(in_rows(decisions, lambda each: each.path, _same))
 
 

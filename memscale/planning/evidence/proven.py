@@ -1,4 +1,4 @@
-"""`ProvenPlan`: a plan with the evidence that it was returned on."""
+"""`ProvenPlan`: a plan with its evidence."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError
 
 
 class ProvenPlan(Plan):
-    """A plan with the evidence that it was returned on; equal to any plan with the same rules.
+    """A plan with its evidence; equal to any plan with the same rules.
 
     Attributes:
-        evidence: see `Evidence`.
-        decision: of the policy; its ``decision_source`` is ``"user_config"`` where the config decided, as it does
-            without ``auto_policy`` and on a CPU.
+        evidence: the figures and decisions that the plan was returned on.
+        decision: the decision of the policy. Its ``decision_source`` is ``"user_config"`` if the config decided, which
+            is so without ``auto_policy`` and on a CPU.
     """
 
     __slots__ = ("decision", "evidence")
@@ -51,24 +51,24 @@ class ProvenPlan(Plan):
 
     @property
     def parallel(self) -> Parallel | None:
-        """How the step that it was made for is one process's of several."""
+        """Returns the parallel spec of the step that the plan was made for; None for a single process."""
         return self.evidence.parallel
 
     def __reduce__(self) -> Any:
         return (ProvenPlan, (Plan([(rule.pattern, rule.transform) for rule in self]), self.evidence, self.decision))
 
     def to_json(self) -> str:
-        """The plan and its evidence as JSON text; `Plan.from_json` reads the plan of it."""
+        """Returns the plan and its evidence as JSON text, which `Plan.from_json` reads as a plan without evidence."""
         data = json.loads(super().to_json())
         parts = {"evidence": self.evidence.to_data(), "decision": self.decision.to_data()}
         return _DOCUMENT.write({"rules": data["rules"], **parts}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> ProvenPlan:
-        """The plan that `to_json` wrote.
+        """Returns the plan that `to_json` wrote, with its evidence.
 
         Raises:
-            PlanError: as `Plan.from_json`; or the text has no evidence.
+            PlanError: as in `Plan.from_json`, or the text has no evidence.
         """
         plan = Plan.from_json(text)
         data = _DOCUMENT.read(text)
@@ -79,7 +79,7 @@ class ProvenPlan(Plan):
             return cls(plan, Evidence.from_data(data["evidence"]), decision)
 
     def to_python(self) -> str:
-        """As `Plan.to_python`, after a line about what the plan was made for."""
+        """Returns the Python code of `Plan.to_python` after a comment with the budget, the device and the figures."""
         evidence = self.evidence
         before, after = evidence.plain, evidence.planned
         ranks = "" if evidence.parallel is None else f", {evidence.parallel}"
@@ -91,15 +91,15 @@ class ProvenPlan(Plan):
         )
 
     def explain(self, path: str | None = None) -> str:
-        """How the plan was decided, as text: the rules with their numbers, and each part with its runner-up.
+        """Returns the explanation of the plan as text: the rules with their numbers, and each part with its runner-up.
 
         Args:
-            path: of a part, or a pattern, for what was decided about it alone; of a module inside a part, for that
-                part; of one around parts, for all of them. ``""`` and the loss head are what is outside of the parts,
-                None everything.
+            path: the parts to explain: the path of a part or a pattern of paths; a module inside a part, for that part;
+                a module around parts, for those parts; ``""`` or the loss head's path, for the rest of the model
+                outside all parts; None for everything.
 
         Raises:
-            PlanError: nothing was decided about `path`.
+            PlanError: the plan has no decision about `path`.
         """
         evidence = self.evidence
         if path is None:
@@ -121,7 +121,7 @@ class ProvenPlan(Plan):
             [each for each in decisions if each.path == path or matches(path, each.path)],
             [each for each in decisions if each.path and path.startswith(f"{each.path}.")],
             [each for each in decisions if path and each.path.startswith(f"{path}.")],
-            # Outside of the parts there are rules, too: for the loss head.
+            # A rule for a module outside all parts, such as the loss head: its decision has the path "".
             [each for each in decisions if not each.path and any(path == rule.pattern for rule in self)],
         ):
             if found:
@@ -133,7 +133,7 @@ class ProvenPlan(Plan):
         raise PlanError(f"nothing was decided about {path!r}; the parts of this plan are {parts}")
 
     def diff(self, other: Plan) -> str:
-        """What `other` does differently, a line for each row of modules."""
+        """Returns the differences of `other` from this plan as text, a line for each row of modules."""
         parts = [
             each.path for plan in (self, other) if isinstance(plan, ProvenPlan) for each in plan.evidence.decisions
         ]
@@ -157,7 +157,7 @@ class ProvenPlan(Plan):
 
 
 def _paths(plan: Plan, parts: Sequence[str]) -> Iterator[str]:
-    """The modules that a plan names, those that its patterns match as far as the parts tell."""
+    """Yields the module paths that a plan names; a pattern is expanded to the `parts` that the pattern matches."""
     for rule in plan:
         segments = rule.pattern.split(".")
         found = []

@@ -1,1 +1,1 @@
-"""The best size of a batch and the plan that it needs: `AutoTuner`."""
+"""`AutoTuner`: finds the best size of a batch, and the plan for a step of that size."""

@@ -1,4 +1,4 @@
-"""What a real step under a plan takes, where the model and its device are there: nothing is left of it afterwards."""
+"""Confirms a plan by two real steps, where the model is on its device; the model's state is restored afterwards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.tuning.tuning import Confirmation
 from memscale.simulation import Target, TrainingStep, profile_of
 
-# Of what is free, for what the simulation does not count: a process's own memory, the copies that are put back.
+# Share of the free bytes that a real step may take. The rest is for bytes that the simulation does not count: memory of
+# the process itself, and the copies from which the model's state is restored.
 _SHARE = 0.8
 
 
 def confirmed(step: TrainingStep, batch: Any, plan: ProvenPlan, hardware: Hardware) -> tuple[Confirmation | None, str]:
-    """Two real steps, of which the first makes the optimizer's states; or None, and why there were none.
+    """Returns the measurement of two real steps and ""; or None and the reason why no real step was measured.
 
-    No step is begun that what is free has no room for.
+    The first step creates the optimizer's states. No step begins for which the free bytes are too few.
+
+    Args:
+        step: the training step, without its batch.
+        batch: the batch; its tensors on ``meta`` are replaced by real ones.
+        plan: the plan to confirm, with the simulated bytes as evidence.
+        hardware: the device of the plan.
     """
     assert step.module is not None, "a function is not tuned"
     parameter = next(step.module.parameters())
@@ -38,13 +45,13 @@ def confirmed(step: TrainingStep, batch: Any, plan: ProvenPlan, hardware: Hardwa
         real = profile_of(step.on(_real(batch, parameter.device)), plan, Target.of(hardware), config)
     except (MemscaleError, RuntimeError) as error:  # PyTorch's error for too little memory is a RuntimeError
         return None, f"not confirmed by a real step, which failed: {str(error).splitlines()[0]}"
-    # What other parts of the program hold is no part of the step.
+    # Category "other" is memory of other parts of the program, which the step does not take.
     peak_bytes = max(real.first_step_peak_bytes, real.peak_bytes) - real.by_category.get("other", 0)
     return Confirmation(peak_bytes, real.step_seconds or 0.0), ""
 
 
 def _real(batch: Any, device: torch.device) -> Any:
-    """The batch with tensors of zeros, and of True, where it has some on ``meta``: a token, a label, an open mask."""
+    """Returns the batch with real tensors in place of ``meta`` ones: zeros (which are valid tokens) or True."""
     leaves, spec = batches.flatten(batch)
     found = [
         torch.full(leaf.shape, leaf.dtype == torch.bool, dtype=leaf.dtype, device=device)

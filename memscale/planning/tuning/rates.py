@@ -1,4 +1,4 @@
-"""The size at which a step gets through most in its time: a search that bounds what the sizes between can reach."""
+"""The search for the size with the highest rate (samples or tokens per second), by bounds between simulated sizes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-#: By how much the rate of another size must be above the best one's to be worth another look.
+#: Share by which the bound of a size must exceed the best rate for the search to go on.
 TOLERANCE = 0.005
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What a step of one size gets through.
+    """The pace of a step of one size: a count, such as samples, and the seconds that the step takes.
 
     Attributes:
-        count: what is counted, such as samples.
-        plain_seconds: the time of the step as it is, whether it fits or not.
-        seconds: that of the step which fits; infinite if none does.
+        count: samples, tokens or the caller's count in the step.
+        plain_seconds: the time of the step without a plan, whether that step fits or not.
+        seconds: the time of the step under the fastest plan that fits; infinite if no plan fits.
     """
 
     count: int
@@ -27,18 +27,22 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """What it gets through in a second."""
+        """Returns the count per second."""
         return self.count / self.seconds
 
 
 def fastest_size(
     pace: Callable[[int], Pace], known: Mapping[int, Pace], *, most: int
 ) -> tuple[dict[int, Pace], float | None]:
-    """The pace of every size that was looked at, and the rate that no size between can exceed.
+    """Returns the pace of every simulated size, and the rate that no size between can exceed.
 
-    As sizes grow, a plan has to give up more time for memory, so the time that plans add does not fall, and the time of
-    the step as it is follows a line between two sizes that are known. So much for where to look; each size that is
-    looked at also shows whether it is so. If it once is not, sizes are looked at all the same, and there is no bound.
+    The bound rests on two assumptions: the time that plans add does not fall as sizes grow, and the time of the step
+    without a plan is linear between two known sizes. For a size s between the known sizes a and b::
+
+        rate(s) <= count(s) / (plain_seconds(s) + added(a))    # count and plain_seconds on the line from a to b
+
+    The search simulates the middle of the gap with the highest bound. A simulated rate above its bound refutes the
+    assumptions; the search then goes on without `added`, and None in place of the bound means: no bound is known.
 
     >>> step = lambda n: Pace(n, 1 + 0.1 * n, 1 + 0.1 * n + max(0, n - 12) ** 2 / 50)
     >>> found, bound = fastest_size(step, {n: step(n) for n in (1, 8, 64)}, most=12)
@@ -48,9 +52,9 @@ def fastest_size(
     (11, True)
 
     Args:
-        pace: of a size.
-        known: the paces of the smallest and the largest size, and of any between.
-        most: how many more to look at.
+        pace: returns the pace of a size.
+        known: the paces of the smallest and the largest size, and of any sizes between.
+        most: the largest number of further sizes to simulate.
     """
     found = dict(sorted(known.items()))
     as_thought = True
@@ -68,7 +72,7 @@ def fastest_size(
 
 
 def _widest(found: Mapping[int, Pace], as_thought: bool) -> tuple[float, int, int]:
-    """Between which neighbours the rate may be highest, and how high."""
+    """Returns the highest bound of a rate between neighbouring sizes, with these two sizes."""
     sizes = list(found)
     gaps = [(low, high) for low, high in itertools.pairwise(sizes) if high - low > 1]
     bounds = [(_bound(found, low, high, _added(found, low, as_thought)), low, high) for low, high in gaps]
@@ -76,7 +80,7 @@ def _widest(found: Mapping[int, Pace], as_thought: bool) -> tuple[float, int, in
 
 
 def _added(found: Mapping[int, Pace], low: int, as_thought: bool) -> float:
-    """What the plans of sizes beyond `low` add to the time of the step at least."""
+    """Returns the least seconds that the plans of sizes above `low` add to the step."""
     if not as_thought:
         return 0.0
     fitting = (each for size, each in found.items() if size <= low and math.isfinite(each.seconds))
@@ -93,5 +97,5 @@ def _bound(
         count = first.count + share * (last.count - first.count)
         return count / (first.plain_seconds + share * (last.plain_seconds - first.plain_seconds) + added)
 
-    # One line over another: it only rises, or only falls.
+    # A quotient of two linear functions is monotonic: its maximum is at an end of the range.
     return max(map(rate, inside or (low + 1, high - 1)))

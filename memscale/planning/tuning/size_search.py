@@ -1,4 +1,8 @@
-"""The search for the best size of a batch: which sizes to simulate, as they are, under a plan, and planned."""
+"""`SizeSearch`: the search for the best size of a batch.
+
+A size is looked at in three ways, from cheap to dear: the step under another size's plan (one simulation), the step as
+it is (one simulation and an engine), and the step under the fastest plan for that size (a search of its own).
+"""
 
 from __future__ import annotations
 
@@ -27,11 +31,12 @@ from memscale.planning.tuning.rates import Pace, fastest_size
 from memscale.planning.tuning.tuning import SizeTrial, Tuning
 from memscale.simulation import Profile, Target, TrainingStep, analyse, record
 
-# Plans for different sizes, beside those at the ends.
+# The most sizes to plan for between the smallest and the largest size.
 _MOST_PLANS = 12
-# Searches for the largest size: each but the last has shown that one more fits, with a plan of its own.
+# The most rounds of the search for the largest size; each round but the last has found a plan for a larger size.
 _ROUNDS = 6
-# Where one size beyond the largest does not fit, larger ones might: kernels cut their rows by powers of two.
+# After ``n + 1`` does not fit, the next multiples of these strides are tried: bytes may fall at such sizes, since some
+# kernels pad their rows to powers of two.
 _STRIDES = (2, 4, 8, 16, 32, 64)
 
 Count = Callable[[Any], int]
@@ -39,7 +44,7 @@ Count = Callable[[Any], int]
 
 @dataclass(frozen=True, eq=False)
 class ModelStep:
-    """The step that is tuned, less its batch; see `AutoTuner`."""
+    """The step that is tuned, without its batch; see `AutoTuner`."""
 
     step: TrainingStep
     config: Config | None
@@ -47,13 +52,13 @@ class ModelStep:
 
 
 class SizeSearch:
-    """One search: what steps of each size take as they are, under a plan of another size, and planned.
+    """One search for the best size, with all that its simulations have shown.
 
     Args:
-        own: the step.
-        say: called before each simulation with what it is about, and how many are done.
+        own: the step that is tuned.
+        say: called before each simulation with its subject and the number of simulations done.
         batch_fn, objective, at_least, at_most, count: as in `AutoTuner.tune`.
-        limit: what a step may take.
+        limit: bytes that a step may take.
     """
 
     def __init__(
@@ -77,22 +82,22 @@ class SizeSearch:
         self.plain: dict[int, Figures] = {}
         self.counts: dict[int, int] = {}
         self.trials: dict[int, SizeTrial] = {}
-        self.too_large: dict[int, int] = {}  # by size, the least that it takes
+        self.too_large: dict[int, int] = {}  # by size that does not fit: the bytes of the smallest plan found
         self.notes: dict[str, None] = {}
         self.simulations = 0
         self._fastest_known: set[int] = set()
         self._under: dict[tuple[Plan, int], int] = {}
-        self._others: dict[int, tuple[ProvenPlan, Profile]] = {}  # by size, another one's plan under which it fits
+        self._others: dict[int, tuple[ProvenPlan, Profile]] = {}  # by size: another size's plan, under which it fits
         self._hardware = own.hardware
         self._batch: tuple[int, Any] | None = None
 
     def within(self, limit: int) -> SizeSearch:
-        """The same search for another budget."""
+        """Returns a new search with the same arguments and a budget of `limit` bytes."""
         sizes = (self.at_least, self.at_most)
         return SizeSearch(self.own, self._tell, self.sizes.batch_fn, self.objective, limit, *sizes, self.count)
 
     def best(self) -> Tuning:
-        """The result.
+        """Returns the best size found, with its plan.
 
         Raises:
             BudgetError, ConfigError: as in `AutoTuner.tune`.
@@ -134,11 +139,11 @@ class SizeSearch:
         )
 
     def _best_so_far(self, end: BaseException) -> int:
-        """The best size that is known to fit.
+        """Returns the best size that is known to fit, after the search was stopped by `end`.
 
         Raises:
-            BudgetError: no plan for the smallest size was tried that fits.
-            KeyboardInterrupt: there is none, or it is interrupted once more.
+            BudgetError: the time is over, and no plan tried for the smallest size fits.
+            KeyboardInterrupt: the search was interrupted before any size was found to fit, or is interrupted again.
         """
         if self.objective != "throughput" and self._others and max(self._others) > max(self.plans, default=0):
             self._adopted(max(self._others))
@@ -149,14 +154,14 @@ class SizeSearch:
         return max(self.plans, key=self._value)
 
     def _value(self, size: int) -> float:
-        """What makes a size that fits better than another."""
+        """Returns the objective's value of a size that fits: its rate, or the size itself."""
         return self._rate(size) if self.objective == "throughput" else size
 
-    # -- the size that gets through most -------------------------------------------------------------------------------
+    # -- the size with the highest rate --------------------------------------------------------------------------------
 
     def _fastest(self) -> tuple[int, float | None]:
-        """The size with the highest rate, and the rate that no size exceeds."""
-        self._planned(self.at_least)  # or no size fits
+        """Returns the size with the highest rate, and the rate that no size exceeds; None if no bound is known."""
+        self._planned(self.at_least)  # raises if no size fits
         ends = {self.at_least, *self._as_it_is_ends()}
         known = {size: self._pace(size) for size in sorted(ends)}
         if max(ends) < self.at_most and self._beyond(known) > max(each.rate for each in known.values()):
@@ -171,14 +176,14 @@ class SizeSearch:
         return max(found, key=lambda size: (found[size].rate, -size)), bound
 
     def _as_it_is_ends(self) -> list[int]:
-        """The largest size whose step fits as it is, and one that was seen on the way."""
+        """Returns the simulated sizes whose step fits without a plan, ascending."""
         n, taken = largest_fitting(
             self._plain_bytes, self.limit, at_least=self.at_least, at_most=self.at_most, most=MOST_SIMULATIONS
         )
         return [] if n is None else sorted(size for size, nbytes in taken.items() if nbytes <= self.limit)
 
     def _beyond(self, known: dict[int, Pace]) -> float:
-        """The rate of the largest size if it needed no plan, and each more took what the last ones took."""
+        """Returns a bound of the rate at `at_most`: without a plan, by a line through two known sizes."""
         last = max(known)
         if not any(size != last for size in self.plain):
             self._engine(min(2 * last, self.at_most))
@@ -202,15 +207,16 @@ class SizeSearch:
         seconds = self.plans[size].evidence.planned.step_seconds
         return self.counts[size] * self.own.step.loop.accumulate / seconds if seconds else 0.0
 
-    # -- the largest that fits -----------------------------------------------------------------------------------------
+    # -- the largest size that fits ------------------------------------------------------------------------------------
 
     def _largest(self, low: int) -> int:
-        """The largest size that a plan fits, from `low` on.
+        """Returns the largest size, from `low` on, whose step fits under some plan.
 
-        The smallest plan of one size is tried on others, in one simulation each; at the size beyond the largest that it
-        fits the planner has its say, and if it finds a plan there, that one is tried on.
+        A round tries the smallest plan of one size on larger sizes, at one simulation each, and finds the largest n
+        that fits under this plan. The planner then searches the smallest plan for ``n + 1``; if that plan fits, the
+        next round tries it on larger sizes.
         """
-        plan = self._smallest(low) or self._planned(low)  # which says what would help
+        plan = self._smallest(low) or self._planned(low)  # `_planned` raises the error with remedies
         for _ in range(_ROUNDS):
             taken = functools.partial(self._under_bytes, plan)
             found, _ = largest_fitting(taken, self.limit, at_least=low, at_most=self.at_most, most=MOST_SIMULATIONS)
@@ -235,12 +241,12 @@ class SizeSearch:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _smallest(self, size: int) -> ProvenPlan | None:
-        """The plan that takes least, None if even that does not fit."""
+        """Returns the plan with the smallest peak for a size; None if that peak is above the limit."""
         if (nbytes := self.sizes.least_bytes(size)) > self.limit:
             self._too_large(size, nbytes)
             return None
         engine = self._engine(size)
-        self._as_it_is(size, engine)  # first: whoever interrupts has that
+        self._as_it_is(size, engine)  # before the search, so that an interrupted search has this result
         before = engine.simulations
         plan = engine.smallest()
         self.simulations += engine.simulations - before
@@ -252,14 +258,14 @@ class SizeSearch:
         return plan
 
     def _planned(self, size: int, stopped: BaseException | None = None) -> ProvenPlan:
-        """The fastest plan that fits; if the search was `stopped`, one that takes few simulations.
+        """Returns the fastest plan that fits; if the search was `stopped`, a plan that takes few simulations to find.
 
         Raises:
-            BudgetError: none does.
+            BudgetError: no plan fits.
         """
         if size in self._fastest_known:
             return self.plans[size]
-        if size in self.too_large and size != self.at_least:  # of which the whole story is told
+        if size in self.too_large and size != self.at_least:  # the smallest size's error has remedies: search again
             raise BudgetError(f"size {size} does not fit")
         engine = self._engine(size)
         before = engine.simulations
@@ -284,7 +290,7 @@ class SizeSearch:
         return plan
 
     def _hand_down(self) -> None:
-        """Gives a size the plan of the next larger one where the step is faster under it."""
+        """Gives a size the plan of the next larger size if the step is faster under that plan."""
         for larger, size in itertools.pairwise(sorted(self.plans, reverse=True)):
             plan, seconds = self.plans[larger], self.plans[size].evidence.planned.step_seconds
             if plan.evidence.planned.step_seconds < seconds and self._under_bytes(plan, size) <= self.limit:
@@ -294,7 +300,7 @@ class SizeSearch:
                     self._adopted(size)
 
     def _adopted(self, size: int) -> ProvenPlan:
-        """The plan of another size under which this one fits, with its evidence: the planner does not find all."""
+        """Returns another size's plan, with evidence for `size`: a plan that fits but that the planner did not find."""
         other, profile = self._others[size]
         if size not in self.plain:
             self._engine(size, quiet=True)
@@ -314,7 +320,7 @@ class SizeSearch:
         return plan
 
     def _as_it_is(self, size: int, engine: DecisionEngine) -> None:
-        """Note the step as it is, if it fits: no plan is faster."""
+        """Records the step without a plan as the fastest, if that step fits."""
         if engine.plain.taken_bytes <= self.limit:
             self._fits(size, engine.plan(self.limit))
             self._fastest_known.add(size)
@@ -342,7 +348,7 @@ class SizeSearch:
         return self.plain[size].taken_bytes
 
     def _under_bytes(self, plan: ProvenPlan, size: int) -> int:
-        """What the step takes under another size's plan; more than fits where that cannot be applied."""
+        """Returns the bytes of a step under another size's plan; above the limit if the plan does not apply."""
         if (nbytes := self.sizes.least_bytes(size)) > self.limit:
             return nbytes
         if (plan, size) not in self._under:
@@ -362,7 +368,7 @@ class SizeSearch:
         return self._under[plan, size]
 
     def _engine(self, size: int, *, quiet: bool = False) -> DecisionEngine:
-        """A new engine for a size, which has simulated its step as it is."""
+        """Returns a new engine for a size, which has simulated the step without a plan."""
         own = self.own
         batch = self._made(size)
         try:
@@ -376,7 +382,7 @@ class SizeSearch:
             if size == self.at_least:
                 raise
             raise self._fault(size, str(error)) from error
-        self._hardware = engine.hardware  # with the speeds that stand in where it has none
+        self._hardware = engine.hardware  # has nominal rates in place of unknown ones
         self.simulations += engine.simulations
         self.plain[size] = Figures.of(engine.plain)
         return engine
@@ -404,7 +410,7 @@ class SizeSearch:
 
 
 def _tokens(batch: Any, size: int) -> int:
-    """The elements of the first tensor of integers; its size for a batch without one."""
+    """Returns the number of elements of the batch's first integer tensor; `size` for a batch without one."""
     for leaf in batches.tensors(batch):
         if leaf.dim() and leaf.dtype != torch.bool and not leaf.is_floating_point() and not leaf.is_complex():
             return leaf.numel()

@@ -1,4 +1,4 @@
-"""`AutoTuner`: the best size of a batch and the plan that it needs, by simulation."""
+"""`AutoTuner`: finds the best size of a batch, and the plan for a step of that size, by simulation."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from memscale.planning.tuning.tuning import Confirmation, Tuning
 from memscale.simulation import Parallel, ParallelKind, TrainingStep, hardware_for
 
 _OBJECTIVES = ("throughput", "batch", "sequence")
-_MOST = 2**20  # the largest size that is looked at unless told
-# Real steps that are tried before a simulation that they contradict is given up.
+_MOST = 2**20  # the default of `at_most`
+# Searches with ever smaller limits, each of whose results took more than the budget in a real step; then tuning fails.
 _CONFIRMATIONS = 3
 
 
 class AutoTuner:
-    """Finds the best batch for a model and the plan that it needs, without ever running out of memory.
+    """Finds the best batch size for a model, and the plan for a step of that size, without running out of memory.
 
-    Steps are simulated, as in `memscale.plan`; at the end one real step confirms the result where the device is there.
-    Nothing is changed: model, optimizer, gradients and random states are as before, also after an error.
+    Steps are simulated, as in `memscale.plan`; at the end real steps confirm the result if the model is on the device.
+    Model, optimizer, gradients and random states are unchanged afterwards, also after an error.
 
     >>> import torch, memscale as ms
     >>> from torch import nn
@@ -45,11 +45,11 @@ class AutoTuner:
     Args:
         model: a module on any device, not transformed; ``meta`` costs no memory.
         optimizer, loss, config, hardware, accumulate, keeps_output: as in `memscale.plan`.
-        progress: called before each simulation with what it is about, how many are done, and None.
-        parallel, world, shard, tensor: as in `memscale.profile`; sizes are those of one process's batch.
+        progress: called before each simulation with its subject, the number of simulations done, and None.
+        parallel, world, shard, tensor: as in `memscale.profile`; a size is that of one process's batch.
 
     Raises:
-        ConfigError: an argument is wrong, or does not fit the others; the message says which.
+        ConfigError: an argument is wrong, or contradicts another one; the message names the argument.
     """
 
     def __init__(
@@ -98,27 +98,29 @@ class AutoTuner:
         confirm: bool = True,
         seconds: float | None = None,
     ) -> Tuning:
-        """The best size, and the fastest plan that fits it into the budget.
+        """Returns the best size, and the fastest plan under which a step of this size fits into the budget.
 
-        Interrupted from the keyboard, or after so many seconds, it returns the best that was found until then.
+        Interrupted from the keyboard, or after `seconds`, the result is the best size found until then.
 
         Args:
-            batch_fn: returns the batch of a size, on any device; tensors on ``meta`` cost nothing. For the objective
-                ``"sequence"`` the size is the length of its rows.
-            objective: ``"throughput"`` for the size that gets through most in a second, under the plan that each size
-                needs; ``"batch"`` or ``"sequence"`` for the largest size that any plan fits.
-            budget: what a step may take of the device, as in `memscale.plan`; None leaves a twentieth of it free.
-            at_least, at_most: the sizes between which to look, such as 1 and the most positions of the model.
-            count: what a batch is worth, for the rate; None counts its size, and for ``"sequence"`` its tokens: the
-                elements of its first tensor of integers.
-            confirm: whether to run two real steps under the plan at the end, if model and device are there. What the
-                steps change is put back. If they take more than the budget, it is tuned again for so much less.
-            seconds: how long to look; None for as long as it takes.
+            batch_fn: returns the batch of a size, on any device; tensors on ``meta`` take no memory. For the objective
+                ``"sequence"`` the size is the length of the batch's rows.
+            objective: ``"throughput"`` for the size with the highest rate, each size under its fastest plan;
+                ``"batch"`` or ``"sequence"`` for the largest size that fits under any plan.
+            budget: the most that a step may take, as in `memscale.plan`; None leaves 5 % of the device free.
+            at_least, at_most: the range of sizes, both inclusive, such as 1 and the number of positions of the model.
+            count: returns the count of a batch for the rate, an int of at least 1. None counts the size, and for
+                ``"sequence"`` the tokens, which are the elements of the batch's first integer tensor.
+            confirm: whether to run two real steps under the plan at the end, if the model is on the device. The changes
+                of these steps are undone. If a real step takes more than the budget, the search is repeated with a
+                limit that is smaller by the difference.
+            seconds: the time limit of the search; None for no limit.
 
         Raises:
-            BudgetError: no plan fits even ``at_least``; the error has the smallest peak that can be reached.
-            ConfigError: ``batch_fn`` does not scale (it raises, its batch does not depend on the size, the model does
-                not take its batch), or another argument is wrong.
+            BudgetError: no plan fits even ``at_least`` (the error has the smallest peak within reach), or real steps
+                take more than the budget in every round.
+            ConfigError: ``batch_fn`` does not scale (``batch_fn`` raises, its batch does not depend on the size, the
+                model does not take its batch), or another argument is wrong.
         """
         if objective not in _OBJECTIVES:
             raise ConfigError(f"tune(objective={objective!r}) must be one of {', '.join(map(repr, _OBJECTIVES))}")
@@ -141,7 +143,7 @@ class AutoTuner:
                 say(f"size {found.size}: a real step", found.simulations)
                 real, note = self._confirmed(search.sizes, found)
             except OutOfTime:
-                continue  # the real step is what was waited for
+                continue  # the time limit stops simulations, not the real step: `say` raises only once
             except KeyboardInterrupt:
                 return dataclasses.replace(found, interrupted=True, complete=False)
             if real is None:
@@ -166,7 +168,7 @@ class AutoTuner:
 
     def _confirmed(self, sizes: Sizes, found: Tuning) -> tuple[Confirmation | None, str]:
         step = self._step.step
-        # One process alone would wait for the others, which are not asked to step.
+        # A real step of one process would wait forever for collectives of the other processes.
         if (spec := step.parallel or Parallel.of_distributed(step.model)) is not None:
             return None, f"not confirmed by a real step: it is one process's of several ({spec})"
         return confirmed(step, sizes.batch(found.size), found.plan, self.hardware)

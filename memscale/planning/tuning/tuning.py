@@ -1,4 +1,4 @@
-"""`Tuning`: the best size of a batch and the plan for it, and what else was tried, as frozen data."""
+"""`Tuning`: the best size of a batch, the plan for a step of that size, and all sizes tried, as frozen data."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _DOCUMENT = Document("tuning", version=1, writer="Tuning.to_json()", error=Confi
 
 @dataclass(frozen=True)
 class SizeTrial:
-    """A step that was simulated.
+    """A size that was simulated, with the figures of its step under the best plan found.
 
     Attributes:
-        size: of its batch.
-        taken_bytes: what it takes of the device; where no plan fits, what the smallest takes that was found.
-        fits: whether that is within the budget.
-        step_seconds: the time of the step.
-        per_second: what it gets through in a second; 0 if it does not fit.
-        done: what its plan does, in a line.
+        size: the size of the batch.
+        taken_bytes: device memory that the step takes; if no plan fits, that of the smallest plan found.
+        fits: whether `taken_bytes` is within the budget.
+        step_seconds: the time of the step; 0 if no plan fits.
+        per_second: the rate in the unit of the tuning; 0 if no plan fits.
+        done: the plan in a line; "" if no plan fits.
     """
 
     size: int
@@ -39,11 +39,11 @@ class SizeTrial:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """A real step under the plan, with the best size.
+    """The measurement of a real step under the plan, with the best size.
 
     Attributes:
-        peak_bytes: the most that it held, by the device's own allocator.
-        step_seconds: how long it took.
+        peak_bytes: the most bytes that the step held, by the device's own allocator.
+        step_seconds: the time of the step.
     """
 
     peak_bytes: int
@@ -61,21 +61,21 @@ class Tuning:
     (1321, 1322, True)
 
     Attributes:
-        objective: what was looked for.
-        size: the best one.
-        plan: for it, with its evidence.
-        per_second: what its step gets through in a second, counted in `unit`.
-        bound_per_second: no size gets through more, as far as the sizes that were looked at tell; None where they do
-            not, or where something else was looked for.
+        objective: the objective of the search: ``"throughput"``, ``"batch"`` or ``"sequence"``.
+        size: the best size.
+        plan: the plan for a step of this size, with its evidence.
+        per_second: the rate of the step, in `unit` per second.
+        bound_per_second: an upper bound of the rate of every size, extrapolated from the simulated sizes; None if no
+            bound is known, or for another objective than ``"throughput"``.
         unit: ``"samples"``, ``"tokens"``, or ``"counted"`` if the caller counts.
-        budget_bytes: what a step may take.
-        trials: the sizes that were simulated, each with the best plan that was found for it.
-        too_large: the smallest size that was found not to fit above `size`; None without one.
-        simulations: how many steps were simulated in all, those of candidates included.
-        confirmation: a real step; None if there was none, for which a note says why.
-        notes: what the result rests on.
+        budget_bytes: bytes that a step may take.
+        trials: the simulated sizes, each with the best plan found for that size.
+        too_large: the smallest size above `size` that was found not to fit; None if none was found.
+        simulations: the number of simulated steps, those of candidates included.
+        confirmation: the measurement of a real step; None if no real step was run, and a note says why.
+        notes: the assumptions that the result rests on.
         interrupted: whether the search was stopped from the keyboard.
-        complete: whether the search came to its end. It is the best so far otherwise, as where its seconds were over.
+        complete: whether the search came to its end; otherwise `size` is the best size found until the search stopped.
     """
 
     objective: str
@@ -94,7 +94,7 @@ class Tuning:
     complete: bool = True
 
     def to_json(self) -> str:
-        """The result as JSON text, with a schema version."""
+        """Returns the tuning as JSON text, with a schema version."""
         data = {
             **vars(self),
             "plan": json.loads(self.plan.to_json()),
@@ -105,10 +105,11 @@ class Tuning:
 
     @classmethod
     def from_json(cls, text: str) -> Tuning:
-        """The result that `to_json` wrote.
+        """Returns the tuning that `to_json` wrote.
 
         Raises:
-            ConfigError: the text is not JSON, or of another schema version. PlanError: its plan is.
+            ConfigError: the text is not JSON, or of another schema version.
+            PlanError: the plan in the text is of another schema version.
         """
         data = _DOCUMENT.read(text)
         with _DOCUMENT.parts():
@@ -124,16 +125,16 @@ class Tuning:
             )
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw memory and rate over the sizes, as PNG or SVG by the suffix.
+        """Draws memory and rate over the sizes to the file `path`, as PNG or SVG by its suffix.
 
         Raises:
-            ConfigError: the suffix is neither, or the folder does not exist.
+            ConfigError: the suffix is neither ``.png`` nor ``.svg``, or the folder does not exist.
             RuntimeUnavailable: matplotlib is not installed.
         """
         _reports().plot_sizes(self._tried(), self.size, self.budget_bytes, self._axis, self.unit, path)
 
     def html(self, path: str | PathLike[str]) -> None:
-        """Write the rate over the sizes, and the plan of the best, as one HTML page that needs no other file.
+        """Writes the rate over the sizes, and the plan for the best size, as one self-contained HTML file.
 
         Raises:
             ConfigError: the suffix is not ``.html``, or the folder does not exist.
@@ -179,7 +180,7 @@ class Tuning:
 
 
 def _reports() -> ModuleType:
-    """The reports, which are loaded when the first result is to be drawn."""
+    """Returns the module `memscale.reports`, imported at the first drawing to keep ``import memscale`` fast."""
     from memscale import reports
 
     return reports
