@@ -1,1 +1,1 @@
-"""A choice of one candidate for each part, as an integer program: least time, with bytes below a limit everywhere."""
+"""The integer program that chooses one candidate for each part: least time, with bytes below a limit everywhere."""

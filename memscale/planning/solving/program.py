@@ -1,6 +1,6 @@
-"""A mixed-integer program for HiGHS, most of whose rows wait until a solution breaks them.
+"""`Program`: a mixed-integer program for HiGHS with lazy rows, which join when a solution violates them.
 
-Its settings leave nothing to chance or to the clock, so that the same program has the same solution everywhere.
+The settings make the solver deterministic: one thread, a fixed seed and a limit of nodes instead of seconds.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from memscale.core import RuntimeUnavailable
 
 Floats = npt.NDArray[np.float64]
 
-#: How far from the best a solution may be, as a share of it, and the nodes of the search tree after which the best one
-# found so far is taken: a limit in seconds would make the solution depend on the machine.
+#: The relative gap to the bound at which a solution is accepted.
 GAP = 1e-3
+# Nodes of the search tree after which the best solution so far is taken.
 _NODES = 1000
-# With HiGHS' own 1e-6 its presolve (1.15.1) took a program of 9 parts for infeasible that has choices.
+# Feasibility tolerance. At HiGHS' default of 1e-6 its presolve (1.15.1) declares feasible programs infeasible.
 _TOLERANCE = 1e-7
-# Of the rows that a solution breaks, those that it breaks most join the program, so many at once.
+# The most violated rows join the program, at most so many at once.
 _AT_ONCE = 8
-_INTEGER = 1e-6  # so far from an integer a value may be
+_INTEGER = 1e-6  # the distance from an integer up to which a value counts as an integer
 
 
 class Program:
-    """The least of ``cost @ values`` with values from 0 to `upper`, under the rows that are added.
+    """A program: minimize ``cost @ values`` with ``0 <= values <= upper``, subject to the rows that are added.
 
     >>> program = Program(np.array([-1.0, -2.0]), np.array([1.0, 1.0]))
     >>> program.wait(np.array([[1.0, 1.0], [0.0, 1.0]]), 0.5)
@@ -35,12 +35,12 @@ class Program:
     (True, [0.0, 0.5])
 
     Args:
-        cost: [column]
-        upper: [column]
+        cost: [column] the cost of a unit of the column.
+        upper: [column] the upper bound of the column.
 
     Attributes:
-        values: [column] of the solution.
-        bound: no solution is below it.
+        values: [column] the last solution.
+        bound: a lower bound of the cost of any solution.
     """
 
     def __init__(self, cost: Floats, upper: Floats) -> None:
@@ -53,7 +53,7 @@ class Program:
             ("mip_abs_gap", 0.0),
             ("mip_max_nodes", _NODES),
             ("mip_feasibility_tolerance", _TOLERANCE),
-            ("mip_allow_restart", False),  # where most columns are fixed it only makes its cuts again
+            ("mip_allow_restart", False),  # a restart repeats the cuts, for nothing where most columns are fixed
         ):
             self._highs.setOptionValue(option, value)
         self.values: Floats = np.zeros(0)
@@ -65,7 +65,7 @@ class Program:
         self.add_columns(cost, upper)
 
     def add_columns(self, cost: Floats, upper: Floats) -> int:
-        """Returns the number of the first of them."""
+        """Adds columns, and returns the number of the first new column."""
         first: int = self._highs.getNumCol()
         self._upper = np.r_[self._upper, upper]
         self._highs.addVars(len(cost), np.zeros(len(cost)), upper.astype(np.float64))
@@ -73,41 +73,41 @@ class Program:
         return first
 
     def add_row(self, low: float, high: float, columns: Any, factors: Any) -> None:
-        """``low <= factors @ values[columns] <= high``."""
+        """Adds the row ``low <= factors @ values[columns] <= high``."""
         self._highs.addRow(low, high, len(columns), np.asarray(columns), np.asarray(factors, dtype=np.float64))
 
     def wait(self, rows: Floats, limit: float) -> None:
-        """``rows @ values <= limit``, of [row, column], where columns that were added later do not count."""
+        """Sets the lazy rows ``rows @ values <= limit``, for `rows` [row, column] over the columns that exist now."""
         self._waiting, self._joined = (rows, limit), np.zeros(len(rows), dtype=bool)
 
     def between(self, columns: Any, low: Floats, high: Floats) -> None:
-        """Other bounds of these columns."""
+        """Sets the bounds of `columns`."""
         self._highs.changeColsBounds(len(columns), np.asarray(columns), low, high)
 
     def whole(self, columns: Any) -> None:
-        """The values of these columns are integers."""
+        """Restricts the values of `columns` to integers."""
         kinds = np.full(len(columns), self._highspy.HighsVarType.kInteger)
         self._highs.changeColsIntegrality(len(columns), np.asarray(columns), kinds)
         self._integers += len(columns)
 
     def branch(self, columns: list[int]) -> bool:
-        """As `solve`, with integers in these columns, of which there are few.
+        """Solves with integers in a few `columns` by branch and bound; returns as `solve` does.
 
-        To follow each way to round them costs two solutions that are near the one before: HiGHS' own search took 0.4 s
-        for a single column of a program of 80 blocks, and this takes 0.01 s.
+        Each branch is a linear program near the one before, which HiGHS solves from its last basis: for a few columns
+        this is far faster than HiGHS' own integer search.
         """
         upper = self._upper[columns]
         best, found, least = np.inf, np.zeros(0), -np.inf
         waiting = [(np.zeros(len(columns)), upper)]
         for _ in range(_NODES):
             if not waiting:
-                least = best  # there is no other
+                least = best  # all branches are done: the best solution is optimal
                 break
             low, high = waiting.pop()
             self.between(columns, low, high)
             if not self.solve() or self.bound >= best:
                 continue
-            least = self.bound if least == -np.inf else least  # of the first, where no integer is asked for
+            least = self.bound if least == -np.inf else least  # the root's bound, without integers, bounds all branches
             values = self.values[columns]
             parted = np.flatnonzero(np.abs(values - values.round()) > _INTEGER)
             if not len(parted):
@@ -117,16 +117,17 @@ class Program:
             below, above = high.copy(), low.copy()
             below[at], above[at] = np.floor(values[at]), np.ceil(values[at])
             sides = [(low, below), (above, high)]
-            waiting += sides if values[at] - below[at] > 0.5 else sides[::-1]  # the nearer one is looked at first
+            waiting += sides if values[at] - below[at] > 0.5 else sides[::-1]  # the nearer side is popped first
         self.between(columns, np.zeros(len(columns)), upper)
         self.values, self.bound = found, least
         return bool(len(found))
 
     def solve(self, *, surely: bool = True) -> bool:
-        """Whether there is a solution, which `values` and `bound` then are of.
+        """Returns whether the program has a solution, and sets `values` and `bound` from the solution.
 
-        Unless `surely`, HiGHS' presolve is believed if it finds none, in a hundredth of the time and nearly always
-        rightly.
+        Args:
+            surely: whether to check an "infeasible" of HiGHS' presolve by a run without presolve. The unchecked answer
+                is nearly always right, and takes a hundredth of the time.
         """
         rows, limit = self._waiting
         while self._run(("choose", "off") if surely else ("choose",)):
@@ -141,7 +142,7 @@ class Program:
         return False
 
     def _run(self, presolves: Iterable[str]) -> bool:
-        """Solve with the rows that have joined."""
+        """Solves with the rows that have joined; returns whether there is a solution."""
         highs = self._highs
         for presolve in presolves:
             highs.setOptionValue("presolve", presolve)
@@ -150,7 +151,7 @@ class Program:
                 break
         else:
             return False
-        if not np.isfinite(highs.getInfo().objective_function_value):  # the nodes were too few for any solution
+        if not np.isfinite(highs.getInfo().objective_function_value):  # `_NODES` nodes had no solution: look for one
             highs.setOptionValue("mip_max_nodes", self._highspy.kHighsIInf)
             highs.setOptionValue("mip_max_improving_sols", 1)
             highs.run()
@@ -161,16 +162,16 @@ class Program:
 
 
 def _quiet(highspy: Any) -> Any:
-    """A solver that prints nothing."""
+    """Returns a HiGHS solver that prints nothing."""
 
     class Quiet(highspy.Highs):  # type: ignore[misc]
         def enableCallbacks(self) -> None:
-            # The constructor calls this, whereupon HiGHS 1.16 prints its banner unless it was told before.
+            # HiGHS 1.16 prints its banner in the constructor, right after this call: the output is off before.
             self.setOptionValue("output_flag", False)
             super().enableCallbacks()
 
     found = Quiet()
-    found.setOptionValue("output_flag", False)  # what has no callbacks
+    found.setOptionValue("output_flag", False)  # for versions of HiGHS without callbacks
     return found
 
 

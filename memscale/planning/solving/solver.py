@@ -1,6 +1,13 @@
-"""The choice: for each part the candidate with which the step is fastest and its bytes stay below a limit everywhere.
+"""`Chooser`: chooses one candidate for each part, for the fastest step whose bytes stay below a limit.
 
-A mixed-integer program: one binary variable for each candidate of each part.
+A mixed-integer program with a binary x[p, c] for each candidate c of each part p, and y = 1 if any part streams::
+
+    minimize    sum of x[p, c] * seconds[p, c]  +  moving_scale * (wait for the shared link)
+    subject to  sum over c of x[p, c] = 1                                       for each part p
+                sum of x[p, c] * held[p, c, t] - y * together[t] <= limit       for each interval t of the step
+
+NOTE: The costs are measured part by part (see `trials/`). A simulated step of a whole choice shows by how much the sum
+of the costs is wrong; `correct` takes over the difference, and the next program is solved with the corrected costs.
 """
 
 from __future__ import annotations
@@ -15,21 +22,24 @@ from memscale.planning.solving.program import GAP, Floats, Program
 from memscale.planning.trials.costs import Assignment, Bytes, Costs
 from memscale.planning.trials.trial_rows import MOVES
 
-# Of programs with more binaries the search takes long: 2 s for 160, of 12 blocks, and 16 s for 560, of 32. The relaxed
-# program's choice, its fractional parts decided, is within 0.4 % and 0.05 % of what it finds: many parts divide finely.
+# Binaries up to which the whole integer program is solved. In a larger program the parts that the relaxed program
+# decides are fixed first: the search over all parts takes seconds, and finds steps that are less than 0.5 % faster.
 _WHOLE = 100
 _MIB = 2.0**20
 
-# So much more is about as little.
+# Share by which two numbers of bytes may differ to count as about equal.
 _NEAR = 1e-2
 
-# Of what candidates that move bytes are thought to wait, at least and at most what one step may show.
+# The range of `moving_scale`: the ratio of the waits of a simulated step to the estimated waits.
 _LEAST_SCALE, _MOST_SCALE = 0.25, 4.0
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """How fast bytes move between the device and the tier below it, each way; and how many may lie there."""
+    """The rates of the link between the device and the tier below, each way, and the bytes that may lie on the tier.
+
+    ``cap_bytes=None`` means: no limit.
+    """
 
     out_bytes_per_second: float
     in_bytes_per_second: float
@@ -38,11 +48,11 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate for each part.
+    """A choice of one candidate for each part.
 
     Attributes:
         assignment: by part, the number of the candidate.
-        bound: no assignment does better than this: seconds, or bytes where the least bytes were asked for.
+        bound: a lower bound over all assignments, in seconds; in bytes if the fewest bytes were asked for.
     """
 
     assignment: Assignment
@@ -50,16 +60,16 @@ class Choice:
 
 
 class Chooser:
-    """Chooses among the candidates of `costs`.
+    """A chooser among the candidates of `costs`, corrected by simulated steps.
 
     Args:
-        costs: of the candidates.
-        link: None if nothing moves.
+        costs: the costs of the candidates.
+        link: the rates of the link to the tier below; None if no candidate moves bytes.
 
     Attributes:
-        moving_scale: how much longer moves hold the step up than is thought, as a step has shown.
-        beside_bytes: [candidate of what is outside, interval] what steps have shown to be held beside the sum of the
-            costs. Exactly one of these candidates is chosen, so that each brings its own correction.
+        moving_scale: the ratio of the waits for moves in the last simulated step to the estimated waits.
+        beside_bytes: [candidate of the rest of the model, interval] bytes that simulated steps held in addition to the
+            sum of the costs. A choice has exactly one candidate for the rest, and thus exactly one correction.
     """
 
     def __init__(self, costs: Costs, link: LinkRates | None) -> None:
@@ -70,7 +80,7 @@ class Chooser:
         self._held = np.array([effect.held_bytes - effect.slack_bytes for effect in flat], dtype=np.float64) / _MIB
         self._families: dict[object, list[int]] = {}
         for row in range(len(costs.effects)):
-            # What a group does hangs together with what its own members do.
+            # A group is a family of its own, since its candidates exclude those of its own members.
             single = row >= len(costs.parts) or row in costs.groups
             self._families.setdefault(row if single else costs.parts[row].alike, []).append(row)
         self._out = np.array([effect.out_bytes for effect in flat], dtype=np.float64)
@@ -81,8 +91,8 @@ class Chooser:
         self._streams = np.array(["stream" in each for each in self._techniques])
         together = costs.together_bytes if self._streams.any() else None
         self._together = np.zeros(len(costs.intervals)) if together is None else together / _MIB
-        # Of activations: while forward runs they go out, while backward runs they come back. A trial in which one part
-        # moves does not show what it is to share the link with all others.
+        # Bytes of activations that go out during forward and come back during backward, over a link that all offloading
+        # parts share. A trial in which one part moves does not show the waits for a shared link.
         self._shared = np.array(
             [
                 0 if "stream" in techniques else effect.out_bytes
@@ -101,30 +111,33 @@ class Chooser:
 
     @property
     def _seconds(self) -> Floats:
-        """[candidate] what it adds to the step."""
+        """Returns [candidate] the seconds that the candidate adds to the step."""
         found: Floats = self._operators + self.moving_scale * self._moving
         return found
 
     def seconds(self, assignment: Assignment) -> float:
-        """The time of the step under an assignment, as far as is thought."""
+        """Returns the estimated seconds of the step under an assignment."""
         columns = self._columns(assignment)
         waits = self.moving_scale * self._lacks_seconds(columns)
         return self.costs.fixed_seconds + float(self._seconds[columns].sum()) + waits
 
     def _link_seconds(self) -> list[Floats]:
-        """[candidate], once for each way of the link: by how much longer it holds the link than it computes, less what
-        it is thought to wait anyway."""
+        """Returns [candidate] for each direction of the link: seconds of copies less seconds of compute and of waits.
+
+        The sum over a choice, if above 0, is the time that the step waits for the link. Waits that a candidate's own
+        effect counts already are subtracted.
+        """
         if self.link is None or not self._shared.any():
             return []
         rates = (self.link.out_bytes_per_second, self.link.in_bytes_per_second)
         return [self._shared / rate - window - self._moving for rate, window in zip(rates, self._window, strict=True)]
 
     def _lacks_seconds(self, columns: list[int]) -> float:
-        """How long the step waits because the link is too slow for all that shares it."""
+        """Returns the seconds that the step waits because the link is too slow for all chosen copies together."""
         return max([0.0, *(float(each[columns].sum()) for each in self._link_seconds())])
 
     def _takes_seconds(self, cost: Floats, assignment: Assignment) -> float:
-        """What the program of these costs has to be the least."""
+        """Returns the objective of the program with these costs, in seconds, at an assignment."""
         columns = self._columns(assignment)
         return float(cost[columns].sum()) + self.moving_scale * self._lacks_seconds(columns)
 
@@ -132,39 +145,47 @@ class Chooser:
         return [offset + number for offset, number in zip(self._offsets, assignment, strict=False)]
 
     def correct(self, assignment: Assignment, held_bytes: Bytes, part_seconds: Floats, step_seconds: float) -> None:
-        """Learn from a simulated step: what it held beside what was thought, what candidates and their moves took."""
+        """Corrects the costs by a simulated step.
+
+        Args:
+            assignment: the choice that was simulated.
+            held_bytes: [interval] bytes that the step held.
+            part_seconds: [part] seconds of the part's operators in the step.
+            step_seconds: seconds of the step.
+        """
         self._shown.add(assignment[-1])
-        # Of those that no step has shown this one tells most.
+        # A candidate for the rest of the model that no step has shown yet gets the correction of this step.
         for number in {*range(len(self.beside_bytes)), assignment[-1]} - (self._shown - {assignment[-1]}):
             self.beside_bytes[number] = held_bytes - self.costs.held_bytes(assignment)
         columns = self._columns(assignment)
         if thought := float(self._moving[columns].sum()) + self._lacks_seconds(columns):
             shown = step_seconds - float(part_seconds.sum()) - self.costs.fixed_seconds
             self.moving_scale = min(max(shown / thought, _LEAST_SCALE), _MOST_SCALE)
-        # Parts that are alike are to have the same, or which of them has which candidate would be decided by traces.
+        # Parts that are alike get their mean, or small differences in the trace would decide which part has which
+        # candidate.
         outside = len(assignment) - 1
         for rows in self._apart(assignment).values():
             if rows == [outside] and any(assignment[row] for row in self.costs.groups):
-                continue  # a group has code beside that of its members
+                continue  # the seconds of the rest include the group's own code, which the costs count to the group
             for number in {assignment[row] for row in rows}:
                 shown = np.mean([part_seconds[row] for row in rows if assignment[row] == number])
                 for row in rows:
                     self._operators[self._offsets[row] + number] = shown
 
     def _apart(self, assignment: Assignment) -> dict[object, list[int]]:
-        """The parts that are alike and decided about one by one: no group, and none inside one that is chosen."""
+        """Returns the families of alike parts without groups and without members of chosen groups."""
         none = self.costs.covered(assignment) | self.costs.groups.keys()
         found = {alike: [row for row in rows if row not in none] for alike, rows in self._families.items()}
         return {alike: rows for alike, rows in found.items() if rows}
 
     def fastest(self, limit_bytes: float, among: Collection[str] | None = None) -> Choice | None:
-        """The fastest choice that holds at most `limit_bytes` at each interval, None if there is none.
+        """Returns the fastest choice that holds at most `limit_bytes` at each interval; None if no choice does.
 
         Args:
-            limit_bytes: what the step may hold.
-            among: the techniques of which candidates may be chosen; None is all.
+            limit_bytes: bytes that the step may hold.
+            among: the techniques that candidates may be made of; None allows all.
         """
-        # Of equals, few changes come before many, and early parts change before late ones.
+        # Ties: of equally fast choices the program takes the one with fewer changes, and with changes in early parts.
         scale = 1e-7 * max(self.costs.seconds(self.costs.as_it_is), 1e-9)
         ties = np.concatenate(
             [
@@ -175,17 +196,17 @@ class Chooser:
         return self._solve(self._seconds + ties, limit_bytes / _MIB, among)
 
     def smallest(self, among: Collection[str] | None = None) -> Choice:
-        """The choice whose most bytes are the fewest, among techniques as in `fastest`."""
+        """Returns the choice with the smallest peak; `among` is as in `fastest`."""
         choice = self._solve(np.zeros(len(self._moving)), None, among)
         assert choice is not None, "the step as it is takes some number of bytes"
         return choice
 
     def uniform(self, assignment: Assignment, among: Collection[str]) -> Assignment:
-        """The assignment with one candidate for all that are alike and move nothing: of those with which the step holds
-        about the least, and keeps about the least all the time, the fastest; late parts stream if that fits as well.
+        """Returns the assignment with one candidate for all repeated parts that move nothing.
 
-        Of GPT-2, all blocks checkpointed, the allocator had 5.6 % beside what was allocated with the last block
-        streamed, and 8.3 to 8.6 % with one of the first two or the last but one.
+        Of the candidates with about the smallest peak, and of these the ones with about the fewest bytes over all
+        intervals, the fastest is taken. Late parts stream rather than early ones if that fits as well: the allocator
+        then reserves less beyond the allocated bytes.
         """
         allowed, columns = self._allowed(among) > 0, self._columns(assignment)
         rows = [
@@ -209,11 +230,11 @@ class Chooser:
         return search.in_order(best, float(search.held_by(assignment).max()))
 
     def held_bytes(self, assignment: Assignment) -> float:
-        """The most that the step is thought to hold under an assignment."""
+        """Returns the estimated peak bytes of the step under an assignment."""
         return float(self._local_search(assignment).held_by(assignment).max() * _MIB)
 
     def _local_search(self, assignment: Assignment) -> LocalSearch:
-        """With what is thought of the candidates now; of those that are decided about beside the groups of one."""
+        """Returns the local search by the corrected costs, over parts outside the groups that `assignment` chooses."""
         return LocalSearch(
             self.costs.candidates,
             self._apart(assignment),
@@ -227,7 +248,7 @@ class Chooser:
         )
 
     def _held_now(self) -> Floats:
-        """[candidate, interval] with the corrections, in MiB."""
+        """Returns [candidate, interval] the corrected bytes that the candidate holds, in MiB."""
         held = self._held.copy()
         held[self._offsets[-2] :] += self.beside_bytes / _MIB
         return held
@@ -235,11 +256,14 @@ class Chooser:
     def _relaxed(
         self, cost: Floats, limit: float | None, among: Collection[str] | None
     ) -> tuple[Program | None, list[int]]:
-        """The program of least cost within the limit, or of the fewest bytes, solved but for that its parts may be
-        divided, with the columns that count those that stream; None if it has no solution."""
+        """Returns the relaxed program, solved, and its columns that count streaming parts; None if infeasible.
+
+        In the relaxed program a part may be divided among its candidates, but the counts of streaming parts and the
+        candidates of groups are integers. Without a limit the program minimizes the peak instead of the time.
+        """
         least, columns = limit is None, len(cost)
         unit = 1.0 if least else self._unit
-        # Beside the binaries: the peak; or how long the step waits for the link that all share.
+        # One column in addition to the binaries: the peak in MiB, or the wait for the shared link.
         lacks = [] if least else [each / unit for each in self._link_seconds()]
         beside = [1.0] if least else [self.moving_scale] if lacks else []
         upper = np.r_[self._allowed(among), np.full(len(beside), np.inf)]
@@ -261,11 +285,11 @@ class Chooser:
         return (program, counts) if program.branch([*counts, *groups]) else (None, [])
 
     def _allowed(self, among: Collection[str] | None) -> Floats:
-        """[candidate] 1 if it is made of these techniques, else 0."""
+        """Returns [candidate] 1 if all techniques of the candidate are in `among` (None: always), else 0."""
         return np.array([among is None or each <= set(among) for each in self._techniques], dtype=np.float64)
 
     def _solve(self, cost: Floats, limit: float | None, among: Collection[str] | None = None) -> Choice | None:
-        """The choice of least cost within the limit; without a limit, the one whose most bytes are the fewest."""
+        """Returns the choice of least cost within the limit; without a limit, the choice with the smallest peak."""
         program, counts = self._relaxed(cost, limit, among)
         if program is None:
             return None
@@ -278,8 +302,8 @@ class Chooser:
             if self._takes_seconds(cost, quick) <= bound * (1 + GAP) * unit:
                 return Choice(quick, bound * unit + self.costs.fixed_seconds)
         program.whole([*range(columns), *counts])
-        # What the relaxed program has decided may leave no way to decide the rest: then each fourth part is free as
-        # well, and at last all are.
+        # The parts that the relaxed program decides are fixed first. If that leaves no solution, every fourth part is
+        # freed, and then all parts.
         for freed in (0, 4, 1) if columns > _WHOLE else (1,):
             program.between(range(columns), *self._decided(relaxed, allowed, freed))
             if program.solve(surely=freed == 1):
@@ -296,13 +320,16 @@ class Chooser:
         return Choice(polished, bound * unit + self.costs.fixed_seconds)
 
     def _most(self, values: Floats) -> Assignment:
-        """The candidate of each part that has the most of it."""
+        """Returns the candidate of each part with the largest value."""
         return tuple(
             int(np.argmax(values[low:high])) for low, high in zip(self._offsets, self._offsets[1:], strict=False)
         )
 
     def _beside_groups(self, values: Floats, allowed: Floats) -> tuple[LocalSearch, Floats]:
-        """The local search among parts that are in no group that `values` choose, and the candidates left to them."""
+        """Returns the local search outside the groups that `values` choose, and [candidate] 1 if it may be chosen.
+
+        Groups, and members of chosen groups, keep the candidate that `values` choose.
+        """
         chosen = self._most(values)
         search, free = self._local_search(chosen), allowed.copy()
         for row in {*range(len(chosen))} - {row for rows in search.families.values() for row in rows}:
@@ -311,8 +338,10 @@ class Chooser:
         return search, free
 
     def _decided(self, values: Floats, allowed: Floats, freed: int) -> tuple[Floats, Floats]:
-        """Bounds that fix the parts for which `values` choose one candidate, but for each part whose number is
-        divided by `freed`."""
+        """Returns bounds that fix the parts for which `values` choose one candidate.
+
+        A part whose number is a multiple of `freed` stays free; 0 frees no part.
+        """
         low_bounds, high_bounds = np.zeros(len(values)), allowed.copy()
         for part, (low, high) in enumerate(zip(self._offsets, self._offsets[1:], strict=False)):
             chosen = values[low:high] >= INTEGRAL
@@ -321,13 +350,16 @@ class Chooser:
         return low_bounds, high_bounds
 
     def _add_streaming(self, program: Program) -> None:
-        """A variable that is 1 if any part streams, and 0 if none does."""
+        """Adds a variable that is 1 if any part streams, and 0 if none does."""
         which = np.flatnonzero(self._streams)
         apart = program.add_columns(np.zeros(1), np.ones(1))
         program.add_row(0.0, float(len(which)), [*which, apart], [*np.ones(len(which)), -1.0])
 
     def _exclude(self, program: Program) -> list[int]:
-        """What a group is chosen for excludes what its members are; returns its columns, which are to be whole."""
+        """Adds the rule that of a part and the groups around that part at most one is changed.
+
+        Returns the columns of the groups' candidates, which must be integers.
+        """
 
         def choices(row: int) -> range:
             return range(self._offsets[row] + 1, self._offsets[row + 1])
@@ -340,10 +372,10 @@ class Chooser:
         return [column for row in groups for column in choices(row)]
 
     def _count_streamed(self, program: Program) -> list[int]:
-        """How many of those that are alike stream is a variable of its own; returns these, which are to be whole.
+        """Adds an integer variable for each family of alike parts: how many of them stream; returns these columns.
 
-        To stream one more costs so much more than all else that a bound rests on this number, and where a binary of one
-        part is decided another takes its place: 7 s for a Llama of 32 blocks, and 0.3 s with this.
+        Branching on the count is what makes the search fast: one more streaming part costs more than all else, and
+        after a branch on the binary of one part, an alike part takes its place at the same cost.
         """
         counts = []
         for rows in self._families.values():

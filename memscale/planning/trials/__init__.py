@@ -1,1 +1,1 @@
-"""What each candidate holds and takes: steps are simulated in which many are tried at once."""
+"""The costs of candidates in bytes and seconds, from simulated steps in which many candidates are tried at once."""

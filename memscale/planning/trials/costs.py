@@ -1,7 +1,9 @@
-"""What each candidate of each part costs and frees, from a few simulated steps in which many are tried.
+"""`Costs`: the bytes and seconds of each candidate of each part, from a few simulated steps.
 
-Parts that are alike share what is found: in a row of eighty blocks, twelve of them try twelve candidates in one
-simulated step, and what one of them held before, during and after its own turn is what any other would.
+Alike parts share their trials: in a row of eighty blocks, twelve blocks try twelve candidates in one simulated step,
+and the bytes that one block held before, during and after its own turn are those that any other block would hold.
+
+"Row" is the number of a part, in the order of the step; the last row is the rest of the model outside all parts.
 """
 
 from __future__ import annotations
@@ -22,27 +24,28 @@ from memscale.planning.trials.trials import Simulate, Trials, TrialSteps
 from memscale.simulation import OUTSIDE, Attribution, Interval, Phase, Trace, attribute
 
 Bytes = npt.NDArray[np.int64]
-# How often an optimizer on the host goes over its states in a step: Adam's loop over single tensors, by simulation.
+# Passes of a host optimizer over its states in a step: Adam's loop over single tensors, counted by simulation.
 _STATE_PASSES = 8
 
-#: What is done to a group is made of, beside its techniques.
+#: A technique that marks the candidates of groups, in addition to the techniques that such a candidate is made of.
 GROUPED = frozenset({"group"})
 
-#: A candidate for each part, by number; the last is that of what is outside.
+#: The number of the chosen candidate for each part; the last number is for the rest of the model.
 Assignment = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """What a candidate does to the step.
+    """The effect of a candidate on the step.
 
     Attributes:
-        held_bytes: [interval] the most that the part holds there.
-        slack_bytes: [interval] what the sum over the parts is above what is held at once, at the part's own intervals.
-        forward_seconds, backward_seconds: of its operators.
-        out_bytes: what moves to another tier, from its forward on, until its backward.
-        waits_seconds: how long the device stands still for what it moves.
-        update_seconds: of the optimizer on the host, for parameters that live there, less what it saves the device.
+        held_bytes: [interval] the most bytes that the part holds in the interval.
+        slack_bytes: [interval] the sum of the parts' most bytes less the most bytes held at once, at the part's own
+            intervals: parts reach their maxima at different moments of an interval.
+        forward_seconds, backward_seconds: seconds of the part's operators.
+        out_bytes: bytes that are on another tier from the part's forward to its backward.
+        waits_seconds: seconds that the device waits for the part's copies.
+        update_seconds: seconds of the host's update of offloaded parameters, less those saved on the device.
     """
 
     held_bytes: Bytes
@@ -55,29 +58,30 @@ class Effect:
 
     @property
     def moving_seconds(self) -> float:
-        """What it takes beside its operators, since it moves something."""
+        """Returns the seconds in addition to the operators' that moves of bytes take."""
         return self.waits_seconds + self.update_seconds
 
     @property
     def seconds(self) -> float:
-        """What it adds to the step."""
+        """Returns the seconds that the candidate adds to the step."""
         return self.forward_seconds + self.backward_seconds + self.moving_seconds
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """The effects of all candidates of all parts, and what holds whatever is chosen.
+    """The effects of all candidates of all parts, and the costs that no choice changes.
 
     Attributes:
-        intervals: of the step.
-        parts: what is decided about, in the order of the step, and behind these the groups: parts around some of them,
-            of which each candidate but `AS_IT_IS` asks that those are as they are, and tells what it adds to that.
-        candidates: of each part, and last of what is outside.
-        effects: in the same order.
-        fixed_seconds: the time of the optimizer.
-        rejected: candidates that cannot be, with the reason.
-        together_bytes: [interval] what the update makes for a moment because it is one of all parameters at once, which
-            it is not once some of them live on another tier; None is nothing.
+        intervals: the intervals of the step.
+        parts: the parts to decide about, in the order of the step, then the groups. A group is a part around other
+            parts, its members. A candidate of a group other than `AS_IT_IS` requires that the members are as they are,
+            and its effect is the addition to the members' effects.
+        candidates: the candidates of each part, and last of the rest of the model.
+        effects: the effects of the candidates, in the same order.
+        fixed_seconds: seconds of the optimizer.
+        rejected: the candidates that are impossible, with the reasons.
+        together_bytes: [interval] bytes of the temporaries of an update of all parameters at once; PyTorch frees these
+            once some parameters live on another tier (see `stepping.loop_share`). None is zeros.
     """
 
     intervals: tuple[Interval, ...]
@@ -90,51 +94,51 @@ class Costs:
 
     @property
     def paths(self) -> list[str]:
-        """Of the parts that are no groups."""
+        """Returns the paths of the parts that are not groups."""
         return [part.path for part in self.parts if not part.members]
 
     @functools.cached_property
     def groups(self) -> dict[int, tuple[int, ...]]:
-        """The numbers of the groups, each with those of what is inside."""
+        """Returns the members of each group, both as row numbers."""
         return {row: part.members for row, part in enumerate(self.parts) if part.members}
 
     def covered(self, assignment: Assignment) -> frozenset[int]:
-        """The numbers of what is inside of groups for which an assignment chooses something."""
+        """Returns the row numbers of the members of groups that an assignment changes."""
         return frozenset(each for row, members in self.groups.items() if assignment[row] for each in members)
 
     def techniques(self, row: int, number: int) -> frozenset[str]:
-        """What a candidate is made of, with `GROUPED` if it is a group's."""
+        """Returns the techniques of a candidate, with `GROUPED` if the candidate changes a group."""
         return self.candidates[row][number].techniques | (GROUPED if number and row in self.groups else frozenset())
 
     @property
     def turn(self) -> int:
-        """The interval where backward begins."""
+        """Returns the number of the interval at which backward begins."""
         return _turn(self.intervals)
 
     @property
     def as_it_is(self) -> Assignment:
-        """The assignment that changes nothing."""
+        """Returns the assignment that changes nothing."""
         return (0,) * len(self.candidates)
 
     def rules(self, assignment: Assignment) -> Rules:
-        """The rules of an assignment, in the order of the step."""
+        """Returns the plan's rules for an assignment, in the order of the step."""
         paths = [*(part.path for part in self.parts), ""]
         chosen = (menu[number] for menu, number in zip(self.candidates, assignment, strict=True))
         return tuple(itertools.chain.from_iterable(each.at(path) for each, path in zip(chosen, paths, strict=True)))
 
     def held_bytes(self, assignment: Assignment) -> Bytes:
-        """[interval] what the step holds at most under an assignment."""
+        """Returns [interval] the most bytes that the step holds under an assignment."""
         chosen = [menu[number] for menu, number in zip(self.effects, assignment, strict=True)]
         held: Bytes = np.sum([each.held_bytes - each.slack_bytes for each in chosen], axis=0)
         return held - self.together_bytes if self.together_bytes is not None and self.streams(assignment) else held
 
     def streams(self, assignment: Assignment) -> bool:
-        """Whether some parameters live on another tier under an assignment."""
+        """Returns whether some parameters live on another tier under an assignment."""
         chosen = (menu[number] for menu, number in zip(self.candidates, assignment, strict=True))
         return any("stream" in each.techniques for each in chosen)
 
     def seconds(self, assignment: Assignment) -> float:
-        """The time of the step under an assignment."""
+        """Returns the seconds of the step under an assignment."""
         return self.fixed_seconds + sum(
             menu[number].seconds for menu, number in zip(self.effects, assignment, strict=True)
         )
@@ -150,16 +154,17 @@ def measured_costs(
     most: int,
     loop_share: float,
 ) -> Costs:
-    """The costs of the candidates in `menus`, one menu for each part and one for what is outside.
+    """Returns the costs of the candidates in `menus`, from trial steps.
 
     Args:
-        plain: the step as it is, with its update.
-        parts: of the model.
-        menus: their candidates, `AS_IT_IS` first; parts that are alike have the same.
-        simulate: a step with rules, of the model without some parts.
-        trials: of candidates that were tried before; those that are tried here are added.
-        most: the simulations that may be made for it; candidates that are left then are not tried.
-        loop_share: of what the update makes for a moment, what it makes where some parameters live on another tier.
+        plain: the trace of the step as it is, with its update.
+        parts: the parts of the model.
+        menus: the candidates of each part, and last of the rest of the model, `AS_IT_IS` first; alike parts have equal
+            menus.
+        simulate: returns the trace of a step with rules, of the model without some parts.
+        trials: the trials of earlier calls; new trials are added.
+        most: the most rounds of trial steps; candidates that are left then are rejected.
+        loop_share: the share of the update's temporaries that remains where some parameters live on another tier.
     """
     paths = [part.path for part in parts]
     base = attribute(plain, paths)
@@ -194,7 +199,7 @@ def measured_costs(
 
 
 def _moment_bytes(base: Attribution) -> Bytes:
-    """[interval] what is held for a moment while the optimizer steps."""
+    """Returns [interval] the bytes of the optimizer's temporaries."""
     outside = base.held_bytes[-1]
     steps = np.array([interval.phase is Phase.OPTIMIZER for interval in base.intervals])
     found: Bytes = np.where(steps, np.maximum(0, outside - outside[0]), 0)
@@ -210,29 +215,38 @@ def _effect(
     *,
     moves: bool = False,
 ) -> Effect:
-    """What the part in `row` does if it is given what `source` was given in `found`; `moves` if that moves anything."""
+    """Returns the effect on the part in `row` of the candidate that the alike part in `source` tried.
+
+    Args:
+        base: the attribution of the step as it is.
+        found: the attribution of the trial step.
+        row: the part that the effect is for.
+        source: the part that tried the candidate.
+        tried: all rows that tried a candidate in the trial step.
+        moves: whether the candidate moves bytes.
+    """
     held = np.zeros(len(base.intervals), dtype=np.int64)
     slack = np.zeros(len(base.intervals), dtype=np.int64)
     number, source_number = (OUTSIDE if each == len(base.held_bytes) - 1 else each for each in (row, source))
     mine = found.held_bytes[source] + _owed(base, found, source, tried)
     matches = _matches(base.intervals, found.intervals, number, source_number, mine)
     beside = _beside(base, row, source, number, source_number)
-    if moves:  # what a source moves need not be there
+    if moves:  # bytes that the source holds more as it is may be moved away: the difference is at least 0
         beside = np.maximum(0, beside)
-    # Small parameters of a streamed part stay where they are, and only they have states and updates on the device.
+    # Only small parameters of a streamed part stay on the device, with their states and updates.
     parameters_bytes = int(base.parameters_bytes[row])
     stays = min(1.0, found.parameters_bytes[source] / parameters_bytes) if parameters_bytes else 1.0
     for at, (interval, match) in enumerate(zip(base.intervals, matches, strict=True)):
         if interval.phase is Phase.OPTIMIZER:
-            # Trials do not update; what lives on another tier is updated there.
+            # A trial step has no update; parameters on another tier are updated on that tier.
             held[at] = int(stays * base.held_bytes[row, at])
-        elif match is None:  # before its forward and after its backward a part holds the same, whatever is done to it
+        elif match is None:  # before its forward and after its backward a part holds the same under any candidate
             held[at] = int(stays * base.held_bytes[row, at])
         else:
             held[at] = max(0, mine[match] + beside[at])
             if found is not base:
                 held[at] += int(stays * base.states_bytes[row]) - found.states_bytes[source]
-        # What is outside answers for the intervals outside, each part for its own.
+        # Each part has the slack of its own intervals, and the rest of the model has the slack of those outside.
         answers = interval.outside if number == OUTSIDE else (interval.part == number and not interval.outside)
         if answers and match is not None:
             slack[at] = found.slack_bytes[match]
@@ -241,8 +255,9 @@ def _effect(
 
 
 def _no_faster(effect: Effect, as_it_is: Effect) -> Effect:
-    """The effect with no less time than without the candidate: where a device waits for its host, another candidate in
-    the same trial may take the waits.
+    """Returns the effect with at least the seconds of the part as it is.
+
+    Where the device waits for the host, the waits of this part may be charged to another part of the same trial step.
     """
     return replace(
         effect,
@@ -252,10 +267,10 @@ def _no_faster(effect: Effect, as_it_is: Effect) -> Effect:
 
 
 def _beside(base: Attribution, row: int, source: int, number: int, source_number: int) -> Bytes:
-    """[interval] what the part in `row` holds as it is beside what the source, which is alike, holds where it is.
+    """Returns [interval] the bytes of the part in `row` less those of the alike part `source`, both as they are.
 
-    Parts that are alike differ a little where they meet their neighbours, whatever is done to them: the input of the
-    first of a row is the batch, which does not count to it.
+    Alike parts differ a little at their borders, under any candidate: the input of the first block, for example, may be
+    the batch, which does not count to the block.
     """
     if row == source:
         return np.zeros(len(base.intervals), dtype=np.int64)
@@ -269,10 +284,12 @@ def _beside(base: Attribution, row: int, source: int, number: int, source_number
 
 
 def _owed(base: Attribution, found: Attribution, source: int, tried: frozenset[int]) -> Bytes:
-    """[interval of `found`] what the source's candidate makes others hold, less what it holds because of theirs.
+    """Returns [interval of `found`] bytes to charge to the source in addition to the bytes that the source holds.
 
-    What two parts keep (a result that its activation and the convolution behind it both need) counts to the one that
-    lets go of it last. If that one no longer keeps it, the other still does, and did not decide that.
+    A tensor that two parts keep (the result of an activation that the next convolution needs as well) counts to the
+    part that frees the tensor last. If a candidate makes that part drop the tensor, the tensor counts to the other
+    part. The bytes that move so are charged to the part whose candidate moved them: bytes that the source's candidate
+    makes others hold are added, bytes that the source holds due to others' candidates are subtracted.
     """
     owed = np.zeros(len(found.intervals), dtype=np.int64)
     columns = {interval: at for at, interval in enumerate(base.intervals)}
@@ -286,13 +303,13 @@ def _owed(base: Attribution, found: Attribution, source: int, tried: frozenset[i
         now, before = found.handed_bytes.get(pair), base.handed_bytes.get(pair)
         more = (0 if now is None else now[there]) - (0 if before is None else before[here])
         if holder in tried:
-            more = np.maximum(0, more)  # that it holds less is its own doing
+            more = np.maximum(0, more)  # a holder with a trial holds less due to its own candidate
         if holder == outside:
-            # In place of what another made: the gradient that runs past all blocks is summed in place into the tensor
-            # of the last that made one, and counts to what is outside, where it ends.
+            # The gradient of a residual stream is summed in place into the tensor of the block that made one last, and
+            # counts to the rest of the model, where the sum ends: the rest holds no more unless its own bytes rise.
             held = found.held_bytes[outside, there] - found.states_bytes[outside]
             rise = np.maximum(0, held - base.held_bytes[outside, here] + base.states_bytes[outside])
-            turn = [_is_turn(found.intervals[at], source) for at in there]  # before the other's is gone
+            turn = [_is_turn(found.intervals[at], source) for at in there]  # both tensors are held in the source's turn
             more = np.where(turn, more, np.minimum(more, rise))
         owed[there] += more if maker == source else -more
     return owed
@@ -301,10 +318,17 @@ def _owed(base: Attribution, found: Attribution, source: int, tried: frozenset[i
 def _matches(
     wanted: tuple[Interval, ...], found: tuple[Interval, ...], part: int, source: int, held: Bytes
 ) -> list[int | None]:
-    """For each wanted interval the number of the found one that is to `source` what it is to `part`.
+    """Returns for each interval in `wanted` the number of the corresponding interval in `found`; None without one.
 
-    As far before or after the part's own turn in the same phase, or as near to that as there is. `held` is what the
-    source holds at the found ones.
+    An interval of `part` corresponds to the interval at the same distance from the turn of `source` in the same phase,
+    or to the nearest.
+
+    Args:
+        wanted: the intervals to match.
+        found: the intervals of the trial step.
+        part: the part that `wanted` is for.
+        source: the part that tried the candidate.
+        held: [interval of `found`] bytes that the source holds.
     """
     matches: list[int | None] = []
     for phase in Phase:
@@ -317,7 +341,7 @@ def _matches(
             by_key = {found[at]: at for at in others}
             there = [by_key.get(wanted[at]) for at in rows]
             for place, match in enumerate(there):
-                if match is None:  # it was not there: what is held at the one before and at the one after
+                if match is None:  # not in the trial step: the neighbour at which the source holds less
                     ways = there[:place][::-1], there[place:]
                     around = [at for way in ways for at in [each for each in way if each is not None][:1]]
                     match = min(around, key=held.__getitem__, default=others[0])
@@ -327,8 +351,8 @@ def _matches(
         turn = next((place for place, at in enumerate(others) if _is_turn(found[at], source)), 0)
         for place in range(len(rows)):
             away = place - own
-            # Beyond the source's first or last interval, what is kept from forward to backward is there as at that
-            # interval; before and after that there is nothing of it.
+            # Past the end of the source's intervals: between the turns of forward and backward the kept bytes are those
+            # of the last interval, and before forward and after backward the candidate has no effect.
             if not -turn <= away < len(others) - turn:
                 kept = (away > 0) == (phase is Phase.FORWARD)
                 away = max(-turn, min(away, len(others) - 1 - turn)) if kept else 0
@@ -341,7 +365,7 @@ def _matches(
 
 
 def _turn(intervals: tuple[Interval, ...]) -> int:
-    """The first one of backward."""
+    """Returns the number of the first interval of backward."""
     return next((at for at, interval in enumerate(intervals) if interval.phase is Phase.BACKWARD), len(intervals) - 1)
 
 
@@ -357,17 +381,20 @@ def _with_moves(
     row: int,
     hardware: Hardware,
 ) -> Effect:
-    """The effect with what it moves: what it no longer keeps, and would without its moves."""
+    """Returns the effect with the bytes that the candidate moves, and the seconds of a streamed part's update.
+
+    The bytes that an offload moves are those that the part keeps without the offload less those kept with the offload.
+    """
     moves = candidate.techniques & MOVES
     out = 0
     turn = _turn(base.intervals)
     if "offload" in moves and (unmoved := known.get(candidate.unmoved)) is not None:
         out = max(0, int(unmoved.held_bytes[turn] - effect.held_bytes[turn]))
     if "stream" not in moves:
-        # Where nothing moves, nothing is waited for, whatever neighbours of the trial did.
+        # A candidate that moves nothing waits for nothing: waits in its trial are those of other parts.
         return replace(effect, out_bytes=out, waits_seconds=effect.waits_seconds if moves else 0.0)
     parameters_bytes, states_bytes = int(base.parameters_bytes[row]), int(base.states_bytes[row])
-    # Parameters and gradients are read and parameters written; states go through several loops with temporaries.
+    # Host traffic in bytes: parameters are read and written, gradients are read, and states are passed several times.
     traffic = 2 * parameters_bytes + int(base.gradients_bytes[row]) + _STATE_PASSES * states_bytes
     saved = float(base.seconds[:, 2].sum()) * parameters_bytes / max(1, int(base.parameters_bytes.sum()))
     return replace(

@@ -1,7 +1,9 @@
-"""What may be done to groups of parts costs, told as what it adds to a step in which these parts are as they are.
+"""The costs of candidates for groups, as additions to a step in which the members of the group are as they are.
 
-A group is tried as a part of its own, in a model that is taken apart less finely: groups none of which is inside
-another are tried in the same steps. What it holds in its turn is held, as far as is thought, in those of its members.
+A group is tried as a part of its own, in a coarser division of the model; disjoint groups are tried in the same steps.
+The bytes that a group holds in its turn are counted in each turn of its members.
+
+"Fine" intervals are those of `costs`, "coarse" intervals those of the division with groups as parts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Simulate, Trials
 from memscale.simulation import OUTSIDE, Interval, Phase, Trace, attribute
 
-# Of what a step holds whose parts keep least: a group is tried if so much of it is what it keeps all the same.
+# Share of the peak with the least keeping candidates: a group is tried if it keeps at least this share even then.
 _MATTERS = 1 / 10
 
 
@@ -32,13 +34,13 @@ def with_groups(
     *,
     most: int,
 ) -> Costs:
-    """`costs` with those of the groups of its parts that can matter.
+    """Returns `costs` with the groups that can lower the peak and their candidates.
 
     Args:
-        costs: of the parts.
-        plain: the step as it is, with its update.
-        groups: those inside others first.
-        menu_of: the candidates for a group.
+        costs: the costs of the parts.
+        plain: the trace of the step as it is, with its update.
+        groups: the groups, inner groups before the groups around them.
+        menu_of: returns the candidates for a group.
         simulate, trials, most: as in `measured_costs`.
     """
     groups = [group for group in groups if _matters(costs, plain, group)]
@@ -62,7 +64,7 @@ def with_groups(
                 found.append((part, coarse.candidates[row], _added(costs, coarse, row)))
     found.sort(key=lambda each: each[0].members)
     outside = len(costs.parts)
-    # What is outside comes last.
+    # The rest of the model stays last: its number grows by that of the new groups.
     moved = {outside: outside + len(found)}
     return replace(
         costs,
@@ -77,7 +79,7 @@ def with_groups(
 
 
 def _matters(costs: Costs, plain: Trace, group: Part) -> bool:
-    """Whether a group may make a step smaller than its parts do, by a share that shows."""
+    """Returns whether a group may lower the peak below that of its members, by at least the share `_MATTERS`."""
     least = tuple(_least(costs, row) for row in range(len(costs.effects)))
     held = costs.held_bytes(least)
     updates = [interval.phase is Phase.OPTIMIZER for interval in costs.intervals]
@@ -86,18 +88,18 @@ def _matters(costs: Costs, plain: Trace, group: Part) -> bool:
     for row in group.members:
         as_it_is, now = costs.effects[row][0], costs.effects[row][least[row]]
         left_bytes -= int(as_it_is.held_bytes[costs.turn] - now.held_bytes[costs.turn])
-    # What the update holds no group makes smaller.
+    # No group lowers the bytes that the update holds.
     return min(left_bytes, most_bytes - int(held[updates].max(initial=0))) >= _MATTERS * most_bytes
 
 
 def _least(costs: Costs, row: int) -> int:
-    """The candidate that keeps least for backward and moves nothing."""
+    """Returns the candidate that keeps the fewest bytes for backward, of those that move nothing."""
     still = [at for at, each in enumerate(costs.candidates[row]) if not each.techniques & MOVES]
     return min(still, key=lambda at: int(costs.effects[row][at].held_bytes[costs.turn]))
 
 
 def _added(costs: Costs, coarse: Costs, row: int) -> tuple[Effect, ...]:
-    """What each candidate of the group in `row` of `coarse` adds to the step that `costs` are of."""
+    """Returns the effects of the candidates of the group in `row` of `coarse`, as additions at fine intervals."""
     none = np.zeros(len(costs.intervals), dtype=np.int64)
     found = [Effect(none, none, 0.0, 0.0)]
     as_it_is = coarse.effects[row][0]
@@ -115,7 +117,7 @@ def _added(costs: Costs, coarse: Costs, row: int) -> tuple[Effect, ...]:
 
 
 def _added_bytes(costs: Costs, coarse: Costs, row: int, now: Bytes) -> Bytes:
-    """[interval of `costs`] what is held more where the step holds `now` [interval of `coarse`] than as it is."""
+    """Returns [fine interval] the bytes that the step holds more than as it is, if it holds `now` [coarse interval]."""
     owner = {part.path: number for number, part in enumerate(coarse.parts)}
     for number, part in enumerate(coarse.parts):
         owner |= {costs.parts[member].path: number for member in part.members if member < len(costs.parts)}
@@ -126,7 +128,7 @@ def _added_bytes(costs: Costs, coarse: Costs, row: int, now: Bytes) -> Bytes:
         turn = columns.get(Interval(phase, row, False))
         if turn is None:
             continue
-        # Behind its last member a group may go on, or be through: the more of both.
+        # Behind its last member a group may go on or be done: the larger value of both cases counts.
         there: dict[int, list[int]] = {}
         for at, interval in enumerate(costs.intervals):
             if interval.phase is phase:
@@ -140,8 +142,16 @@ def _added_bytes(costs: Costs, coarse: Costs, row: int, now: Bytes) -> Bytes:
 
 
 def shown_bytes(costs: Costs, assignment: Assignment, held: Mapping[Interval, int]) -> Bytes:
-    """[interval] what a step with an assignment held: what is thought where it never came; and, in the turns of members
-    of a group, as much more in each as the most of them is more."""
+    """Returns [interval] the bytes that a simulated step with an assignment held.
+
+    Intervals that the step did not reach have the estimated bytes. The turns of a chosen group's members all have the
+    same addition to the estimate: the difference of the most bytes in these turns.
+
+    Args:
+        costs: the costs, with the intervals.
+        assignment: the choice that was simulated.
+        held: the bytes by interval of the simulated step.
+    """
     thought = costs.held_bytes(assignment)
     found = np.array(
         [held.get(interval, each) for interval, each in zip(costs.intervals, thought.tolist(), strict=True)]

@@ -1,4 +1,7 @@
-"""Which part tries which candidate in a simulated step, so that none is charged with what another does."""
+"""The assignment of candidates to parts in a trial step, such that no part is charged with another part's candidate.
+
+"Row" is the number of a part, in the order of the step.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,34 @@ from memscale.transforms import offload
 #: The techniques that move bytes.
 MOVES = frozenset({"offload", "stream"})
 
-#: By row, what is tried there: the family of its part, and the candidate.
+#: By row: the family of the part in this row, and the candidate that the part tries.
 Chosen = dict[int, tuple[object, Candidate]]
 
-# So many parts hold more tensors than an engine leaves where they are.
+# Parts that hold more tensors together than the offload engine leaves on the device at the end of forward.
 _TAIL = 2
 _MOVED = Candidate((("", offload()),))
 
 
 def next_rows(families: Mapping[object, Sequence[int]], waiting: Mapping[object, list[Candidate]]) -> Chosen:
-    """The next candidates to be tried at once, which are taken from `waiting`.
+    """Returns the candidates for the next trial step, and removes them from `waiting`.
 
-    As many as there are rows, but none that moves activations behind another one: until its copy is through, what it
-    moves of its input counts to the part before, and that one would seem to keep what it frees. And of what is moved
-    the last stays where it is, since it is the first to be needed again: behind those that are tried one more moves.
+    Each row tries at most one candidate. Two rules keep the trials independent:
+
+    - A part that offloads is not directly behind a part with a trial. Until its copy is done, the offloaded input
+      counts to the part before, which would seem to keep the bytes that its own candidate frees.
+    - Behind the last part that offloads, further parts offload with a trial that nobody reads. The engine leaves the
+      last tensors of forward on the device, since backward needs these tensors first.
 
     Args:
-        families: the rows of the parts that are alike, in the order of the step.
-        waiting: what each family has still to try.
+        families: the rows of alike parts by family, in the order of the step.
+        waiting: the candidates that each family has still to try.
     """
     chosen: Chosen = {}
     for moves in (False, True):
         for family, candidates in waiting.items():
             wanted = [each for each in candidates if _moves(each) is moves]
             free = _free(families[family], chosen, moves)
-            if moves and len(free) > len(wanted):  # leave room behind
+            if moves and len(free) > len(wanted):  # leave rows for the parts of `_behind`
                 free = free[: max(len(wanted), len(free) - _TAIL)]
             for row, candidate in zip(_spread(free, len(wanted)), wanted, strict=False):
                 chosen[row] = (family, candidate)
@@ -45,7 +51,10 @@ def next_rows(families: Mapping[object, Sequence[int]], waiting: Mapping[object,
 
 
 def _behind(families: Mapping[object, Sequence[int]], chosen: Chosen) -> Chosen:
-    """What moves behind all that is to be seen moving, which nobody looks up; the last of `chosen` make room for it."""
+    """Returns the offloads behind the last trial that offloads, with family None: nobody reads their trials.
+
+    Without room behind, the last trials that offload are removed from `chosen`.
+    """
     parts = sorted(row for family, rows in families.items() if family is not None for row in rows)
     while movers := sorted(row for row, (_, candidate) in chosen.items() if _moves(candidate)):
         free = [row for row in parts if row > movers[-1] and not {row, row - 1} & chosen.keys()]
@@ -60,7 +69,7 @@ def _moves(candidate: Candidate) -> bool:
 
 
 def _free(rows: Sequence[int], chosen: Chosen, moves: bool) -> list[int]:
-    """Those of the rows that have nothing to try; and for what moves activations, no part before them that has."""
+    """Returns the rows without a trial; if `moves`, only the rows whose part before has no trial either."""
     free: list[int] = []
     for row in rows:
         if row not in chosen and not (moves and row - 1 in {*chosen, *free[-1:]}):
@@ -69,7 +78,7 @@ def _free(rows: Sequence[int], chosen: Chosen, moves: bool) -> list[int]:
 
 
 def _spread(rows: Sequence[int], wanted: int) -> Sequence[int]:
-    """At most `wanted` of the rows, as far from each other and from the ends as can be."""
+    """Returns at most `wanted` of the rows, spread evenly, with space at both ends."""
     if wanted >= len(rows):
         return rows
     return [rows[(2 * at + 1) * len(rows) // (2 * wanted)] for at in range(wanted)]

@@ -1,6 +1,7 @@
-"""Simulated steps in which many candidates are tried at once, and what of each step is kept.
+"""`TrialSteps`: simulates steps in which many candidates are tried at once.
 
-In a row of eighty blocks that are alike, twelve of them try twelve candidates in one step.
+In a row of eighty alike blocks, twelve blocks try twelve candidates in one step. "Row" is the number of a part, in the
+order of the step; the row after the last part is the rest of the model. A "family" is a group of alike parts.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ from memscale.planning.trials.trial_rows import next_rows
 from memscale.simulation import Attribution, Trace, attribute
 from memscale.transforms import proven_rows, tile
 
-# Of a sum of the same times in another order.
+# Relative tolerance of two sums of the same times in different orders.
 _SAME_TIME = 1e-9
 
-#: Simulates forward and backward with these rules, of the model without the parts at these paths.
+#: Returns the trace of forward and backward with rules, of the model without the parts at the given paths.
 Simulate = Callable[[Rules, frozenset[str]], Trace]
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """Where a candidate was tried: by the part in this row of this attribution, while those in `tried` tried theirs."""
+    """A trial of a candidate, by one part in a simulated step.
+
+    Attributes:
+        row: the part that tried the candidate.
+        found: the attribution of the step's bytes and seconds to parts.
+        tried: all rows that tried a candidate in the step.
+    """
 
     row: int
     found: Attribution
@@ -48,7 +55,16 @@ _HEAD_CUT = tile(chunks=2)  # as `_cuts` tells it
 
 
 class TrialSteps:
-    """The simulations: as few as there are candidates for each part that none is alike to."""
+    """The trial steps of all candidates in `menus`.
+
+    The number of steps is about that of the candidates of the family with the most candidates per part.
+
+    Args:
+        base: the attribution of the step as it is.
+        parts: the parts of the model.
+        menus: the candidates of each part, and last of the rest of the model.
+        simulate: returns the trace of a trial step.
+    """
 
     def __init__(
         self, base: Attribution, parts: tuple[Part, ...], menus: Sequence[tuple[Candidate, ...]], simulate: Simulate
@@ -62,14 +78,19 @@ class TrialSteps:
         for row, part in enumerate(parts):
             self.families.setdefault(part.alike, []).append(row)
         self.families[None] = [len(parts)]
-        self._tells: dict[frozenset[str], bool] = {}  # whether the step without these parts tells of the whole
+        self._tells: dict[frozenset[str], bool] = {}  # by left out parts: is the rest as in the whole model's step?
 
     def _path(self, row: int) -> str:
         """What candidates in this row are relative to."""
         return self.paths[row] if row < len(self.paths) else ""
 
     def run(self, done: Trials, most: int) -> dict[Candidate, str]:
-        """Add each candidate's trial to `done`; returns the reasons of those that cannot be tried."""
+        """Adds the trial of each candidate to `done`; returns the candidates without a trial, with the reasons.
+
+        Args:
+            done: the trials so far; a candidate with a trial is not tried again.
+            most: the largest number of rounds of trial steps; candidates that are left then have no trial.
+        """
         waiting = {
             family: [each for each in self.menus[rows[0]][1:] if (family, each) not in done]
             for family, rows in self.families.items()
@@ -83,7 +104,7 @@ class TrialSteps:
         return {**rejected, **left}
 
     def _keep_proven(self, waiting: Mapping[object, list[Candidate]], done: Trials) -> dict[Candidate, str]:
-        """Leave out the candidates that cut rows which are not proven independent; returns them with the reasons."""
+        """Removes the candidates that cut rows without a proof that rows are independent; returns them with reasons."""
         unproven: dict[tuple[object, Cutting], str] = {}
         proven = {(family, cut) for family, candidate in done for cut in _cuts(candidate)}
         cuts = {
@@ -125,7 +146,7 @@ class TrialSteps:
             with proven_rows():
                 self.simulate(rules, away)
         except Exception as error:
-            if away:  # the forward may ask for each of its blocks
+            if away:  # the model's forward may need the left out blocks: prove in the whole model
                 self._prove(chosen, frozenset(), unproven)
             elif len(chosen) == 1:
                 (key,) = chosen.values()
@@ -143,7 +164,7 @@ class TrialSteps:
         rules = [rule for row, (_, candidate) in sorted(chosen.items()) for rule in candidate.at(self._path(row))]
         try:
             found = self._found(tuple(rules), chosen)
-        except Exception as error:  # a transform refuses its region, or the model's own code does
+        except Exception as error:  # a transform refuses its region, or the model's code fails under the transform
             if len(chosen) == 1:
                 ((_, candidate),) = chosen.values()
                 rejected[candidate] = _reason(error)
@@ -155,11 +176,15 @@ class TrialSteps:
             done[key] = Trial(row, attribute(found, self.paths), frozenset(chosen))
 
     def _found(self, rules: Rules, tried: Iterable[int]) -> Trace:
-        """The step with these rules; without most blocks where only what is outside of them tries something."""
+        """Returns the trace of the step with `rules`.
+
+        If only the rest of the model tries a candidate, most of the repeated blocks are left out of the step, provided
+        that the rest is as in the whole model's step.
+        """
         outside = len(self.parts)
         away = left_out(self.parts, self.families) if set(tried) == {outside} else frozenset[str]()
         if away:
-            with contextlib.suppress(Exception):  # a forward that asks for each of its blocks
+            with contextlib.suppress(Exception):  # the model's forward may need the left out blocks
                 if away not in self._tells:
                     self._tells[away] = False
                     self._tells[away] = self._is_alike(attribute(self.simulate((), away), self.paths), outside)
@@ -168,9 +193,9 @@ class TrialSteps:
         return self.simulate(rules, frozenset())
 
     def _is_alike(self, found: Attribution, part: int) -> bool:
-        """Whether a part holds at the intervals of `found` what it holds there in the whole step, and takes as long."""
+        """Returns whether a part has the same bytes (at the intervals of `found`) and seconds as in the whole step."""
         base, columns = self.base, {interval: at for at, interval in enumerate(self.base.intervals)}
-        # Trials do not update, and have no states.
+        # Trial steps have no update, and so no optimizer states.
         held = [base.held_bytes[part, columns[interval]] - base.states_bytes[part] for interval in found.intervals]
         forward_backward = slice(0, 2)
         return (found.held_bytes[part] - found.states_bytes[part]).tolist() == held and np.allclose(
@@ -179,7 +204,7 @@ class TrialSteps:
 
 
 def _cuts(candidate: Candidate) -> list[Cutting]:
-    """What it cuts, by path relative to the part, and how, whatever the sizes of the pieces."""
+    """Returns the row cuts of a candidate: the path relative to the part, and the dimensions, for any chunk size."""
     return [
         (inside, tile(chunks=2, **{name: getattr(each, name) for name in ("dim", "in_dims", "out_dims")}))
         for inside, how in candidate.rules
