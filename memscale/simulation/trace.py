@@ -170,7 +170,7 @@ class Trace:
     >>> profiler = ms.MemoryProfiler(torch.nn.Linear(8, 8), loss=lambda y, _: y.sum(), hardware="t4")
     >>> trace = profiler.simulated(torch.ones(2, 8))
     >>> [op.name for op in trace.last_operators if op.phase == "forward"]
-    ['aten::addmm', 'aten::sum']
+    ['aten::addmm', 'aten::sum', 'aten::ones_like']
     >>> Trace.from_json(trace.to_json()).digest() == trace.digest()
     True
 
