@@ -291,14 +291,10 @@ class DecisionEngine:
         most = self.plain.taken_bytes
 
         def find(engine: DecisionEngine) -> Answer:
-            least = min(most, engine._smallest().proven.taken_bytes)
-            found = []
-            for at in range(points - 1):
-                limit = least + (most - least) * at // (points - 1)
-                best = engine._fastest(limit)
-                if best is not None:
-                    found.append(engine._proven_plan(best, limit))
-            return Answer(tuple(found))
+            smallest = engine._smallest()
+            least = min(most, smallest.proven.taken_bytes)
+            limits = [least + (most - least) * at // (points - 1) for at in range(points - 1)]
+            return Answer(tuple([engine._proven_plan(engine._fastest(limit) or smallest, limit) for limit in limits]))
 
         progress, self.steps.progress = self.steps.progress, limited(self.steps.progress, seconds)
         try:
