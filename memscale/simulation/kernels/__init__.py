@@ -1,1 +1,1 @@
-"""What the kernels of the target device return and take."""
+"""The kernels of the simulated device: their result layouts, their scratch memory and their times."""

@@ -1,7 +1,7 @@
-"""Which kernel ``F.scaled_dot_product_attention`` takes on a CUDA device, and the same kernel on fake CPU tensors.
+"""The choice of the kernel of ``F.scaled_dot_product_attention`` on a CUDA device, and the kernel on fake CPU tensors.
 
-The rules are those of PyTorch 2.10 to 2.14: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and
-sdp_utils_cpp.h for the choice, aten/src/ATen/native/transformers/attention.cpp for what happens around a kernel.
+Source of the rules: PyTorch 2.10 to 2.14, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and
+sdp_utils_cpp.h for the choice, aten/src/ATen/native/transformers/attention.cpp for the operators around a kernel.
 Nested tensors and float8 are left out.
 """
 
@@ -26,11 +26,11 @@ Capability = tuple[int, int]
 
 _SDPA = F.scaled_dot_product_attention
 _HALVES = (torch.float16, torch.bfloat16)
-_NEWEST: Capability = (12, 1)  # the last architecture that the fused kernels accept
+_NEWEST: Capability = (12, 1)  # the newest architecture that the fused kernels accept
 _DEFAULT_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")
 _NAMES: Mapping[int, Kernel] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # aten/src/ATen/SDPBackend.h
-# What the wheels of PyPI bring along, in cuDNN's own numbering: nvidia-cudnn-cu12 or -cu13 in the requirements
-# of torch 2.10.0 to 2.14.1. A newer PyTorch is taken to bring at least the last of these.
+# The cuDNN version of each torch wheel on PyPI, in cuDNN's numbering: nvidia-cudnn-cu12 or -cu13 in the requirements
+# of torch 2.10.0 to 2.14.1. A newer PyTorch is assumed to have the newest version listed here.
 _BUNDLED_CUDNN = {"2.10": 91002, "2.11": 91900, "2.12": 92000, "2.13": 92000, "2.14": 92400}
 
 
@@ -39,12 +39,12 @@ class AttentionFlags:
     """The settings of a process that decide between the attention kernels.
 
     Args:
-        flash, efficient, cudnn, math: what the user allows, as ``torch.backends.cuda.flash_sdp_enabled()`` and its
-            siblings say.
-        order: the kernels from the most to the least wanted.
+        flash, efficient, cudnn, math: whether the user allows the kernel, as
+            ``torch.backends.cuda.flash_sdp_enabled()`` and its siblings return.
+        order: the kernels from the most to the least preferred.
         deterministic: ``torch.use_deterministic_algorithms(True)``, without ``warn_only``.
-        cudnn_version: of the library that is loaded, such as 91900 for 9.19.0; 0 for none.
-        prefer_cudnn: false where the variable ``TORCH_CUDNN_SDPA_DEPRIORITIZED`` is 1.
+        cudnn_version: the version of the loaded cuDNN, such as 91900 for 9.19.0; 0 without cuDNN.
+        prefer_cudnn: false where the environment variable ``TORCH_CUDNN_SDPA_DEPRIORITIZED`` is 1.
 
     >>> with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
     ...     AttentionFlags.current().flash
@@ -62,7 +62,7 @@ class AttentionFlags:
 
     @classmethod
     def current(cls) -> AttentionFlags:
-        """Read the flags of this process; without CUDA, cuDNN is the one that comes with this PyTorch on PyPI."""
+        """Return the flags of this process; without CUDA, with the cuDNN version of this PyTorch's wheel on PyPI."""
         release = ".".join(torch.__version__.split(".")[:2])
         bundled = _BUNDLED_CUDNN.get(release, max(_BUNDLED_CUDNN.values()))
         return cls(
@@ -78,9 +78,9 @@ class AttentionFlags:
         )
 
     def ordered(self, capability: Capability) -> tuple[Kernel, ...]:
-        """The kernels in the order in which they are tried on a device."""
-        # check_prefer_cudnn_attention: Hopper and the data-center Blackwells, from cuDNN 9.15.1 on. PyTorch replaces
-        # the default order once; an order that a user sets afterwards stands.
+        """Return the kernels in the order in which PyTorch tries them on a device of `capability`."""
+        # check_prefer_cudnn_attention: cuDNN comes first on Hopper and data-center Blackwell, from cuDNN 9.15.1 on.
+        # PyTorch replaces the default order only; an order that a user has set stays.
         fast = capability[0] in (9, 10) and capability[1] in (0, 3) and self.cudnn_version > 91500
         if self.prefer_cudnn and fast and self.order == _DEFAULT_ORDER:
             return ("cudnn", "flash", "efficient", "math")
@@ -89,7 +89,7 @@ class AttentionFlags:
 
 @dataclass(frozen=True)
 class _AttentionCall:
-    """The arguments of one attention, as ``sdp_params``."""
+    """The arguments of one attention call, as ``sdp_params`` in PyTorch's C++."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -107,7 +107,7 @@ class _AttentionCall:
         return self.query.dtype == self.key.dtype == self.value.dtype and self.query.dtype in allowed
 
     def has_shapes(self, *, shared_heads: bool, unequal_heads: bool = False) -> bool:
-        """Four dimensions, one batch size, nothing empty, and heads that fit together."""
+        """Whether the inputs have four dimensions, one batch size, a length above 0 and compatible numbers of heads."""
         if not self.query.dim() == self.key.dim() == self.value.dim() == 4:
             return False
         if not self.query.size(0) == self.key.size(0) == self.value.size(0):
@@ -145,14 +145,14 @@ def attention_kernel(
     ['math', 'flash', 'cudnn']
 
     Args:
-        query, key, value: of shape (batch, heads, length, head size); only what describes them is read.
+        query, key, value: tensors of shape (batch, heads, length, head size), whose values are never read.
         attn_mask: a bool or an additive mask, or None.
-        dropout_p, is_causal, enable_gqa: as the function's arguments.
+        dropout_p, is_causal, enable_gqa: the arguments of ``F.scaled_dot_product_attention``.
         capability: the device's compute capability, (major, minor).
-        flags: what the process allows and prefers, :meth:`AttentionFlags.current`.
+        flags: the kernels that the process allows and prefers, see :meth:`AttentionFlags.current`.
 
     Raises:
-        ConfigError: no kernel that the flags allow takes these arguments; PyTorch raises there too.
+        ConfigError: no kernel that the flags allow takes these arguments; PyTorch raises in this case too.
 
     Source: ``select_sdp_backend`` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
@@ -168,7 +168,7 @@ def attention_kernel(
 
 
 def _takes_flash(call: _AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
-    """``can_use_flash_attention``."""
+    """Whether the flash kernel takes `call`: ``can_use_flash_attention``."""
     head = call.query.size(-1)
     return (
         (8, 0) <= capability <= _NEWEST
@@ -188,9 +188,12 @@ def _takes_flash(call: _AttentionCall, capability: Capability, flags: AttentionF
 
 
 def _takes_efficient(call: _AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
-    """``can_use_mem_efficient_attention``; it shares no heads before PyTorch 2.14."""
+    """Whether the memory-efficient kernel takes `call`: ``can_use_mem_efficient_attention``.
+
+    The kernel takes no shared heads (``enable_gqa``), as before PyTorch 2.14.
+    """
     half = call.query.dtype in _HALVES
-    # minimum_gemm_alignment: 16 bytes where tensor cores are used.
+    # minimum_gemm_alignment: 16 bytes where the kernel uses tensor cores.
     alignment = 1
     if capability >= (8, 0) or (half and capability >= (7, 0)):
         alignment = 8 if half else 4
@@ -206,15 +209,15 @@ def _takes_efficient(call: _AttentionCall, capability: Capability, flags: Attent
 
 
 def _takes_cudnn(call: _AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
-    """``can_use_cudnn_attention`` for cuDNN 9.0 and later."""
+    """Whether cuDNN's kernel takes `call`: ``can_use_cudnn_attention`` for cuDNN 9.0 and later."""
     if flags.cudnn_version < 90000 or (call.dropout_p > 0 and 91100 < flags.cudnn_version < 91400):
         return False
     if flags.deterministic or not (8, 0) <= capability <= _NEWEST or not call.has_dtypes(_HALVES):
         return False
     if not call.has_shapes(shared_heads=True, unequal_heads=True) or not call.has_unit_strides(ignore_singleton=True):
         return False
-    # check_cudnn_dropout: its kernels round the probability to sixteenths (pytorch/pytorch#174245, merged after the
-    # branch of 2.11 was cut; seen in the selector of 2.13).
+    # check_cudnn_dropout: cuDNN rounds the probability to sixteenths, so PyTorch accepts only multiples of 1/16
+    # (pytorch/pytorch#174245, first released with 2.12).
     if internals.TORCH_VERSION >= (2, 12) and call.dropout_p * 16 % 1:
         return False
     queries, keys = call.query.size(2), call.key.size(2)
@@ -234,7 +237,7 @@ def _takes_cudnn(call: _AttentionCall, capability: Capability, flags: AttentionF
 
 
 def _mask_broadcasts(call: _AttentionCall) -> bool:
-    """``check_attn_mask_shape``."""
+    """Whether cuDNN accepts the mask of `call`: ``check_attn_mask_shape``."""
     mask = call.attn_mask
     if mask is None:
         return True
@@ -260,10 +263,10 @@ _RULES: Mapping[Kernel, Callable[[_AttentionCall, Capability, AttentionFlags], b
 def cuda_attention(
     capability: Capability, flags: AttentionFlags | None = None, unfused: set[torch.dtype] | None = None
 ) -> Iterator[None]:
-    """Run ``F.scaled_dot_product_attention`` on CPU tensors as a CUDA device would.
+    """Make ``F.scaled_dot_product_attention`` on CPU tensors run the operator of the CUDA device's kernel.
 
-    The kernel's own op is called, so that the step keeps what it keeps on the device (padded inputs, the
-    log-sum-exp, the mask as the kernel wants it) and has the gradients of its backward op.
+    The operator saves for backward the tensors that it saves on the device (padded inputs, the log-sum-exp, the mask
+    in the kernel's layout), and its gradients come from the kernel's backward operator.
 
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
     >>> kept = []
@@ -276,10 +279,10 @@ def cuda_attention(
 
     Args:
         capability: the device's compute capability, (major, minor).
-        flags: None reads those of the process at each call.
-        unfused: gets the dtypes of calls that a newer device (8.0) has a fused kernel for, and this one has not.
+        flags: the settings of the process; None reads these at each call.
+        unfused: receives the dtypes of calls without a fused kernel on this device that have one on capability 8.0.
 
-    The seed and offset of a kernel's dropout, 16 and 8 bytes a call, stay out: their fakes have no device.
+    The seed and offset of a kernel's dropout (16 and 8 bytes a call) are left out: their fake tensors have no device.
     """
 
     def attend(
@@ -292,9 +295,9 @@ def cuda_attention(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if torch.is_autocast_enabled("cuda"):  # it is on autocast's list, which the kernels themselves are not
+        if torch.is_autocast_enabled("cuda"):  # autocast casts for the public function, not for the kernels' operators
             attn_mask, value, key, query = map(_autocast, (attn_mask, value, key, query))
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # what it does itself is not cast again
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # autocast is off inside the function, as on the device
                 return attended(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attended(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -309,7 +312,7 @@ def cuda_attention(
         enable_gqa: bool,
     ) -> torch.Tensor:
         if not (query.numel() and key.numel() and value.numel()):
-            # No kernel runs for nothing.
+            # PyTorch runs no attention kernel for empty tensors.
             return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         allowed = flags or AttentionFlags.current()
         given = (query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -340,7 +343,7 @@ def _run_flash(call: _AttentionCall, mask: torch.Tensor | None, scale: float | N
     head = call.query.size(-1)
     padding = -head % 8
     inputs = [F.pad(x, (0, padding)) if padding else x for x in (call.query, call.key, call.value)]
-    # The scale is that of the head before padding.
+    # The default scale follows from the head size before padding.
     out = torch.ops.aten._scaled_dot_product_flash_attention.default(
         *inputs, call.dropout_p, call.is_causal, scale=1 / math.sqrt(head) if scale is None else scale
     )[0]
@@ -349,7 +352,7 @@ def _run_flash(call: _AttentionCall, mask: torch.Tensor | None, scale: float | N
 
 def _run_efficient(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     if mask is not None:
-        # pad_bias: rows of the mask have to begin at multiples of 8 elements, so a copy with longer rows is made.
+        # pad_bias: rows of the mask have to begin at multiples of 8 elements, so PyTorch copies to longer rows.
         if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
             keys = mask.size(-1)
             mask = F.pad(mask, (0, 8 - keys % 8))[..., :keys]
@@ -368,27 +371,31 @@ def _run_cudnn(call: _AttentionCall, mask: torch.Tensor | None, scale: float | N
 
 
 def _run_math(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
-    """``_scaled_dot_product_attention_math``, written out: on CPU tensors its own code takes the CPU's dropout."""
+    """Return the result of ``_scaled_dot_product_attention_math``, with CUDA's dropout operator.
+
+    On CPU tensors PyTorch's own function would run the CPU's dropout, which saves other tensors.
+    """
     query, key, value = call.query, call.key, call.value
     dtype = query.dtype
     if dtype in (torch.float16, torch.bfloat16) and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():
         query, key, value = query.float(), key.float(), value.float()
     factor = math.sqrt(1 / math.sqrt(query.size(-1)) if scale is None else abs(scale))
-    scaled = query * (-factor if scale is not None and scale < 0 else factor)  # beside which the widened one stays
+    scaled = query * (-factor if scale is not None and scale < 0 else factor)  # PyTorch keeps `query` alive besides
     if call.is_causal:
         seen = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         nothing = torch.scalar_tensor(-math.inf, dtype=query.dtype, device=query.device)
         mask = torch.where(seen, 0.0, nothing)
         del seen, nothing
-    keys, values = key, value  # which stay, too
+    keys, values = key, value  # PyTorch keeps `key` and `value` alive besides
     if call.enable_gqa:
         keys, values = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
     weights = scaled @ (keys.transpose(-2, -1) * factor)
     if mask is not None:
-        # In place, unless a mode besides the simulation's own is active (`areAnyTensorSubclassLike`).
+        # PyTorch adds the mask in place unless a tensor subclass or a mode is active (`areAnyTensorSubclassLike`);
+        # one mode is the simulation's own.
         watched = torch._C._len_torch_dispatch_stack() > 1
         weights = weights + mask if watched else weights.add_(mask)
     weights = torch.ops.aten._safe_softmax.default(weights, -1)
     dropped = F.dropout(weights, call.dropout_p) if call.dropout_p > 0 else weights
-    _unused = weights.to(dtype)  # the second result, which is made first
+    _unused = weights.to(dtype)  # the second result of PyTorch's function, allocated before the first
     return (dropped @ values).to(dtype)

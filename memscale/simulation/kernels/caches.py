@@ -1,7 +1,7 @@
-"""How much of what was used last a processor's caches still hold, of which data sheets say little.
+"""The share of recently used memory that the processor's caches still hold, measured on this machine.
 
-The last level is shared with other cores, and on a rented machine with other tenants: a process may have a tenth of
-what the system reports. So it is tried: what was just used is read once more, after more and more of other memory.
+Cores and tenants of a rented machine share the last-level cache, so a process may have a tenth of the size that the
+system reports. The measurement reads a buffer again after reads of more and more other memory.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ Clock = Callable[[], float]
 
 _READ_BYTES = 1 << 20
 _FEWEST_BYTES, _MOST_BYTES = 1 << 20, 512 << 20
-_OF_FREE_BYTES = 8  # the part of them that trying may take
+_OF_FREE_BYTES = 8  # the measurement takes at most 1/8 of the free host memory
 _TRIES = 5
-# What leaves this share missing tells what all would take; to leave nothing takes several times as long.
+# `flush` evicts this share of a buffer; callers extrapolate, since evicting all takes several times as long.
 _TELLING = 0.5
 
 
 class Caches(NamedTuple):
-    """What is missing of memory that was used a while ago.
+    """The share of a buffer that is missing from the caches, as a function of other memory used since.
 
     Attributes:
-        nbytes: of other memory that was used since, rising.
-        shares: [nbytes] of what a read out of no cache takes longer, how much it takes longer then: from 0 to 1.
+        nbytes: the bytes of other memory used since the buffer was used, rising.
+        shares: for each of `nbytes`, (seconds of a read - seconds of a cached read) / (seconds of an uncached read -
+            seconds of a cached read), from 0 to 1.
 
     >>> caches = Caches((0, 100, 200), (0.0, 0.5, 1.0))
     >>> [caches.missing(nbytes) for nbytes in (0, 50, 150, 200, 1000)]
@@ -45,7 +46,7 @@ class Caches(NamedTuple):
     shares: tuple[float, ...]
 
     def missing(self, nbytes: int) -> float:
-        """The share after so much of other memory."""
+        """Return the missing share after `nbytes` of other memory, by linear interpolation."""
         above = bisect_right(self.nbytes, nbytes)
         if above == len(self.nbytes):
             return self.shares[-1]
@@ -53,23 +54,29 @@ class Caches(NamedTuple):
         return before + (after - before) * (nbytes - low) / (high - low)
 
     def lost(self, total: int, since: int) -> float:
-        """The share that is missing after `since` bytes, of what is not missing each time that `total` are used."""
+        """Return the share missing after `since` bytes, out of the share that a working set of `total` bytes keeps.
+
+        The formula is (missing(since) - missing(total)) / (1 - missing(total)), at least 0.
+        """
         always = self.missing(total)
         return max(0.0, self.missing(since) - always) / (1.0 - always) if always < 1.0 else 0.0
 
     def flush(self) -> torch.Tensor:
-        """Memory that, once it is read, leaves half in the caches of what was there, or less."""
+        """Return a tensor whose read evicts at least half of a buffer from the caches."""
         nbytes = next(nbytes for nbytes, share in zip(*self, strict=True) if share >= _TELLING)
         return torch.ones(nbytes // 4, device="cpu", dtype=torch.float32)
 
 
 def cpu_clock() -> Clock:
-    """One thread's own time, since what else runs on the machine must not count; several have no such clock."""
+    """Return a clock in seconds: this thread's CPU time with one thread of PyTorch, else wall time.
+
+    CPU time leaves out other processes of the machine, but counts one thread only.
+    """
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def own_caches() -> Caches:
-    """Those of this machine for this process, as found once and remembered on disk."""
+    """Return the caches of this machine, measured once for this number of threads and remembered on disk."""
     return _remembered(torch.get_num_threads())
 
 
@@ -87,10 +94,10 @@ def _from_json(both: Any) -> Caches:
 
 
 def tried(now: Clock) -> Caches:
-    """What reads take after more and more of other memory.
+    """Measure the caches: time reads of a buffer after reads of more and more other memory.
 
     Args:
-        now: seconds since some moment.
+        now: a clock in seconds.
     """
     free_bytes = available_host_bytes()
     most = _MOST_BYTES if free_bytes is None else min(_MOST_BYTES, free_bytes // _OF_FREE_BYTES)

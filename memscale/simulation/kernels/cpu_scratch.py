@@ -1,10 +1,10 @@
-"""Memory that a CPU kernel takes inside one call, beside its results: found by running it, on less than it gets.
+"""Scratch memory of CPU kernels, beyond their results: measured by running each kernel on a part of its batch.
 
-A convolution reorders its tensors into blocked layouts, and which ones depends on the processor's instruction set, the
-shape and the dtype; only oneDNN knows. So it is asked: the kernel runs on zeros, on as many samples as are cheap and on
-half as many. The sizes that it allocates are affine in the number of samples, each by itself (their peak, a maximum, is
-not), so the sequence for all samples follows. Operators that only move numbers are not asked, nor what would take more
-than some tenths of a second; `probe` asks all.
+NOTE: a convolution reorders its tensors into blocked layouts, which depend on the processor's instruction set, the
+shape and the dtype, and which only oneDNN knows. So the kernel runs on zeros, once on as many samples as are cheap and
+once on half as many. Each allocated size is affine in the number of samples (the peak, a maximum, is not), so the
+sequence of sizes for the whole batch follows from the two runs. Operators that only move numbers do not run, nor do
+calls that would take more than some tenths of a second; with `probe` every kernel runs, on its whole batch.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from memscale.simulation.rules.registry import rule_of
 
 aten = torch.ops.aten
 
-# A call of this many floating point operations takes some tenths of a second on one core.
+# FLOPs of the largest call that is run: some tenths of a second on one core.
 _LARGEST_PROBE_FLOPS = 1 << 33
-_FLOPS_PER_BYTE = 16  # what a core computes while it moves a byte
+_FLOPS_PER_BYTE = 16  # FLOPs that a core computes in the time of moving one byte
 
 _ENOUGH_ROWS = 512
-# Operators that only move numbers are not worth asking. All else is asked: of PyTorch's own samples of its operators,
-# those of about one in five take something that their results do not show, and new operators come with each release.
+# Operators that only move numbers take no scratch memory. Every other operator is probed: about one in five of
+# PyTorch's sample inputs takes scratch memory, and each release adds operators.
 _MAKES = ("empty", "zeros", "ones", "full", "new_")
-_LOOPS = ("_foreach_", "_fused_")  # an optimizer's, over the whole model
+_LOOPS = ("_foreach_", "_fused_")  # an optimizer's loops over all parameters
 _FACTORISES = ("linalg_", "_linalg_", "cholesky", "lu_", "geqrf", "ormqr")
-# The degree of its polynomial follows from its numbers, and zeros have the lowest. The highest holds so many matrices
-# besides the result, of which several have it at once, and three numbers for each.
+# matrix_exp chooses the degree of its polynomial by the matrix's values, and zeros get the lowest degree. The highest
+# degree holds 12 matrices for a single one, or 10 for each of a batch, besides the result, and 3 numbers each.
 _EXPONENTIAL, _OF_ONE, _OF_SEVERAL, _NUMBERS = aten.linalg_matrix_exp.default, 12, 10, 3
 _WIDE = (torch.float32, torch.float64)
 _HALF = (torch.bfloat16, torch.float16)
@@ -50,7 +50,7 @@ _RECORD_MEMORY = _profiler.ProfilerConfig(
 
 @dataclass(frozen=True)
 class ScratchProbe:
-    """What one call of a kernel allocated (positive) and freed (negative), in order, and the bytes that it returned.
+    """The bytes that one call of a kernel allocated (positive) and freed (negative), in order, and returned.
 
     >>> few, more = ScratchProbe((30, 10, -30), 10), ScratchProbe((50, 20, -50), 20)
     >>> few.scratch_bytes, few.extended(more, 2.0)
@@ -62,22 +62,22 @@ class ScratchProbe:
 
     @property
     def scratch_bytes(self) -> int:
-        """The most that lived at once, less what was returned."""
+        """The most bytes that lived at once during the call, minus the returned bytes."""
         return max(0, max(accumulate(self.changes), default=0) - self.returned_bytes)
 
     @classmethod
     def from_json(cls, data: Any) -> ScratchProbe:
-        """The probe that `as_json` gave."""
+        """Return the probe that `as_json` wrote."""
         changes, returned_bytes = data
         return cls(tuple(changes), returned_bytes)
 
     def as_json(self) -> Any:
-        """The probe in what JSON has."""
+        """Return the probe as JSON data."""
         return self.changes, self.returned_bytes
 
     def extended(self, more: ScratchProbe, steps: float) -> ScratchProbe:
-        """The probe that is as much further on from `more`, `steps` times, as `more` is from this one."""
-        if len(self.changes) != len(more.changes):  # another algorithm: only the sums can be compared
+        """Return the linear extrapolation ``more + (more - self) * steps`` of each allocated size."""
+        if len(self.changes) != len(more.changes):  # the two runs chose different algorithms: only sums are comparable
             returned = _further(self.returned_bytes, more.returned_bytes, steps)
             scratch = max(0, _further(self.scratch_bytes, more.scratch_bytes, steps))
             return ScratchProbe((returned + scratch, -scratch), returned)
@@ -93,7 +93,7 @@ class CpuScratch:
     """The scratch memory of this machine's kernels, remembered on disk.
 
     Args:
-        probe: run every kernel once on all that it gets.
+        probe: run every kernel once on its whole batch.
     """
 
     def __init__(self, *, probe: bool) -> None:
@@ -101,7 +101,7 @@ class CpuScratch:
         self._cache = KernelCache("probes", ScratchProbe.from_json, ScratchProbe.as_json)
 
     def nbytes(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
-        """The bytes that ``op(*args, **kwargs)`` allocates beside its results; `flops` is its arithmetic."""
+        """Return the bytes that ``op(*args, **kwargs)``, of `flops` FLOPs, allocates beyond its results."""
         if op is _EXPONENTIAL:
             return _most_for_exponential(args[0])
         if self._probe:
@@ -111,7 +111,7 @@ class CpuScratch:
             return self._of_batch(op, args, kwargs, flops)
         if rule.rows is not None:
             expanded = [tensor for tensor in tensors_in(args, {}) if tensor.dim() > 1 and 0 in tensor.stride()[-2:]]
-            if expanded and args[-1].dtype not in _HALF:  # no product takes such a matrix as it is
+            if expanded and args[-1].dtype not in _HALF:  # a matrix product copies a matrix with a stride of 0
                 return sum(tensor.nbytes for tensor in expanded)
             if odd := [tensor for tensor in tensors_in(args, {}) if tensor.dim() > 1 and not _is_plain(tensor)]:
                 if _cost(flops, odd) > _LARGEST_PROBE_FLOPS:
@@ -129,16 +129,19 @@ class CpuScratch:
             matrices = [tensor for tensor in tensors if tensor.dim() > 1]
             flops += sum(4 * tensor.numel() * max(tensor.shape[-2:]) for tensor in matrices)
             if flops > _LARGEST_PROBE_FLOPS:
-                return sum(tensor.nbytes for tensor in matrices)  # LAPACK works in place, so on a copy
+                return sum(tensor.nbytes for tensor in matrices)  # LAPACK works in place, so PyTorch passes a copy
         if _cost(flops, tensors) > _LARGEST_PROBE_FLOPS:
             return 0
-        # A kernel may refuse zeros, or indices into what is no longer there, and take the user's numbers.
+        # A kernel may refuse zeros, or indices beyond a smaller batch, and still take the user's values.
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
             return self._probe_scratch(op, args, kwargs).scratch_bytes
         return 0
 
     def nbytes_by_values(self, op: OpOverload, args: Any, kwargs: Any) -> int:
-        """The same of a call that takes what its values say, as a selection by a mask does: it is not remembered."""
+        """Return the bytes that a call allocates beyond its results where these depend on values, as with a mask.
+
+        The result is not remembered: the cache's keys hold layouts, not values.
+        """
         if not _may_take_memory(op, args, kwargs):
             return 0
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
@@ -146,7 +149,7 @@ class CpuScratch:
         return 0
 
     def save(self) -> None:
-        """Write down what was found."""
+        """Write the measurements to disk."""
         self._cache.save()
 
     def _of_batch(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
@@ -156,7 +159,8 @@ class CpuScratch:
         if affordable >= samples:
             return self._probe_scratch(op, args, kwargs).scratch_bytes
         if affordable < 2:
-            # Too slow to try. Both large tensors in another layout: what contiguous float32 tensors take.
+            # Two samples are too slow to run. oneDNN copies contiguous float32 tensors into another layout, so the
+            # estimate is one copy of each.
             return sum(tensor.nbytes for tensor in batched)
         few, more = affordable // 2, affordable
         of_few, of_more = (
@@ -170,7 +174,7 @@ class CpuScratch:
 
 
 def _first(args: Any, batched: int, count: int) -> Any:
-    """`args` of the first `count` of the samples, which the first `batched` have, and a shape of all of them."""
+    """Return `args` with the first `count` samples of the first `batched` tensors, and with shapes cut likewise."""
     whole = list(args[0].shape)
 
     def cut(arg: Any) -> Any:
@@ -181,7 +185,7 @@ def _first(args: Any, batched: int, count: int) -> Any:
 
 
 def _first_named(kwargs: Any, samples: int, count: int) -> Any:
-    """`kwargs` with the first `count` of the samples in tensors that have one entry for each, as a mask may."""
+    """Return `kwargs` with the first `count` entries of tensors that have one entry for each sample (a mask may)."""
     return {
         name: value[:count] if isinstance(value, torch.Tensor) and value.shape[:1] == (samples,) else value
         for name, value in kwargs.items()
@@ -189,7 +193,7 @@ def _first_named(kwargs: Any, samples: int, count: int) -> Any:
 
 
 def _is_plain(matrices: torch.Tensor) -> bool:
-    """Whether a library's product surely takes them as they are: rows or columns without gaps, and no conjugates."""
+    """Whether BLAS takes the matrices without a copy: contiguous rows or columns, and no conjugate views."""
     (rows, columns), (down, across) = matrices.shape[-2:], matrices.stride()[-2:]
     whole = (across == 1 and down >= columns) or (down == 1 and across >= rows) or 1 in (rows, columns)
     return whole and not matrices.is_conj()
@@ -209,17 +213,17 @@ def _cost(flops: int, tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _may_take_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
-    """Whether `op` is worth asking about arguments like these."""
+    """Whether `op` may take scratch memory for arguments with these layouts, so that it has to be probed."""
     name = op._opname
     tensors = tensors_in(args, kwargs)
-    random = torch.Tag.nondeterministic_seeded in op.tags  # a draw more would be another draw for all that follow
+    random = torch.Tag.nondeterministic_seeded in op.tags  # one more draw would change every later draw of the process
     scratch = rule_of(op).scratch
     if op.namespace != "aten" or random or not tensors or scratch == "nothing" or name.startswith((*_MAKES, *_LOOPS)):
         return False
-    if scratch == "sums":  # of 16 bits in 32, of flags in 64
+    if scratch == "sums":  # 16-bit floats are summed in 32 bits, bools in 64
         return (kwargs.get("dtype") or tensors[0].dtype) is not tensors[0].dtype or tensors[0].dtype not in _WIDE
     if (torch.Tag.pointwise in op.tags and not rule_of(op).composed_on) or scratch == "converts":
-        # An operand of another dtype is converted whole, and a gradient of another layout copied.
+        # An operand of another dtype is converted as a whole, and a gradient of another layout is copied.
         floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 0]
         other_dtype = len({tensor.dtype for tensor in tensors if tensor.dim() > 0}) > 1
         return other_dtype or (name.endswith("_backward") and not all(tensor.is_contiguous() for tensor in floating))
@@ -227,11 +231,10 @@ def _may_take_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
 
 
 def probe_scratch(op: OpOverload, args: Any, kwargs: Any) -> ScratchProbe:
-    """Run `op` once and return what it allocated.
+    """Run `op` once on zeros and return the bytes that it allocated.
 
-    It gets zeros in place of the caller's numbers. They are fake, so that they take no memory, except where the
-    operator writes to them; `native_batch_norm` writes to running statistics without saying so, and must not reach the
-    caller's.
+    Fake zeros, which take no memory, replace the caller's floating-point tensors: `native_batch_norm` writes to
+    running statistics although its schema does not say so. Real zeros replace the arguments that `op` writes to.
     """
     fakes = FakeStorages()
     own = {id(tensor): fakes.like(tensor) for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}
@@ -241,9 +244,9 @@ def probe_scratch(op: OpOverload, args: Any, kwargs: Any) -> ScratchProbe:
 
 
 def watched(run: Callable[[], Any], given: Sequence[torch.Tensor]) -> tuple[Any, ScratchProbe]:
-    """What `run`, a kernel, returns, and what it allocated; memory of the tensors that are `given` is not returned."""
+    """Return the result of the kernel `run` and its allocations; storages of `given` tensors count as not returned."""
     known = {tensor.untyped_storage()._cdata for tensor in given}
-    # PyTorch's older profiler: the newer one takes milliseconds to start, and writes a line to the terminal each time.
+    # The legacy profiler: Kineto takes milliseconds to start, and logs a line to the terminal each time.
     _profiler._enable_profiler_legacy(_RECORD_MEMORY)
     try:
         result = run()

@@ -1,8 +1,8 @@
-"""How long this machine's kernels take: each is run on what it gets in the step, and timed.
+"""Times of this machine's CPU kernels: each kernel runs on operands with the layouts of the step, and is timed.
 
-A kernel's time depends on where its operands are. The same call on the same tensors, again and again, finds them in the
-processor's caches; in a step they were last used some megabytes ago, or a whole forward. So a call is timed twice: with
-operands that are cached, and after enough other memory has been used that they are not.
+NOTE: a kernel's time depends on whether the processor's caches hold its operands. A repeated call finds its operands
+cached; in a step, megabytes of other memory, or a whole forward, may lie between two uses. So each call is timed twice:
+with cached operands, and after reads of enough other memory to evict them.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 from memscale.simulation.process.draws import drawing_from
 
-# All calls of one profile together, on the clock that times them, after which the others are estimated from those.
+# Seconds for all timed calls of one profile; later calls are estimated from the timed ones.
 _BUDGET_SECONDS = 30.0
-_CALL_SECONDS = 0.03  # that a kernel is repeated for, but three times at least
+_CALL_SECONDS = 0.03  # a kernel is repeated for this time, and at least `_FEW_CALLS` times
 _FEW_CALLS, _MOST_CALLS = 3, 200
 _COLD_CALLS = 3
-# A kernel as long as this is timed anew when the step comes to it again, so that one slow moment of the machine is not
-# all that is known of the few kernels that make a step: the median of so many times counts.
+# A kernel of at least `_LONG_SECONDS` is timed in up to `_ROUNDS` of its calls, and the median counts: a few long
+# kernels make up most of a step, and one slow moment of the machine would distort a single measurement.
 _LONG_SECONDS, _ROUNDS = 0.004, 5
-# What is smaller costs its dispatch, wherever its operands are.
+# A call with fewer bytes is bound by its dispatch, cached or not.
 _SMALLEST_COLD_BYTES = 1 << 16
-# What a smaller share of the operands takes longer tells little of what all would.
+# The lower bound of the evicted share by which the extra time is divided: a smaller share would amplify noise.
 _LEAST_LOST = 0.25
-_POOL = 1 << 16
-_FEW_FAULTS = 8  # of the interpreter and the allocator
-# They talk to other processes, or to a profiler.
+_POOL = 1 << 16  # numbers in the pool that fills operands
+_FEW_FAULTS = 8  # page faults that the interpreter and the allocator cause in any call
+# Operators of these namespaces communicate with other processes, or with a profiler.
 _NOT_RUN = ("c10d", "_c10d_functional", "c10d_functional", "profiler")
 
 try:
     import resource
-except ImportError:  # Windows has none
+except ImportError:  # Windows lacks the module
     resource = None  # type: ignore[assignment]
 
 
@@ -51,8 +51,8 @@ class CpuTimes:
     """The times of this machine's kernels, remembered on disk.
 
     Args:
-        budget_seconds: for all calls together. Once it is spent, a kernel's time follows from the call of the same
-            operator that is nearest in size, or from the traffic of all calls that were timed.
+        budget_seconds: seconds for all timed calls together. After these, a kernel's time is scaled from the timed call
+            of the same operator that is nearest in size, or else from the bytes per second of all timed calls.
     """
 
     def __init__(self, *, budget_seconds: float = _BUDGET_SECONDS) -> None:
@@ -65,7 +65,7 @@ class CpuTimes:
         self.estimated: dict[str, None] = {}  # operators with a call that was not timed
 
     def get(self, op: OpOverload, args: Any, kwargs: Any, work: Work) -> Seconds | None:
-        """The time of ``op(*args, **kwargs)``, of which only the layouts count; None where nothing is known of it."""
+        """Return the seconds of ``op(*args, **kwargs)`` by its arguments' layouts; None if no call could be timed."""
         if op.namespace in _NOT_RUN:
             return None
         size = work.flops or work.nbytes
@@ -94,7 +94,7 @@ class CpuTimes:
         return Seconds(taken, taken)
 
     def save(self) -> None:
-        """Write down what was timed."""
+        """Write the times to disk."""
         self._cache.save()
 
     def _time(self, op: OpOverload, args: Any, kwargs: Any) -> Seconds:
@@ -103,7 +103,7 @@ class CpuTimes:
         began = self._timer.now()
         try:
             return self._timer.seconds(op, args, kwargs)
-        except Exception as error:  # it wants other values than these, or more memory than there is
+        except Exception as error:  # the kernel refuses the values of `_like`, or its operands exceed the free memory
             raise _NotTimed from error
         finally:
             self._left_seconds -= self._timer.now() - began
@@ -115,10 +115,10 @@ class _Call(NamedTuple):
 
 
 class CallTimer:
-    """Times calls on tensors that are like those of the step, and its own.
+    """A timer of calls on its own tensors, which have the layouts of the step's tensors.
 
     Args:
-        clock: seconds since some moment.
+        clock: a clock in seconds; None takes `cpu_clock`.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -127,11 +127,11 @@ class CallTimer:
         self._last: Any = None
 
     def seconds(self, op: OpOverload, args: Any, kwargs: Any) -> Seconds:
-        """The time of a call with arguments like these.
+        """Return the seconds of a call with arguments of these layouts, cached and uncached.
 
         Raises:
-            MemoryError: they do not fit into the memory that is free.
-            Exception: whatever the kernel raises.
+            MemoryError: the arguments take more than a quarter of the free host memory.
+            Exception: the error that the kernel raises.
         """
         tensors = tensors_in(args, kwargs)
         nbytes = sum(map(_extent_bytes, tensors))
@@ -141,7 +141,7 @@ class CallTimer:
         own = {id(tensor): self._like(tensor) for tensor in tensors}
         args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
         run = _from_no_generator_of_others(op)
-        self._once(run, args, kwargs)  # the first call of a kind loads code, and lets libraries prepare
+        self._once(run, args, kwargs)  # the first call loads code and initialises libraries
         cached = uncached = self._cached(run, args, kwargs)
         if nbytes >= _SMALLEST_COLD_BYTES and (lost := own_caches().lost(nbytes, self._flush.nbytes + nbytes)):
             uncached += (self._uncached(run, args, kwargs) - cached) / max(lost, _LEAST_LOST)
@@ -172,15 +172,16 @@ class CallTimer:
         began = self.now()
         result = op(*args, **kwargs)
         taken = _Call(self.now() - began, _page_faults() - faults)
-        # Kept until the next call is over, so that a call in two takes memory that was in use a moment ago. What lies
-        # last on the heap goes back to the system when it is freed, and comes again a page at a time.
+        # The result lives until the next call is over, so every other call reuses memory that is still mapped. A freed
+        # block at the end of the heap would go back to the system, and page-fault at the next call.
         self._last = result
         return taken
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same layout, of positive numbers: roots and logarithms of others take another path.
+        """Return a tensor with the layout of `tensor`: positive floats, or a copy of `tensor`'s integers.
 
-        Integers are the caller's own, which say where a kernel looks.
+        Negative floats would take a slow path in roots and logarithms; integers are indices, which decide what a kernel
+        reads.
         """
         count = _extent_bytes(tensor) // tensor.itemsize
         if not tensor.is_floating_point():
@@ -202,10 +203,10 @@ class CallTimer:
 
 
 def _usual(taken: list[_Call]) -> float:
-    """The lower quartile: what disturbs a call only ever makes it longer.
+    """Return the lower quartile of the seconds of the calls with the fewest page faults.
 
-    Of those with the fewest page faults. Results of more than 32 MiB have theirs in every call, in a step as well:
-    glibc maps and unmaps them; smaller ones where the heap happens to end behind them.
+    A disturbance only makes a call longer. glibc maps and unmaps a result above 32 MiB in every call, in a step too; a
+    smaller result faults only where it happens to lie at the end of the heap.
     """
     fewest = min(call.page_faults for call in taken)
     seconds = sorted(call.seconds for call in taken if call.page_faults <= fewest + _FEW_FAULTS)
@@ -219,7 +220,7 @@ def _page_faults() -> int:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """From the first number of `tensor` to its last."""
+    """Return the bytes from the first element of `tensor` to the end of its last one."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -230,10 +231,10 @@ _Run = Callable[..., Any]
 
 
 def _from_no_generator_of_others(op: OpOverload) -> _Run:
-    """`op`, drawing from a generator of its own: a draw more would be another draw for all that follow."""
+    """Return `op`, drawing from a new generator: one more draw would change every later draw of the process."""
     drawing = drawing_from(op) if torch.Tag.nondeterministic_seeded in op.tags else None
     return op if drawing is None else partial(drawing, torch.Generator("cpu"))
 
 
 class _NotTimed(Exception):
-    """There is no time for this call, or it cannot be made."""
+    """Raised for a call that is over the budget of seconds, or that fails."""

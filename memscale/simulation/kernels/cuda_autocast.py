@@ -1,10 +1,10 @@
-"""``torch.autocast("cuda")`` on CPU tensors that stand for a CUDA device's: its casts, by its lists.
+"""``torch.autocast("cuda")`` on CPU tensors that stand for tensors of a CUDA device.
 
-PyTorch's own kernels for the dispatch key of CUDA's autocast cast no tensor that is on a CPU. Here others take their
-place, with the same lists (they are not the CPU's: powers, layer norms and
-losses are in float32 on CUDA) and the same cache, which keeps the narrow copy of a weight until autocast ends. They are
-registered for the autocast of a device that no build of PyTorch has, which only the thread that simulates turns on:
-whoever trains meanwhile on a real card has PyTorch's.
+NOTE: PyTorch's kernels for the dispatch key of CUDA's autocast do not cast CPU tensors, and CPU autocast has other
+lists (on CUDA, powers, layer norms and losses run in float32). The kernels here have CUDA's lists and CUDA's cache,
+which keeps the narrow copy of a weight until autocast ends. They are registered for the autocast key of a device that
+no build of PyTorch has, and only the simulating thread turns this key on: other threads that train on a real card keep
+PyTorch's autocast.
 
 Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp of PyTorch 2.12 to 2.14; the header comes with PyTorch.
 """
@@ -51,15 +51,15 @@ _NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim
 
 
 class CudaAutocast:
-    """The kernels of CUDA's autocast for tensors of which `eligible` says that they stand for the device's."""
+    """The kernels of CUDA's autocast, for CPU tensors that stand for device tensors according to `eligible`."""
 
     def __init__(self, eligible: Callable[[torch.Tensor], bool]) -> None:
         self._eligible = eligible
-        self._narrow: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a leaf and its copy, by the leaf's identity
+        self._narrow: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id(leaf) -> (leaf, its narrow copy)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let CUDA's autocast cast these tensors for the body."""
+        """Make CUDA's autocast cast the eligible tensors during the body."""
         library, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
         enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
         registered = False
@@ -67,7 +67,7 @@ class CudaAutocast:
         def enabled(*args: Any) -> None:
             nonlocal registered
             if not registered and args[0] == "cuda" and args[-1]:
-                registered = True  # only now: most steps have no autocast, and it takes milliseconds
+                registered = True  # on first use: registration takes milliseconds, and most steps have no autocast
                 others.fallback(torch.library.fallthrough_kernel, _KEY)
                 self._register(library)
             enable(*args)
@@ -83,14 +83,14 @@ class CudaAutocast:
             stack.callback(others._destroy)
             stack.callback(library._destroy)
             stack.callback(_turn, on=False)
-            if torch.is_autocast_enabled("cuda"):  # the caller's
+            if torch.is_autocast_enabled("cuda"):  # the caller has turned autocast on around the simulation
                 enabled("cuda", True)
             stack.enter_context(patched(torch, "set_autocast_enabled", enabled))
             stack.enter_context(patched(torch, "clear_autocast_cache", cleared))
             yield
 
     def cast(self, tensor: Any) -> Any:
-        """`tensor` as an operator of the narrow list gets it."""
+        """Return `tensor` in autocast's narrow dtype, as an operator of the `LOWER` list receives it."""
         return self._to(torch.get_autocast_dtype("cuda"), tensor)
 
     def _register(self, library: torch.library.Library) -> None:
@@ -121,7 +121,7 @@ class CudaAutocast:
     def _norm(self, op: OpOverload) -> Callable[..., Any]:
         wide = getattr(torch.ops.aten.norm, _NORMS[f"norm.{op._overloadname}"])
 
-        # The wide one asks for each by name, and a kernel is not told what is as by default.
+        # The overload with a dtype takes these arguments by name, and the dispatcher passes no arguments at defaults.
         defaults = [(each.name, each.default_value) for each in op._schema.arguments]
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ class CudaAutocast:
         return run
 
     def _casts(self, value: Any) -> bool:
-        """``is_autocast_eligible``, and no float64."""
+        """Whether autocast casts `value`: ``is_autocast_eligible`` and not float64."""
         return (
             isinstance(value, torch.Tensor)
             and value.is_floating_point()
@@ -150,7 +150,7 @@ class CudaAutocast:
         )
 
     def _to(self, dtype: torch.dtype, value: Any) -> Any:
-        """``cached_cast``: the copy of a trained leaf in float32 is made once, and shared until autocast ends."""
+        """Return `value` in `dtype`, as ``cached_cast``: a trained float32 leaf is cast once until autocast ends."""
         if not self._casts(value) or value.dtype == dtype:
             return value
         cached = (
@@ -159,25 +159,25 @@ class CudaAutocast:
         if not cached:
             return value.to(dtype)
         if id(value) not in self._narrow:
-            with torch.enable_grad():  # whoever comes first may not need the graph, and others do
+            with torch.enable_grad():  # the first use may be under no_grad, and a later one needs the graph
                 self._narrow[id(value)] = value, value.to(dtype)
         return self._narrow[id(value)][1]
 
 
 def _from_the_last(cast: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments, cast in the order in which the compiler of PyTorch's builds has a C++ call evaluate them."""
+    """Return the arguments, cast from the last to the first: the C++ evaluation order in PyTorch's builds."""
     named = {name: tree_map(cast, value) for name, value in reversed(kwargs.items())}
     return [tree_map(cast, value) for value in reversed(args)][::-1], {name: named[name] for name in kwargs}
 
 
 def below(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """`op` as autocast goes on with it."""
+    """Return the result of `op` on the cast arguments, below autocast, by its kernel in `FUSED` if it has one."""
     with torch._C._ExcludeDispatchKeyGuard(_BELOW):
         return FUSED.get(op, op)(*args, **kwargs)
 
 
 def _refused(op: OpOverload) -> Callable[..., Any]:
-    """What CUDA's autocast does with an operator that it refuses."""
+    """Return PyTorch's own autocast kernel of `op`, which raises the error that tells the user the remedy."""
     return lambda *args, **kwargs: op._op_dk(torch._C.DispatchKey.AutocastCUDA, *args, **kwargs)
 
 
@@ -190,7 +190,7 @@ _BELOW = torch._C.DispatchKeySet(AUTOCAST)
 
 
 def _overload(name: str) -> OpOverload | None:
-    """The operator of this name that this PyTorch's autocast casts, None if there is none."""
+    """Return the overload called `name`; None if this PyTorch's CUDA autocast does not cast it."""
     packet, _, overload = name.partition(".")
     found: OpOverload | None = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

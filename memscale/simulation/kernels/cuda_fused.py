@@ -1,7 +1,7 @@
-"""Functions that PyTorch runs otherwise on a CUDA device than on a CPU, where it composes them of several operators.
+"""Functions that are one fused operator on a CUDA device, and a composition of several operators on a CPU.
 
-RMS norms and the cells of recurrences are one operator each there, as is a softmax that widens; a batch norm that cuDNN
-does copies its input first.
+On CUDA, RMS norms, the cells of recurrences, and a softmax from float16 to float32 are one operator each; a batch norm
+by cuDNN copies its input first.
 Source: aten/src/ATen/native/layer_norm.cpp, RNN.cpp, Normalization.cpp, and cuda/RNN.cu of PyTorch 2.13.
 """
 
@@ -27,24 +27,21 @@ _LSTM_CELL = aten._thnn_fused_lstm_cell.default
 _GRU_CELL = aten._thnn_fused_gru_cell.default
 
 _key = torch._C.DispatchKey
-# Of a tensor on the device, under a mode in Python. Before torch 2.12 such a mode has to find what was there on entry.
+# The dispatch keys of a device tensor under a Python mode. Before torch 2.12 the mode needs PythonTLSSnapshot too.
 _AS_ON_CUDA = functools.reduce(
     torch._C.DispatchKeySet.__or__,
     map(torch._C.DispatchKeySet, (_key.PythonTLSSnapshot, _key.AutogradIPU, _key.Python, _key.CPU)),
 )
 
 
-# What takes the place of the functions.
-
-
 @contextmanager
 def _known_to_autograd() -> Iterator[None]:
-    """Let autograd find the derivative of the RMS norm, which it has where a device has a kernel for the operator.
+    """Make autograd find the derivative of the fused RMS norm, which needs a kernel of some device for the operator.
 
-    A device that no build of PyTorch has, in place of CUDA, which a build without it has not: no tensor of whoever
-    trains meanwhile can reach this one.
+    The kernel is registered for the IPU, a device that no build of PyTorch has: CPU builds lack CUDA, and no tensor of
+    another thread can be on an IPU.
     """
-    if torch._C._dispatch_has_kernel_for_dispatch_key(_RMS_NORM.name(), "IPU"):  # around a simulation in another one
+    if torch._C._dispatch_has_kernel_for_dispatch_key(_RMS_NORM.name(), "IPU"):  # an outer simulation registered it
         yield
         return
     library = torch.library.Library("aten", "IMPL")
@@ -78,7 +75,7 @@ def lstm_cell(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``torch.lstm_cell``."""
+    """Return ``torch.lstm_cell`` of these arguments, by CUDA's fused operator."""
     gates = torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t())
     hy, cy, _ = _LSTM_CELL(*gates, hx[1], b_ih, b_hh)
     return hy, cy
@@ -92,15 +89,15 @@ def gru_cell(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``torch.gru_cell``."""
+    """Return ``torch.gru_cell`` of these arguments, by CUDA's fused operator."""
     hy: torch.Tensor = _GRU_CELL(torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()), hx, b_ih, b_hh)[0]
     return hy
 
 
 def _softmax(of: OpOverload, kernel: OpOverload) -> Callable[..., torch.Tensor]:
-    """A softmax of float16 that is to be in float32 reads what it is given, and a CPU casts that first.
+    """Return a softmax that reads float16 and writes float32 in one CUDA kernel; a CPU casts its input first.
 
-    Source: ``softmax`` and ``log_softmax`` in aten/src/ATen/native/SoftMax.cpp; not so of bfloat16.
+    Source: ``softmax`` and ``log_softmax`` in aten/src/ATen/native/SoftMax.cpp; bfloat16 is cast first on CUDA too.
     """
 
     def run(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -111,7 +108,7 @@ def _softmax(of: OpOverload, kernel: OpOverload) -> Callable[..., torch.Tensor]:
     return run
 
 
-#: What runs on the device in place of an operator that is composed of others.
+#: Maps a composite operator to the function that runs its fused kernel on the device.
 FUSED: Mapping[OpOverload, Callable[..., Any]] = {
     aten.softmax.int: _softmax(aten.softmax.int, aten._softmax.default),
     aten.log_softmax.int: _softmax(aten.log_softmax.int, aten._log_softmax.default),
@@ -123,7 +120,7 @@ FUSED: Mapping[OpOverload, Callable[..., Any]] = {
 
 @contextmanager
 def cuda_fused() -> Iterator[None]:
-    """Run these functions on CPU tensors as a CUDA device would.
+    """Make the functions of `FUSED`, and batch norm, run CUDA's operators on CPU tensors.
 
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
     >>> with FakeTensorMode(), cuda_fused():
@@ -144,7 +141,7 @@ def cuda_fused() -> Iterator[None]:
 
 def _beside_autocast(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     def choose(*args: Any, **kwargs: Any) -> Any:
-        # Autocast casts first, and then comes back to what is FUSED.
+        # Under autocast the original dispatches to `CudaAutocast`, which casts first and then calls `FUSED`.
         if torch.is_autocast_enabled("cuda") or not args or is_functorch_wrapped_tensor(args[0]) or "out" in kwargs:
             return original(*args, **kwargs)
         return run(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` as a CUDA device runs them: by cuDNN, whole sequences in one operator.
+"""``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` as on a CUDA device: cuDNN runs whole sequences in one operator.
 
 Source: aten/src/ATen/native/RNN.cpp, cudnn/RNN.cpp and ATen/cudnn/AutocastRNN.cpp of PyTorch 2.11.
 """
@@ -31,7 +31,7 @@ _AUTOCAST = torch._C.DispatchKeySet(AUTOCAST)
 
 @contextmanager
 def cuda_rnns(capability: Capability) -> Iterator[None]:
-    """Run ``torch.lstm`` and its like on CPU tensors as a CUDA device would, by cuDNN's operator.
+    """Make ``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` on CPU tensors run cuDNN's operator.
 
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
     >>> kept = []
@@ -55,7 +55,7 @@ def cuda_rnns(capability: Capability) -> Iterator[None]:
 
 def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        # input, hx, params, has_biases, ...; of a packed sequence: data, batch_sizes, hx, params, has_biases, ...
+        # Arguments: input, hx, params, has_biases, ...; for a packed sequence: data, batch_sizes, hx, params, ...
         if kwargs or len(args) != 9:
             return original(*args, **kwargs)
         packed = not isinstance(args[3], bool)
@@ -78,9 +78,9 @@ def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -
                 batch_first=batch_first,
             )
         options = (layers, batch_first, dropout, trains, bidirectional, batch_sizes, None)
-        if trains and dropout:  # asked for each time, made once; before autocast's copies of the weights
+        if trains and dropout:  # PyTorch makes the dropout state at the first call, before autocast copies the weights
             DROPOUT(dropout, True, 0, dtype=torch.uint8)
-        # As `_cudnn_impl` tells an LSTM with projections, whose layers have a matrix more.
+        # `_cudnn_impl` detects projections by these two sizes; a layer with a projection has one more weight.
         hidden, state = (states[1] if mode == LSTM else states[0]).size(2), states[0].size(2)
         projection = 0 if state == hidden else state
         stride = (4 if has_biases else 2) + bool(projection)
@@ -99,13 +99,13 @@ def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -
 
 
 def _takes(dtype: torch.dtype, capability: Capability) -> bool:
-    """``use_cudnn`` in aten/src/ATen/native/RNN.cpp."""
+    """Whether cuDNN runs a recurrence of `dtype`: ``use_cudnn`` in aten/src/ATen/native/RNN.cpp."""
     has_dtype = dtype in FLATTENED or (dtype is torch.bfloat16 and capability >= (8, 0))
     return bool(torch.backends.cudnn.enabled) and has_dtype
 
 
 def recurrence_notes(modules: Iterable[nn.Module], capability: Capability) -> list[str]:
-    """What is not known for sure of these modules on a card: of those that cuDNN runs."""
+    """Return notes on the uncertain byte counts of those `modules` that cuDNN runs on a card."""
     recurrent = (module for module in modules if isinstance(module, nn.RNNBase))
     found = [module for module in recurrent if _takes(next(module.parameters()).dtype, capability)]
     names = ", ".join(sorted({type(module).__name__ for module in found}))

@@ -1,9 +1,9 @@
-"""Device memory that CUDA kernels take beyond their inputs and outputs, which no fake kernel shows.
+"""Device memory that CUDA kernels take beyond their inputs and outputs, which fake kernels do not show.
 
-Known here: the workspaces of cuBLAS and cuBLASLt and the mask of dropout; in simulation/rules what kernels take while
-they run, as cuDNN does, by measurement, for convolutions. Not known, because no source gives a
-formula: the workspace of its batch norms (the chosen plan says it at run time), the small temporary storage of
-cub's scans, and the split-KV buffers of a flash forward pass that is too small to fill the device.
+This file has the workspaces of cuBLAS and cuBLASLt and the mask of dropout; simulation/rules has the scratch memory of
+kernels while they run (cuDNN's convolutions by measurement). Not simulated, since no source gives a formula: the
+workspace of cuDNN's batch norms (chosen by cuDNN's plan at run time), the small temporary storage of cub's scans, and
+the split-KV buffers of a flash forward pass that is too small to fill the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memscale.simulation.process.process_state import patched
 from memscale.simulation.rules.rule import Capability
 
 _KIB, _MIB = 1 << 10, 1 << 20
-#: The variables of the environment that are looked up here.
+#: The environment variables that this file reads.
 BLAS_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUBLASLT_WORKSPACE_SIZE",
@@ -39,9 +39,9 @@ def cublas_workspace_bytes(
 ) -> int:
     """Return the bytes that PyTorch allocates for one cuBLAS handle and stream at its first matrix product.
 
-    A handle belongs to a thread, so a training step pays twice: in the caller's thread with the first product
-    of the forward pass, and in autograd's device thread with the first one of the backward pass. The bytes
-    stay until the process ends.
+    A handle belongs to a thread, so a training step pays twice: in the caller's thread at the first product
+    of the forward pass, and in autograd's device thread at the first product of the backward pass. The workspaces
+    live until the process ends.
 
     >>> cublas_workspace_bytes((8, 0), environ={}), cublas_workspace_bytes((9, 0), environ={})
     (8519680, 33554432)
@@ -50,8 +50,8 @@ def cublas_workspace_bytes(
 
     Args:
         capability: the device's compute capability, (major, minor).
-        environ: where ``CUBLAS_WORKSPACE_CONFIG`` is looked up: ``:size:count`` pairs, the size in KiB.
-        torch_version: whose rule to follow, (major, minor).
+        environ: the environment with ``CUBLAS_WORKSPACE_CONFIG``: ``:size:count`` pairs, the size in KiB.
+        torch_version: the version of PyTorch whose rule applies, (major, minor).
 
     Source: ``parseChosenWorkspaceSize`` and ``setWorkspaceForHandle`` in aten/src/ATen/cuda/CublasHandlePool.cpp
     of PyTorch 2.10 to 2.14, and the thread-local pool windows of aten/src/ATen/cuda/detail/DeviceThreadHandles.h.
@@ -59,7 +59,7 @@ def cublas_workspace_bytes(
     pairs = re.findall(r":([0-9]+):([0-9]+)", environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         return sum(int(size) * int(count) for size, count in pairs) * _KIB
-    # Blackwell got Hopper's size with pytorch/pytorch#175344, after the branch of 2.11 was cut.
+    # pytorch/pytorch#175344, first released with 2.12, gave Blackwell the size of Hopper.
     wide = capability[0] in (9, 10, 12) if torch_version >= (2, 12) else capability == (9, 0)
     return 32 * _MIB if wide else (2 * 4096 + 8 * 16) * _KIB
 
@@ -70,10 +70,10 @@ def cublaslt_workspace_bytes(
     environ: Mapping[str, str] = os.environ,
     torch_version: tuple[int, int] = internals.TORCH_VERSION,
 ) -> int:
-    """Return what cuBLASLt takes in addition, for one handle and stream, at its first product.
+    """Return the bytes that PyTorch allocates for cuBLASLt besides cuBLAS, for one handle and stream.
 
-    Products with an epilogue go to cuBLASLt, see :func:`uses_cublaslt`. From PyTorch 2.12 on it shares the
-    workspace of cuBLAS, so that there is nothing to add.
+    The allocation is at the first product that goes to cuBLASLt, see :func:`uses_cublaslt`. From PyTorch 2.12 on
+    cuBLASLt shares the workspace of cuBLAS by default, and the result is 0.
 
     >>> cublaslt_workspace_bytes((8, 0), environ={}, torch_version=(2, 13))
     0
@@ -82,8 +82,8 @@ def cublaslt_workspace_bytes(
 
     Args:
         capability: the device's compute capability, (major, minor).
-        environ: where ``TORCH_CUBLASLT_UNIFIED_WORKSPACE`` and ``CUBLASLT_WORKSPACE_SIZE`` (in KiB) are looked up.
-        torch_version: whose rule to follow, (major, minor).
+        environ: the environment with ``TORCH_CUBLASLT_UNIFIED_WORKSPACE`` and ``CUBLASLT_WORKSPACE_SIZE`` (in KiB).
+        torch_version: the version of PyTorch whose rule applies, (major, minor).
 
     Source: ``getCUDABlasLtWorkspace`` in aten/src/ATen/cuda/CublasHandlePool.cpp; the default became shared with
     pytorch/pytorch#175879.
@@ -94,13 +94,13 @@ def cublaslt_workspace_bytes(
     digits = re.match(r"\s*\d+", environ.get("CUBLASLT_WORKSPACE_SIZE", ""))
     nbytes = int(digits.group()) * _KIB if digits else _MIB
     if unified is None:
-        # The size was capped as if it were shared before it was.
+        # PyTorch before 2.12 caps the size at that of cuBLAS's workspace, although the two are separate.
         nbytes = min(nbytes, cublas_workspace_bytes(capability, environ=environ, torch_version=torch_version))
     return nbytes
 
 
 def uses_cublaslt(op: str, args: Sequence[Any], *, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a product goes to cuBLASLt, which adds a bias vector in the same kernel; scaled products always do.
+    """Whether a product goes to cuBLASLt: an ``addmm`` with a bias vector, and every scaled product.
 
     >>> x, bias = torch.empty(8, 8, device="meta"), torch.empty(8, device="meta")
     >>> [uses_cublaslt("aten.addmm.default", (first, x, x)) for first in (bias, x)], uses_cublaslt("aten.mm", (x, x))
@@ -108,8 +108,8 @@ def uses_cublaslt(op: str, args: Sequence[Any], *, environ: Mapping[str, str] = 
 
     Args:
         op: the overload as ``str(func)`` prints it, with its namespace.
-        args: its positional arguments; ``beta`` and ``alpha`` are keywords, and rare.
-        environ: where ``DISABLE_ADDMM_CUDA_LT`` is looked up.
+        args: the positional arguments of the call; the keywords ``beta`` and ``alpha``, which are rare, are ignored.
+        environ: the environment with ``DISABLE_ADDMM_CUDA_LT``.
 
     Source: ``isInputCompliesAddmmCudaLt`` in aten/src/ATen/native/cuda/Blas.cpp.
     """
@@ -129,7 +129,7 @@ def uses_cublaslt(op: str, args: Sequence[Any], *, environ: Mapping[str, str] = 
 
 @contextmanager
 def cuda_dropout() -> Iterator[None]:
-    """Make dropout on CPU tensors keep what it keeps on CUDA: one byte an element instead of the scaled noise.
+    """Make dropout on CPU tensors save a bool mask for backward (1 byte an element), as on CUDA.
 
     On CUDA ``at::dropout`` becomes ``native_dropout``, whose backward pass needs a bool mask; on CPU it is a
     product with noise of the input's dtype.
@@ -146,7 +146,7 @@ def cuda_dropout() -> Iterator[None]:
     of_module, of_torch = F.dropout, torch.dropout
 
     def takes(input: torch.Tensor, p: float, training: bool) -> bool:
-        # Without training, and for 0 and 1, the general kernel runs on CUDA too, as it does in place.
+        # In evaluation, in place, and for p of 0 or 1, CUDA runs the general function of the CPU.
         return training and 0 < p < 1 and input.numel() > 0
 
     def drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What kernels were measured to take, remembered on disk: another run on this machine need not measure again."""
+"""A disk cache of kernel measurements, so that a later run on this machine need not repeat them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ T = TypeVar("T")
 
 
 class KernelCache(Generic[T]):
-    """What was measured of kernels by call signature, for this processor, this PyTorch and this number of threads.
+    """Measurements of kernels by call signature, for this processor, this PyTorch and this number of threads.
 
     Args:
-        kind: what was measured; each kind has a file of its own.
-        read, write: a measurement from JSON, and as JSON.
+        kind: the name of the measured quantity; each kind has a file of its own.
+        read: makes a measurement from JSON data.
+        write: returns the JSON data of a measurement.
     """
 
     def __init__(self, kind: str, read: Callable[[Any], T], write: Callable[[T], Any]) -> None:
@@ -40,7 +41,7 @@ class KernelCache(Generic[T]):
         self._from_json, self._as_json = read, write
         self._known: dict[str, T] | None = None
         self._changed = False
-        self._own: set[str] = set()  # keys of what was not read
+        self._own: set[str] = set()  # keys measured by this object, rather than read from disk
 
     def get(
         self,
@@ -50,19 +51,19 @@ class KernelCache(Generic[T]):
         measure: Callable[[], T],
         again: Callable[[str, T], T] | None = None,
     ) -> T:
-        """The measurement of a call with these arguments; `measure` makes it the first time.
+        """Return the measurement of a call with these arguments; `measure` makes it at the first call.
 
-        `again` is given each later call of those measured here, by a key and what is known, and says what is now.
+        For each later call with a measurement made by this object, ``again(key, measurement)`` returns the new one.
         """
         called = signature(args, kwargs, [], loose=True)
         try:
-            hash(called)  # what cannot be hashed has a repr that says where it is
+            hash(called)  # the repr of an unhashable argument may contain its address, so it is no key
         except TypeError:
             return measure()
         return self.named(repr((op, *called)), measure, again)
 
     def named(self, key: str, measure: Callable[[], T], again: Callable[[str, T], T] | None = None) -> T:
-        """The same of what has a name of its own."""
+        """Return the measurement under `key`; `measure` and `again` act as in `get`."""
         known = self._read()
         if key not in known:
             known[key] = measure()
@@ -73,7 +74,7 @@ class KernelCache(Generic[T]):
         return known[key]
 
     def save(self) -> None:
-        """Write down what was measured since the last time."""
+        """Write the measurements to disk if any were made since the last write."""
         if self._changed:
             self._changed = False
             self._disk.write(self._name, {key: self._as_json(one) for key, one in self._read().items()})
@@ -82,6 +83,6 @@ class KernelCache(Generic[T]):
         if self._known is None:
             try:
                 self._known = {key: self._from_json(each) for key, each in (self._disk.read(self._name) or {}).items()}
-            except (AttributeError, ValueError, TypeError):  # of another version
+            except (AttributeError, ValueError, TypeError):  # the file is from another version of memscale
                 self._known = {}
         return self._known

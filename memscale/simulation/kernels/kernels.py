@@ -1,4 +1,4 @@
-"""What the kernels of the target device do that the operators' results do not show."""
+"""The kernels of the simulated device: scratch memory, workspaces, times, and PyTorch's choices among kernels."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _DEFAULT_CAPABILITY = (8, 0)
 
 
 class Kernels:
-    """The kernels of a device, for a step that is simulated on another.
+    """The kernels of the simulated device.
 
     Attributes:
-        card: what its kernels depend on; None of a CPU.
-        known: what simulations have found of PyTorch's operators, by its switches; a planner's share one of these.
-        programs: what they have found of compiled modules.
+        card: the traits of the card that its kernels depend on; None for a CPU.
+        known: cached knowledge of PyTorch's operators, by PyTorch's global switches; a planner's simulations share it.
+        programs: cached knowledge of compiled modules, which a planner's simulations share.
     """
 
     def __init__(self, hardware: Hardware, *, probe: bool) -> None:
@@ -73,14 +73,14 @@ class Kernels:
 
     @property
     def is_timed(self) -> bool:
-        """Whether times are those of this machine, measured."""
+        """Whether times of kernels are measured on this machine."""
         return self._times is not None
 
     def program(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> Program:
-        """What `op`, which does `flops` of arithmetic, takes inside one call, and when it takes its results."""
-        # One storage of all weights, which cuDNN is given for real, is not there.
+        """Return the allocations of one call of `op`, of `flops` FLOPs, in order, with the place of its results."""
+        # Recurrences cannot be probed: the simulation lacks the flat storage of all weights that cuDNN requires.
         if self._cuda is not None and op not in (RNN, RNN_BACKWARD, DROPOUT):
-            # Some operators are the CPU's own, and some do not take zeros or do not fit: the formulas know as much.
+            # An operator may be for CPUs only, refuse zeros, or exceed the memory; the formulas below serve then.
             with contextlib.suppress(RuntimeError):
                 return RESULTS, *taken(self._cuda.nbytes(op, args, kwargs))
         if self.card is not None:
@@ -88,13 +88,13 @@ class Kernels:
         return *taken(self._cpu.nbytes(op, args, kwargs, flops)), RESULTS
 
     def program_by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> Program:
-        """The same of an operator whose result has a shape that follows from values, which are among `args`."""
+        """Return `program` of a call whose result shape follows from the values of `args`."""
         if self.is_cuda:
             return self.program(op, args, kwargs, result, 0)
         return *taken(self._cpu.nbytes_by_values(op, args, kwargs)), RESULTS
 
     def seconds(self, op: OpOverload, args: Any, kwargs: Any, work: Work) -> Seconds | None:
-        """How long the device takes for this call of `op`, which does `work`; None where its speed is not known."""
+        """Return the device's seconds for this call of `op`, of `work`; None where the device's rates are unknown."""
         measured = None if self._times is None else self._times.get(op, args, kwargs, work)
         if measured is not None:
             return measured
@@ -114,25 +114,25 @@ class Kernels:
         return Seconds(taken, taken)
 
     def save(self) -> None:
-        """Write down what was measured of kernels, for the next time."""
+        """Write the measurements of kernels to disk."""
         self._cpu.save()
         if self._times is not None:
             self._times.save()
 
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
-        """The workspaces, by library, that the first operator of this kind leaves allocated for good."""
+        """Return the workspace bytes, by library, that the first call of such an operator allocates and never frees."""
         if self.card is not None and op is DROPOUT:
             return {DROPOUT_STATES: dropout_states_bytes(self.card.multiprocessors)}
         if self.card is None or not rule_of(op).uses_cublas(args, self.card):
             return {}
-        # A handle of cuBLASLt is one of cuBLAS (getCurrentCUDABlasLtHandle), and comes with its workspace.
+        # cuBLASLt uses the handle of cuBLAS (getCurrentCUDABlasLtHandle), whose workspace is allocated with it.
         found = {"cuBLAS": cublas_workspace_bytes(self.capability)}
         if uses_cublaslt(str(op), args) and (nbytes := cublaslt_workspace_bytes(self.capability)):
             found["cuBLASLt"] = nbytes
         return found
 
     def notes(self, modules: Iterable[nn.Module]) -> list[str]:
-        """What these modules do on the device that is not known, and which times are no measurements."""
+        """Return notes on uncertain bytes of these modules' kernels, and on times that are estimates."""
         if self._times is not None and self._times.estimated:
             names = ", ".join(sorted(self._times.estimated))
             return [f"not all calls of {names} could be timed: their times follow from those of other calls"]
@@ -157,9 +157,9 @@ class Kernels:
 
     @contextmanager
     def chosen(self, is_below: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-        """Make PyTorch choose as it does on the device: its attention kernel, its optimizers' multi-tensor loops.
+        """Make PyTorch choose kernels as on the device: attention, dropout, recurrences, multi-tensor optimizer loops.
 
-        A loop over single tensors where some live on the CPU, as those that are streamed do, which `is_below` says.
+        An optimizer loops over single tensors where `is_below` is true for one of them (it lives on the host).
         """
         with ExitStack() as stack:
             stack.enter_context(patched(F, "linear", linear))
@@ -169,8 +169,8 @@ class Kernels:
                 stack.enter_context(cuda_dropout())
                 stack.enter_context(cuda_rnns(self.capability))
                 stack.enter_context(cuda_fused())
-                # What an optimizer asks that was not told which loop to take (Adafactor does not ask), and an average
-                # of the weights. The tensors say that they are on a CPU.
+                # Optimizers with foreach=None (except Adafactor) and weight averaging call this function; without the
+                # patch they would see CPU tensors and choose the loop over single tensors.
                 for name in ("torch.optim.optimizer", "torch.optim.swa_utils"):
                     module = importlib.import_module(name)  # torch.optim deletes the name of the first
                     devices = partial(_with_loops, is_below)
@@ -179,10 +179,10 @@ class Kernels:
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``F.linear``, by a name that is seen in the frame of its operators.
+    """Return ``F.linear`` of these arguments, from a Python frame that `InPlaceSums` recognises.
 
-    Of rows that do not lie one after the other it adds the bias to its product: in place, unless a mode is active or
-    the bias is a wrapper of `torch.func`.
+    For non-contiguous rows PyTorch adds the bias to the product in place, unless a mode (such as the simulation's) is
+    active or the bias is a wrapper of `torch.func`, which takes another frame.
     """
     if bias is not None and is_functorch_wrapped_tensor(bias):
         return _linear_of_wrapped(input, weight, bias)
@@ -194,16 +194,16 @@ def _linear_of_wrapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 
 def _with_loops(is_below: Callable[[torch.Tensor], bool]) -> list[str]:
-    """The devices with multi-tensor loops; none where PyTorch asks for tensors of which one is on no such device."""
+    """Return the devices with multi-tensor loops; an empty list where one of the caller's `params` is on the host."""
     asked = sys._getframe(2).f_locals.get("params", ())
     return [] if any(each is not None and is_below(each) for each in asked) else ["cpu", "cuda"]
 
 
 class CudaProbe:
-    """Runs kernels on the present CUDA device, each signature once.
+    """A probe of kernels on this machine's CUDA device.
 
     Raises:
-        RuntimeUnavailable: there is none; a probe of another device would say nothing.
+        RuntimeUnavailable: this machine has no CUDA device.
     """
 
     def __init__(self) -> None:
@@ -214,13 +214,13 @@ class CudaProbe:
             )
 
     def nbytes(self, op: OpOverload, args: Any, kwargs: Any) -> int:
-        """The bytes of the caching allocator that ``op(*args, **kwargs)`` takes beside its results.
+        """Return the bytes of the caching allocator that ``op(*args, **kwargs)`` takes beyond its results.
 
         The arguments are fake or on the CPU; the kernel gets zeros with their layouts.
         """
         own = {id(tensor): _on_device(tensor) for tensor in tensors_in(args, kwargs)}
         args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
-        op(*args, **kwargs)  # the first call of a kind leaves workspaces behind, which are counted by themselves
+        op(*args, **kwargs)  # the first call also allocates workspaces, which `Kernels.workspaces` counts
         torch.cuda.synchronize()
         before_bytes = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

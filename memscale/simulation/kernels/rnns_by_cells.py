@@ -1,7 +1,8 @@
-"""``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` as a CUDA device runs them without cuDNN: cell after cell, by PyTorch.
+"""``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` as on a CUDA device without cuDNN: PyTorch runs cell after cell.
 
-That is so where cuDNN is turned off, and in bfloat16 before Ampere. The operators, and for how long each result is
-held, are those of aten/src/ATen/native/RNN.cpp of PyTorch 2.13; a CPU multiplies the inputs of all steps at once.
+PyTorch does so where cuDNN is turned off, and in bfloat16 before Ampere. The operators, and the lifetime of each
+result, follow aten/src/ATen/native/RNN.cpp of PyTorch 2.13; on a CPU, PyTorch multiplies the inputs of all steps at
+once.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch.nn.functional as F
 from memscale.simulation.kernels.cuda_fused import gru_cell, lstm_cell
 from memscale.simulation.rules.rnn_weights import MODES
 
-State = tuple[torch.Tensor, ...]  # of an LSTM two, the output first; of others one
+State = tuple[torch.Tensor, ...]  # (hidden, cell) for an LSTM, (hidden,) for the others
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Those of one layer in one direction."""
+    """The weights of one layer in one direction."""
 
     of_input: torch.Tensor
     of_hidden: torch.Tensor
@@ -43,7 +44,7 @@ def by_cells(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """The output and the last states, of the arguments of ``torch.lstm`` and its like.
+    """Return the output and the last states of ``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``.
 
     >>> lstm, x = torch.nn.LSTM(8, 16, 2, device="meta"), torch.ones(10, 4, 8, device="meta")
     >>> h = torch.zeros(2, 4, 16, device="meta")
@@ -54,12 +55,12 @@ def by_cells(
 
     Args:
         data: (steps, batch, width), or the rows of a packed sequence.
-        batch_sizes: of that, how many rows each step has; empty otherwise.
-        states: the first ones, each for all layers and directions.
-        weights: of each layer and direction, in the order of ``nn.LSTM``.
-        mode: one of `MODES`.
-        has_biases, bidirectional, batch_first: as ``nn.LSTM`` has them.
-        dropout: between layers; 0 in evaluation.
+        batch_sizes: the number of rows of each step of a packed sequence; empty for other data.
+        states: the initial states, each for all layers and directions.
+        weights: the weights of each layer and direction, in the order of ``nn.LSTM``.
+        mode: a value of `MODES`.
+        has_biases, bidirectional, batch_first: the options of ``nn.LSTM``.
+        dropout: the probability between layers; 0 in evaluation.
     """
     directions = 1 + bidirectional
     packed = bool(batch_sizes)
@@ -139,7 +140,7 @@ def _whole(
 def _packed(
     cell: Cell, rows: torch.Tensor, batch_sizes: Sequence[int], state: State, weights: Weights
 ) -> tuple[torch.Tensor, State]:
-    """Fewer rows with each sequence that ends, whose states are the last of theirs."""
+    """Return the outputs and last states of a packed sequence, forward: rows leave the batch as sequences end."""
     outputs: list[torch.Tensor] = []
     ended: list[State] = []
     begin, before = 0, batch_sizes[0]
@@ -159,7 +160,7 @@ def _packed(
 def _packed_back(
     cell: Cell, rows: torch.Tensor, batch_sizes: Sequence[int], first: State, weights: Weights
 ) -> tuple[torch.Tensor, State]:
-    """From the end of the longest sequence, and more rows wherever another one ends."""
+    """Return the outputs and last states of a packed sequence, backward: rows join the batch at their ends."""
     outputs: list[torch.Tensor] = []
     end, before = rows.size(0), batch_sizes[-1]
     state = tuple(part.narrow(0, 0, before) for part in first)

@@ -1,4 +1,4 @@
-"""What an operator returns, without running it: shapes, strides, dtypes and which outputs are its arguments."""
+"""The result layout of an operator, without running its kernel: shapes, strides, dtypes, and outputs that alias."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from memscale.simulation.rules.rule import CardTraits
 
 
 class Kind(enum.Enum):
-    """How the simulation treats an operator."""
+    """The simulation's treatment of an operator: run it, return its first argument, or make new fake tensors."""
 
-    RUN = enum.auto()  # it touches no data: a view, a change of a tensor's own shape
-    IN_PLACE = enum.auto()  # it returns its first argument, whose shape stays
-    MAKE = enum.auto()  # it returns new tensors
+    RUN = enum.auto()  # the operator touches no data: a view, or a change of a tensor's own shape
+    IN_PLACE = enum.auto()  # the operator returns its first argument, whose shape stays
+    MAKE = enum.auto()  # the operator returns new tensors
 
 
 def kind_of(op: OpOverload) -> Kind:
-    """How to treat `op`, by its schema and tags.
+    """Return the treatment of `op`, by its schema and tags.
 
     >>> kind_of(torch.ops.aten.t.default).name, kind_of(torch.ops.aten.add_.Tensor).name
     ('RUN', 'IN_PLACE')
@@ -45,32 +45,33 @@ def kind_of(op: OpOverload) -> Kind:
     return Kind.MAKE
 
 
-#: They change a tensor's storage.
+#: The operators that change the size of a tensor's storage.
 RESIZES = {torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default}
 
 
 class FakeKernels:
-    """Runs operators on fake tensors, one call at a time, to learn their layouts.
+    """A runner of operators on fake tensors, which finds the layouts of their results.
 
     Args:
-        card: whose kernels' layouts they are; None is a CPU.
+        card: the traits of the card whose kernels' layouts are wanted; None means a CPU.
     """
 
     def __init__(self, card: CardTraits | None = None) -> None:
         self._card = card
         self._device = "cpu" if card is None else "cuda"
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # Its cache, which is the process's, forgets that two results are one tensor (the biases' gradients of an LSTM).
+        # FakeTensorMode's cache returns two tensors where an operator returns one tensor twice (the gradients of an
+        # LSTM's biases), and the cache is shared by the process.
         self._mode.cache_enabled = False
         self._log = logging.getLogger(fake_tensor.__name__)
 
     def layout(self, op: OpOverload, args: Any, kwargs: Any, arguments: Sequence[torch.Tensor]) -> ResultLayout:
-        """What `op` returns for arguments with the layouts of these.
+        """Return the layout of the results of `op` for arguments with the layouts of `args` and `kwargs`.
 
         Raises:
-            Exception: whatever the operator's fake kernel raises, as when the shape depends on values.
+            Exception: the error of the operator's fake kernel, such as for a shape that depends on values.
         """
-        was_disabled, self._log.disabled = self._log.disabled, True  # it prints a traceback of what is handled here
+        was_disabled, self._log.disabled = self._log.disabled, True  # it prints tracebacks of errors that callers catch
         try:
             with self._mode, torch.no_grad():
                 rule = rule_of(op)
@@ -91,7 +92,7 @@ def _like(tensor: torch.Tensor, faked_in: torch.dtype | None) -> torch.Tensor:
 
 
 def exchanged(tree: Any, by_id: dict[int, Any]) -> Any:
-    """`tree`, an operator's arguments, with the values whose id is in `by_id` exchanged."""
+    """Return `tree`, an operator's arguments, with each tensor whose id is in `by_id` exchanged."""
     if isinstance(tree, torch.Tensor):
         return by_id.get(id(tree), tree)
     if isinstance(tree, (list, tuple)):
@@ -102,7 +103,7 @@ def exchanged(tree: Any, by_id: dict[int, Any]) -> Any:
 
 
 def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """The position and the name of each argument that `op` writes to, by its schema."""
+    """Return the position and the name of each argument that `op` writes to, by its schema."""
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(op._schema.arguments)
@@ -111,12 +112,12 @@ def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 def written_by(written: Sequence[tuple[int, str]], args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors among the arguments of a call that it writes to, as `written_arguments` names them."""
+    """Return the tensors that a call writes to, at the positions and names of `written_arguments`."""
     return list(_tensors(args[at] if at < len(args) else kwargs.get(name) for at, name in written))
 
 
 def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments, one entry for each time one appears."""
+    """Return the tensors among an operator's arguments; a tensor that appears twice has two entries."""
     return [*_tensors(args), *(_tensors(kwargs.values()) if kwargs else ())]
 
 
@@ -128,7 +129,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-# The names of the two kinds of indices of a compressed layout.
+# The methods that return the two index tensors of a compressed sparse layout.
 _COMPRESSED: dict[torch.layout, tuple[str, str]] = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),
@@ -138,12 +139,12 @@ _COMPRESSED: dict[torch.layout, tuple[str, str]] = {
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is made of indices and values: COO, CSR, CSC, BSR or BSC."""
+    """Whether `tensor` has a sparse layout of indices and values: COO, CSR, CSC, BSR or BSC."""
     return tensor.layout is torch.sparse_coo or tensor.layout in _COMPRESSED
 
 
 def strided_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """`tensors`, with the strided indices and values of sparse ones in their place."""
+    """Return `tensors`, with each sparse tensor replaced by its strided indices and values."""
     found: list[torch.Tensor] = []
     for tensor in tensors:
         if tensor.layout is torch.sparse_coo:
@@ -156,14 +157,16 @@ def strided_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def results_of(result: Any) -> list[torch.Tensor]:
-    """The tensors in what an operator returned."""
+    """Return the tensors in the `result` of an operator."""
     if result is None:
         return []
     return [result] if isinstance(result, torch.Tensor) else list(_tensors((result,)))
 
 
 def signature(args: Any, kwargs: Any, tensors: list[torch.Tensor], *, loose: bool) -> tuple[Any, ...]:
-    """A key under which equal calls of one operator have equal layouts, if it can be hashed.
+    """Return a key of a call: calls of one operator with equal keys have results of equal layouts.
+
+    The key is hashable if all arguments other than tensors are.
 
     >>> found = []
     >>> signature((torch.ones(2, 3), [1, 2], 0.5), {}, found, loose=True)
@@ -172,8 +175,8 @@ def signature(args: Any, kwargs: Any, tensors: list[torch.Tensor], *, loose: boo
     1
 
     Args:
-        args, kwargs: of the call.
-        tensors: receives those among them, as `tensors_in` finds them.
+        args, kwargs: the arguments of the call.
+        tensors: receives the tensors among the arguments, as `tensors_in` returns them.
         loose: leaves out the values of floats.
     """
     if not kwargs:
@@ -195,7 +198,7 @@ def _parts(values: Any, tensors: list[torch.Tensor], loose: bool) -> tuple[Any, 
             kinds = set(map(type, value))
             if kinds <= _INTS:
                 parts.append(tuple(value))
-            elif kinds <= _PLAIN and all(map(_IS_CPU, value)):  # an optimizer's: some hundred each
+            elif kinds <= _PLAIN and all(map(_IS_CPU, value)):  # fast path for an optimizer's lists of hundreds
                 tensors += value
                 parts.append((tuple(map(_SHAPE, value)), tuple(map(_STRIDE, value)), tuple(map(_DTYPE, value))))
             else:
@@ -203,12 +206,12 @@ def _parts(values: Any, tensors: list[torch.Tensor], loose: bool) -> tuple[Any, 
         elif kind is float and loose:
             parts.append(float)
         else:
-            parts.append((kind, value))  # 1, 1.0 and True are equal, and promote differently
+            parts.append((kind, value))  # with the class: 1, 1.0 and True are equal, and promote differently
     return tuple(parts)
 
 
 _INTS, _PLAIN = {int}, {torch.Tensor, torch.nn.Parameter}
-# The attributes of a tensor may be patched, to tell a step that it is on the device that is simulated.
+# The C++ getters of the true device: device spoofing patches `Tensor.device` and `Tensor.is_cpu` in Python.
 _DEVICE = torch._C.TensorBase.device.__get__
 _IS_CPU = torch._C.TensorBase.is_cpu.__get__  # type: ignore[attr-defined]
 _SHAPE, _DTYPE, _STRIDE = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.stride

@@ -1,4 +1,4 @@
-"""How the weights of ``nn.LSTM`` and its like lie on a CUDA device: all of a module in one storage, for cuDNN."""
+"""The flat storage in which a CUDA device holds all weights of an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``, for cuDNN."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
 GATES = (1, 1, 4, 3)
-# Those that a module keeps in one storage (torch/backends/cudnn/__init__.py). Weights of bfloat16 never are.
+# The dtypes whose weights a module flattens (torch/backends/cudnn/__init__.py); bfloat16 is never flattened.
 FLATTENED = (torch.float16, torch.float32, torch.float64)
 
 
 def halved_together(
     weights: Sequence[torch.Tensor], mode: int, hidden: int, directions: int
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """All weights in one storage of float16, and each as a part of it.
+    """Return one flat float16 tensor for all weights, and each weight's copy as a view of it.
 
     Source: ``_cudnn_rnn_cast_reflatten`` in aten/src/ATen/cudnn/AutocastRNN.cpp, where autograd sees the copies.
     """
@@ -33,7 +33,7 @@ def halved_together(
 
 
 class _Reflatten(torch.autograd.Function):
-    """The copy of a weight into its part, of which the gradient is the weight's in its own dtype."""
+    """The differentiable copy of a weight into its view of the flat tensor; backward casts to the weight's dtype."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -47,17 +47,17 @@ class _Reflatten(torch.autograd.Function):
 
 
 def are_flattened(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether a module on the card has these in one storage: its own parameters, none twice.
+    """Whether a module on the card has `weights` in one flat storage: distinct parameters of a flattened dtype.
 
-    What takes the place of parameters (casts, copies that are streamed, a parametrization) is not, and so cuDNN's
-    operator copies it together at each call, and keeps that.
+    Tensors in place of parameters (casts, streamed copies, a parametrization) are separate; cuDNN's operator copies
+    them into a flat buffer at each call, and saves the buffer for backward.
     """
     own = all(isinstance(weight, nn.Parameter) and weight.dtype in FLATTENED for weight in weights)
     return own and len({id(weight) for weight in weights}) == len(weights)
 
 
 def flattened_bytes(module: nn.Module) -> int:
-    """What the weights of `module` take as one storage, in which a card has them after ``Module.to``; 0 if it has not.
+    """Return the bytes of the flat storage that ``Module.to`` makes for `module` on a card; 0 without a flat storage.
 
     Source: ``flatten_parameters`` in torch/nn/modules/rnn.py, ``copy_weights_to_flat_buf_views`` in cudnn/RNN.cpp.
     """
@@ -72,15 +72,15 @@ def flattened_bytes(module: nn.Module) -> int:
 
 
 def weights_of(module: nn.RNNBase) -> list[torch.Tensor]:
-    """The weights of a recurrence, in the order in which cuDNN takes them."""
+    """Return the weights of a recurrence, in the order in which cuDNN takes them."""
     return [weight for weights in module.all_weights for weight in weights]
 
 
 def stand_in(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What stands for the storage that all weights share: that of one of them, which takes no memory of its own."""
+    """Return a tensor in place of the flat storage of all weights: the first weight's data, without new memory."""
     return weights[0].data
 
 
 def halved(tensor: Any) -> Any:
-    """As autocast casts for cuDNN's RNNs: to float16, whatever dtype it is set to."""
+    """Return `tensor` in float16, as autocast casts for cuDNN's RNNs whatever its own dtype; float64 and None stay."""
     return tensor if tensor is None or tensor.dtype is torch.float64 else tensor.to(torch.float16)
