@@ -1,20 +1,21 @@
-"""What makes a step fit: plans for a budget, and predictions.
+"""Planning: finds plans that fit a step into a budget of memory, predicts peaks, and tunes batch sizes.
 
-The journey of `plan(model, batch, budget=...)`, in the order in which to read:
+The path of `plan(model, batch, budget=...)` through the package, in reading order:
 
-1. `engine`: checks what it is given, simulates the step as it is, by which `speeds` to reckon, and says in the
-   end what was decided and why.
-2. `parts/`: takes the model apart by its structure and by what each module keeps for backward; `candidates`: what may
-   be done to each part; `globs`: a choice said in few rules.
-3. `trials/`: simulates steps in which many candidates are tried; `costs`: reads off what each holds and takes.
-4. `solving/`: the fastest choice of a candidate for each part within the budget, as an integer program.
-5. `search/`: simulates the steps that choices make, found on a grid of limits.
-6. `evidence/`: what is returned: the plan with what was shown, as data and as text; several of them as a frontier.
+1. `engine`: checks the arguments, simulates the step as it is (with the rates of `speeds`), runs the searches, and
+   makes the evidence.
+2. `parts/`: divides the model into parts by structure and by the bytes that each module keeps for backward.
+   `candidates`: the transforms for each part; `globs`: a plan in few rules.
+3. `trials/`: simulates steps in which many candidates are tried at once. `costs`: the bytes and seconds of each
+   candidate.
+4. `solving/`: chooses a candidate for each part, for the fastest step within a limit, by an integer program.
+5. `search/`: simulates whole steps of such choices, for limits on a grid, and returns the fastest that fits.
+6. `evidence/`: the results: the plan with its evidence, as data and as text, and the frontier of plans.
 
-`known` keeps the plans of before, under what `fingerprint` says they depend on. Where nothing fits, `refusal` says what
-would lower the step `beside` a plan (`remedies`, other ways of `stepping`).
+`plan_cache` keeps plans on disk by their `fingerprint`. If no plan fits, `refusal` makes the error with remedies
+`beside` the plan: `remedies`, and optimizer strategies of `stepping`.
 
-Two more use the engine: `prediction/` answers whether a step fits as it is, `tuning/` looks for the best size of a
+Two packages use the engine: `prediction/` predicts whether a step fits as it is, `tuning/` finds the best size of a
 batch.
 """
 

@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 #: Trials by family and candidate.
 Trials = dict[tuple[object, Candidate], Trial]
 
-_HEAD_CUT = tile(chunks=2)  # as `_cuts` tells it
+_HEAD_CUT = tile(chunks=2)  # the cut of a loss head along dimension 0, in the form that `_cuts` returns
 
 
 class TrialSteps:
@@ -81,7 +81,7 @@ class TrialSteps:
         self._tells: dict[frozenset[str], bool] = {}  # by left out parts: is the rest as in the whole model's step?
 
     def _path(self, row: int) -> str:
-        """What candidates in this row are relative to."""
+        """Returns the path that candidates in this row are relative to; "" for the rest of the model."""
         return self.paths[row] if row < len(self.paths) else ""
 
     def run(self, done: Trials, most: int) -> dict[Candidate, str]:
@@ -111,7 +111,7 @@ class TrialSteps:
             family: [
                 cut
                 for cut in dict.fromkeys(cut for each in candidates for cut in _cuts(each))
-                # A loss head is cut along its first dimension by a rule of its own, for the projection that it is.
+                # A loss head is a projection: its cut along dimension 0 needs no proof.
                 if (family, cut) not in proven and (family is not None or cut[1] != _HEAD_CUT)
             ]
             for family, candidates in waiting.items()
