@@ -43,36 +43,3 @@ from memscale.planning.remedies import planned, shorthands
 from memscale.planning.step_simulator import Progress
 from memscale.planning.tuning.tuner import AutoTuner
 from memscale.planning.tuning.tuning import Confirmation, SizeTrial, Tuning
-
-__all__ = [
-    "INTERRUPTED_SEARCH",
-    "LEFT_FREE",
-    "POINTS",
-    "SO_FAR",
-    "AutoTuner",
-    "Budget",
-    "Confirmation",
-    "Decision",
-    "DecisionEngine",
-    "Evidence",
-    "Figures",
-    "Frontier",
-    "LargestBatch",
-    "OOMPrediction",
-    "OOMPredictor",
-    "OOMRisk",
-    "Point",
-    "Progress",
-    "ProvenPlan",
-    "Recommendation",
-    "SizeGrid",
-    "SizeTrial",
-    "Tuning",
-    "allowed",
-    "check_model",
-    "parts_of",
-    "planned",
-    "repeated_blocks",
-    "shorthands",
-    "simulator",
-]
