@@ -1,8 +1,9 @@
-"""What each module of a simulated step holds: how many bytes, in which interval of the step, and for how long.
+"""Attribution of a trace to modules: the bytes that each part holds at each interval of the step, and its seconds.
 
-A *part* is a module with all that is below it; what belongs to none is *outside*. An *interval* is the time that
-the step spends in one part in one phase; what is outside counts to the interval before it. A planner puts a step
-together from the intervals of others: bytes of parts add up, and the most at an interval is what its parts hold there.
+A *part* is a module with all modules inside it; *outside* is a pseudo-part for storages and operators of no part. An
+*interval* is the time that the step spends in one part in one phase; operators outside have intervals of their own,
+named after the part before them. A planner estimates a step from the intervals of other steps: the peak at an interval
+is at most the sum of the bytes that the parts hold there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from memscale.hardware import Hardware
 from memscale.simulation.trace import OpCall, Phase, Times, Trace
 
-#: The number that stands for what no part holds.
+#: The part number of storages and operators that belong to no part.
 OUTSIDE = -1
 
 _RESIDENT = ("parameter", "buffer", "optimizer state", "gradient")
@@ -31,7 +32,7 @@ Bytes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Interval:
-    """Where the step is: in which phase and part, or after that part and before the next (`outside`)."""
+    """An interval of the step: its phase and part, and whether it lies after that part and before the next one."""
 
     phase: Phase
     part: int
@@ -40,19 +41,20 @@ class Interval:
 
 @dataclass(frozen=True)
 class Attribution:
-    """What each part holds at each interval of a step. The last row of each table is what is outside.
+    """The bytes that each part holds at each interval of a step, and its seconds. The last row is outside.
 
     Attributes:
-        intervals: in the order in which the step comes to them first.
-        held_bytes: [part, interval] the most that the part holds at the interval.
-        slack_bytes: [interval] by how much the sum of these is above the most that is held at once.
-        states_bytes: [part] optimizer states of its parameters.
-        gradients_bytes: [part] the most that gradients of its parameters take.
-        parameters_bytes: [part] its parameters on the device.
-        kept_bytes: [part] what waits for backward when backward begins, without parameters and the like.
-        seconds: [part, phase] the time of its operators, in the order forward, backward, optimizer.
-        waits_seconds: [part] how long the device stands still for what the part moves.
-        handed_bytes: by (holder, maker), two rows: [interval] the most that the first holds of what the second made.
+        intervals: the intervals, in the order in which the step first reaches them.
+        held_bytes: [part, interval] the most bytes that the part holds at the interval.
+        slack_bytes: [interval] the sum of `held_bytes` over the parts, minus the most bytes that are held at once.
+        states_bytes: [part] the bytes of optimizer states of its parameters.
+        gradients_bytes: [part] the bytes of gradients of its parameters.
+        parameters_bytes: [part] the bytes of its parameters on the device.
+        kept_bytes: [part] the bytes alive when backward begins, without parameters, buffers, states and gradients.
+        seconds: [part, phase] the seconds of its operators, in the order forward, backward, optimizer.
+        waits_seconds: [part] the seconds that the device waits for the part's copies.
+        handed_bytes: (holder, maker) -> [interval] the most bytes that part `holder` holds of storages that part
+            `maker` made.
     """
 
     intervals: tuple[Interval, ...]
@@ -69,12 +71,12 @@ class Attribution:
 
 @dataclass(frozen=True)
 class Shares:
-    """What parts have of a step, in the order of their paths; the last number is what is outside.
+    """The bytes and seconds of the parts of a step, in the order of their paths; the last entry is outside.
 
     Attributes:
-        kept_bytes: what waits for backward when backward begins, without parameters and the like.
-        seconds: the time of the operators.
-        first: when the step comes to the part first, as the number of an operator; -1 if it never does.
+        kept_bytes: the bytes alive when backward begins, without parameters, buffers, states and gradients.
+        seconds: the seconds of the part's operators.
+        first: the index in the step of the part's first operator; -1 for a part without operators.
     """
 
     kept_bytes: Bytes
@@ -83,7 +85,7 @@ class Shares:
 
 
 def shares(trace: Trace, paths: Sequence[str]) -> Shares:
-    """The `Shares` of the last step; a path inside another one counts apart from it."""
+    """Return the `Shares` of the last step; a part inside another part counts for itself only."""
     begin, first_op = trace.steps[-1]
     owners = _Owners(paths)
     of_op = [owners.of(op.path) for op in trace.ops[first_op:]]
@@ -101,7 +103,7 @@ def shares(trace: Trace, paths: Sequence[str]) -> Shares:
 
 
 def _waiting(trace: Trace, begin: int) -> set[int]:
-    """The storages that are alive when the last backward begins, without parameters and the like."""
+    """Return the storages alive when backward begins, without parameters, buffers, states and gradients."""
     ops = trace.event_ops
     until = next((at for at in range(max(begin, 0), len(ops)) if _is_backward(trace, ops[at])), len(ops))
     alive = _alive(trace.events[:until])
@@ -109,11 +111,11 @@ def _waiting(trace: Trace, begin: int) -> set[int]:
 
 
 def attribute(trace: Trace, paths: Sequence[str]) -> Attribution:
-    """What the parts at `paths`, none of which is inside another, hold of the last step in `trace`.
+    """Return the `Attribution` of the last step in `trace` to the parts at `paths`.
 
     Args:
-        trace: of a step; on a CUDA device what counts is the blocks that its allocator would hand out.
-        paths: of modules.
+        trace: the trace of a step; on CUDA each storage counts with its bytes rounded up to blocks of 512.
+        paths: the paths of modules, none inside another.
     """
     begin, first_op = trace.steps[-1]
     owners = _Owners(paths)
@@ -121,7 +123,7 @@ def attribute(trace: Trace, paths: Sequence[str]) -> Attribution:
     intervals, interval_of_op = _intervals(trace.ops[first_op:], of_op)
     sizes = np.array([_size(each.nbytes, trace.hardware) for each in trace.storages], dtype=np.int64)
     rows = np.array(_rows(trace, owners, of_op, first_op, begin), dtype=np.int64)
-    # A part's number is its row, and `OUTSIDE` the last one.
+    # The number of a part is its row; `OUTSIDE` (-1) is the last row.
     parts = len(paths) + 1
     held, slack, handed = _held(
         _Events.of(trace, sizes, [interval_of_op[max(0, op - first_op)] for op in trace.event_ops[begin:]]),
@@ -156,7 +158,7 @@ def attribute(trace: Trace, paths: Sequence[str]) -> Attribution:
 
 
 def _intervals(ops: Sequence[OpCall], of_op: Sequence[int]) -> tuple[tuple[Interval, ...], list[int]]:
-    """The intervals of a step, and which of them each operator is at; there is one at least."""
+    """Return the intervals of a step (at least one), and the index of each operator's interval."""
     intervals: dict[Interval, int] = {}
     interval_of: list[int] = []
     last = (Phase.FORWARD, OUTSIDE)
@@ -170,13 +172,13 @@ def _intervals(ops: Sequence[OpCall], of_op: Sequence[int]) -> tuple[tuple[Inter
 
 
 class _Events(NamedTuple):
-    """Births and deaths of storages, each with a number of bytes, the second half of them within the step.
+    """Births and deaths of storages, those before the last step and those within it.
 
     Attributes:
-        numbers: of the storages.
-        deltas: the bytes that come, or go where below 0.
-        begin: the first one of the step.
-        intervals: [1 + events of the step] where the step is before the first of them, and at each.
+        numbers: [event] the number of the storage.
+        deltas: [event] the change in bytes, below 0 for a death.
+        begin: the index of the first event of the step.
+        intervals: [1 + events of the step] the interval before the step's first event, then at each event.
     """
 
     numbers: npt.NDArray[np.int64]
@@ -192,7 +194,7 @@ class _Events(NamedTuple):
         return cls(numbers, deltas, trace.steps[-1][0], np.array([0, *intervals], dtype=np.int64))
 
     def levels(self, rows: npt.NDArray[np.int64], count: int) -> Bytes:
-        """[row, 1 + events of the step] what is held by each of `count` rows, each event being on one."""
+        """Return the bytes held, [row, 1 + events of the step], where event i changes row ``rows[i]`` of `count`."""
         levels = np.zeros((count, len(self.numbers) - self.begin + 1), dtype=np.int64)
         np.add.at(levels[:, 0], rows[: self.begin], self.deltas[: self.begin])
         levels[rows[self.begin :], np.arange(1, levels.shape[1])] = self.deltas[self.begin :]
@@ -202,20 +204,20 @@ class _Events(NamedTuple):
 def _held(
     events: _Events, rows: npt.NDArray[np.int64], makers: npt.NDArray[np.int64], shape: tuple[int, int]
 ) -> tuple[Bytes, Bytes, dict[tuple[int, int], Bytes]]:
-    """What `Attribution` calls ``held_bytes``, ``slack_bytes`` and ``handed_bytes``.
+    """Return ``held_bytes``, ``slack_bytes`` and ``handed_bytes`` of an `Attribution`.
 
     Args:
-        events: the births and deaths.
-        rows: the part that each storage counts to.
-        makers: the part that made it.
-        shape: how many parts and intervals there are.
+        events: the births and deaths of storages.
+        rows: [storage] the part that holds the storage.
+        makers: [storage] the part that made the storage.
+        shape: the numbers of parts and of intervals.
     """
     parts, intervals = shape
-    starts = np.flatnonzero(np.diff(events.intervals, prepend=-1))  # of the runs of events at one interval
+    starts = np.flatnonzero(np.diff(events.intervals, prepend=-1))  # first index of each run of events at one interval
     runs = events.intervals[starts]
 
     def most(levels: Bytes) -> Bytes:
-        """[..., interval] the most of [..., event]."""
+        """Return the maximum over the events of each interval: [..., event] -> [..., interval]."""
         found = np.zeros((*levels.shape[:-1], intervals), dtype=np.int64)
         np.maximum.at(found.T, runs, np.maximum.reduceat(levels, starts, axis=-1).T)
         return found
@@ -235,21 +237,21 @@ def _held(
 
 
 def _waits(times: Times, of_op: Sequence[int], first_op: int, parts: int) -> npt.NDArray[np.float64]:
-    """[part] how long the device stands still for what the part moves."""
+    """Return [part] the seconds that the device waits for the part's copies."""
     copies = {transfer.end: transfer for transfer in times.transfers}
     waits = np.zeros(parts)
     for stall in times.stalls:
         transfer = copies.get(stall.end)
         if transfer is None or stall.cause == "host" or stall.begin < times.steps[-1]:
             continue
-        # Who waits for memory that is to be used again need not be who sent away what is in it.
+        # A wait for a copy out is charged to the part that started the copy: another part may need the freed memory.
         at = (stall.op if transfer.direction == "in" else transfer.asked - 1) - first_op
         waits[of_op[min(max(at, 0), len(of_op) - 1)] if of_op else OUTSIDE] += stall.end - stall.begin
     return waits
 
 
 def _alive(events: Sequence[int]) -> set[int]:
-    """The storages that are alive after these events."""
+    """Return the numbers of the storages that are alive after `events`."""
     alive: set[int] = set()
     for event in events:
         (alive.add if event > 0 else alive.discard)(abs(event) - 1)
@@ -257,14 +259,14 @@ def _alive(events: Sequence[int]) -> set[int]:
 
 
 class _Owners:
-    """Which part a path belongs to."""
+    """A lookup from module and parameter paths to part numbers."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._numbers = {path: number for number, path in enumerate(paths)}
         self._known: dict[str, int] = {}
 
     def of(self, path: str) -> int:
-        """The number of the part that holds the module or parameter at `path`; `OUTSIDE` without one."""
+        """Return the number of the part that holds the module or parameter at `path`; `OUTSIDE` if no part does."""
         if path not in self._known:
             head = path
             while head and head not in self._numbers:
@@ -274,10 +276,10 @@ class _Owners:
 
 
 def _rows(trace: Trace, owners: _Owners, of_op: list[int], first_op: int, begin: int) -> list[int]:
-    """The part that each storage counts to.
+    """Return [storage] the part that the storage counts to.
 
-    What backward waited for counts to the part that let go of it: the input of a block is the output of the one before,
-    and whether it is there for backward is the block's doing. Everything else counts to what made it.
+    A storage freed in backward counts to the part whose operator freed it: a block's input is the output of the block
+    before it, and it is alive in backward because this block saved it. Other storages count to the part that made them.
     """
     rows = [owners.of(each.path) for each in trace.storages]
     for event, op in zip(trace.events[begin:], trace.event_ops[begin:], strict=True):
@@ -294,15 +296,16 @@ def _is_backward(trace: Trace, op: int) -> bool:
 
 
 def _op_seconds(trace: Trace) -> list[float]:
-    """What each operator of the last step takes, with what the host takes to issue it; copies are not waited for.
+    """Return the seconds of each operator of the last step, plus the device's waits for the host, without copies.
 
-    What the host itself computes beside a card takes as long as the card stands still for it.
+    An operator that runs on the host of a card counts only with the seconds that the card waits for it.
     """
     first_op, on_host = trace.steps[-1][1], set(trace.times.on_host)
     found = [0.0 if at in on_host else op.seconds or 0.0 for at, op in enumerate(trace.last_operators, first_op)]
     for stall in trace.times.stalls:
         if found and stall.cause == "host" and stall.begin >= trace.times.steps[-1]:
-            found[min(stall.op - first_op, len(found) - 1)] += stall.end - stall.begin  # behind the last one, too
+            # A stall after the last operator counts to the last operator.
+            found[min(stall.op - first_op, len(found) - 1)] += stall.end - stall.begin
     return found
 
 
@@ -311,9 +314,9 @@ def _size(nbytes: int, hardware: Hardware) -> int:
 
 
 def operators_of(trace: Trace, path: str) -> frozenset[str]:
-    """Returns the names of the operators that the forward of the module at `path` runs, with those inside it.
+    """Returns the names of the operators that the forward of the module at `path` runs, modules inside it included.
 
-    Of the whole model those inside it alone: its own are not known from the loss's.
+    For the whole model (``""``) only operators inside its submodules count: operators at the root may be the loss's.
     """
     inside = f"{path}."
     return frozenset(
@@ -335,16 +338,17 @@ def runs_of(trace: Trace, path: str) -> int:
 
 
 def turns_of(trace: Trace, path: str) -> int:
-    """Returns how often the forward of the module at `path` begins behind another's, as a cell in a loop does."""
+    """Returns how often the step enters the forward of the module at `path` from outside it, as a cell in a loop."""
     inside = path and f"{path}."
     within = [f"{op.path}.".startswith(inside) for op in trace.last_operators if op.phase is Phase.FORWARD]
     return sum(now and not before for before, now in itertools.pairwise([False, *within]))
 
 
 def given_bytes(trace: Trace, paths: Sequence[str]) -> list[int]:
-    """Returns the bytes that each module at `paths`, which run one after the other, is given by those before it.
+    """Returns, for each module at `paths`, the bytes of its input from another of these modules; 0 without one.
 
-    That is the last that these made which is still there when the module begins; 0 if nothing is.
+    The input is taken to be the most recent floating-point storage of any of the modules that is alive when the module
+    begins.
     """
     owners = _Owners(paths)
     begin, first_op = trace.steps[-1]
@@ -359,7 +363,7 @@ def given_bytes(trace: Trace, paths: Sequence[str]) -> list[int]:
         while waiting and now >= waiting[-1][0]:
             made = [trace.storages[number] for number in there]
             last = max((storage.op for storage in made), default=-1)
-            # Beside its values an operator may give indices or statistics.
+            # The largest result is the value: an operator may return indices or statistics besides.
             given[waiting.pop()[1]] = max((storage.nbytes for storage in made if storage.op == last), default=0)
         number = abs(event) - 1
         storage = trace.storages[number]

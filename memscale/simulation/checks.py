@@ -1,4 +1,4 @@
-"""What a profile refuses or says before it simulates anything: of a model that cannot be followed, of an optimizer."""
+"""Checks before a simulation: errors for models and optimizers that cannot be simulated, and notes about models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memscale.simulation.sandbox.compiled_modules import CompiledModules, compil
 
 
 def check_followed(model: Any) -> None:
-    """Raise ConfigError for a module that runs where no simulation sees it."""
+    """Raise ConfigError for a model with scripted modules, whose forward runs in C++, or with lazy parameters."""
     if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         raise ConfigError(
             f"this is a {type(model).__name__}, which holds scripted modules: their forward runs in "
@@ -31,7 +31,7 @@ def check_followed(model: Any) -> None:
 
 
 def about_compiled(modules: Iterable[nn.Module], graphs: CompiledModules | None) -> tuple[str, ...]:
-    """Notes where modules are compiled: which run as their graphs, and why others do not."""
+    """Return notes on compiled modules: how many are simulated as graphs, and how many as written, and why."""
     compiled, followed = len(compiled_of(modules)), 0 if graphs is None else len(graphs.followed)
 
     def those(count: int) -> str:
@@ -53,7 +53,7 @@ def about_compiled(modules: Iterable[nn.Module], graphs: CompiledModules | None)
 
 
 def check_call(model: Any, batch: Any) -> None:
-    """Raise ConfigError for a step that is none, or whose memory its values decide."""
+    """Raise ConfigError for a batch that does not fit the model, a layout without fixed sizes, or nothing to train."""
     if not isinstance(model, nn.Module):
         if batch is not None:
             raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
@@ -77,7 +77,7 @@ def check_call(model: Any, batch: Any) -> None:
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:
-    """Raise ConfigError for what is no optimizer of this model's, or cannot take its step without more."""
+    """Raise ConfigError for an `optimizer` of another type or model, or whose ``step`` requires arguments."""
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -94,7 +94,7 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
             f"the optimizer updates {len(updated)} parameters and none of them is the model's, which has {len(own)}; "
             "build it on this model's parameters"
         )
-    # Of the class: a schedule puts a wrapper on the instance, whose signature has the optimizer itself in it.
+    # The signature of the class: a scheduler wraps `step` of the instance, and the wrapper's signature has `self`.
     _, *given = inspect.signature(type(optimizer).step).parameters.items()
     needed = ", ".join(name for name, parameter in given if _is_required(parameter))
     if needed:
@@ -112,7 +112,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def about_key_values(outputs: Iterable[Any]) -> tuple[str, ...]:
-    """What the caches in `outputs` take, as models of transformers return them unless told not to.
+    """Return a note on the bytes of key-value caches in `outputs`, which models of transformers return by default.
 
     >>> keys = torch.ones(2, 512)
     >>> about_key_values([{"logits": keys}]), about_key_values([{"past_key_values": ((keys, keys),)}])[0][:48]
@@ -132,7 +132,7 @@ def _has_cache(output: Any) -> bool:
 
 
 def _cached_bytes(cache: Any) -> int:
-    """Of the tensors behind a cache of transformers, of any of its versions."""
+    """Return the bytes of the tensors in a key-value cache of any version of transformers."""
     found: dict[int, int] = {}
     to_see: list[Any] = [cache]
     while to_see:

@@ -1,4 +1,4 @@
-"""What the device's allocator hands out for the storages of a trace: blocks, what it reserves, the peaks."""
+"""The device memory of a trace: the allocator's block of each storage, the peak of each step, the reserved bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from memscale.simulation.allocator.settings import AllocatorSettings
 from memscale.simulation.trace import Trace
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_WORTH_A_SETTING = 0.01  # of the device
+_WORTH_A_SETTING = 0.01  # the share of the device's memory that a setting has to save to be advised
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a step holds at once: how many bytes, the index of the event that reaches it, the storages then."""
+    """The peak of a step: its bytes, the index of the event that first reaches it, and the storages alive then."""
 
     nbytes: int
     event: int
@@ -27,13 +27,13 @@ class Peak:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a trace takes of the device.
+    """The device memory of a trace.
 
     Attributes:
-        sizes: the bytes that each storage takes: on CUDA a whole block.
-        peaks: of each step.
-        reserved_peak_bytes: what the allocator reserves at its most; None without a caching allocator.
-        notes: what is to be said about it.
+        sizes: the bytes of each storage; on CUDA the bytes of its block.
+        peaks: the peak of each step.
+        reserved_peak_bytes: the most bytes that the allocator reserves; None without a caching allocator.
+        notes: notes for the user about the allocator.
     """
 
     sizes: tuple[int, ...]
@@ -49,17 +49,17 @@ def memory(
     capacity_bytes: int | None = None,
     advises: bool = False,
 ) -> DeviceMemory:
-    """Returns what a trace takes of the device that it is for.
+    """Returns the device memory of a trace on the device that it is for.
 
-    On CUDA a storage takes a whole block. Where the device is too small for all that the allocator would like to keep,
-    it gives back what it only caches before an allocation fails, and the blocks are those that it hands out then.
+    On CUDA a storage takes a whole block. Where the device is full, the allocator gives back its cached memory before
+    an allocation fails, and the blocks are those of a replay with this capacity.
 
     Args:
-        trace: of at least two steps, the first from a fresh optimizer.
-        allocator: the settings of PyTorch's CUDA allocator; None takes those of the environment, which a process that
-            trains would inherit.
-        capacity_bytes: what the step may take of a CUDA device; None is all that the allocator can get of it.
-        advises: whether the notes say which settings would reserve less.
+        trace: the trace of at least two steps, the first with a fresh optimizer.
+        allocator: the settings of PyTorch's CUDA allocator; None reads the environment, which a training process
+            would inherit.
+        capacity_bytes: the most bytes that the step may take of a CUDA device; None means ``hardware.usable_bytes``.
+        advises: whether the notes name settings that would reserve less.
     """
     exact = [storage.nbytes for storage in trace.storages]
     if trace.hardware.device_type != "cuda":
@@ -69,10 +69,10 @@ def memory(
     count = len(exact)
     capacity_bytes = max(1, trace.hardware.usable_bytes if capacity_bytes is None else capacity_bytes)
     streams = {number: storage.stream for number, storage in enumerate(trace.storages) if storage.stream}
-    streams |= {number + count: stream for number, stream in streams.items()}  # of the repetition
+    streams |= {number + count: stream for number, stream in streams.items()}  # for the repeated step
     found, notes = replay(events, settings=settings, streams=streams), list[str]()
     advice = [*_advice(events, found, settings, streams, capacity_bytes)] if advises else []
-    # The fraction that a process allows itself, and the collection that goes with it, only count against a capacity.
+    # `memory_fraction` and garbage collection have an effect only in a replay with a capacity.
     if found.reserved_peak_bytes > capacity_bytes or settings.memory_fraction < 1:
         bounded = replay(events, settings=settings, capacity_bytes=capacity_bytes, streams=streams)
         if bounded.out_of_memory_at is None:
@@ -100,9 +100,9 @@ def _advice(
     streams: Mapping[int, int],
     capacity_bytes: int,
 ) -> Iterator[str]:
-    """Expandable segments, if the step would reserve less with them, by a share of the device that is worth a setting.
+    """Yield the advice to use expandable segments, if the step would reserve at least 1 % of the device less with them.
 
-    They grow where fixed ones are left with holes that nothing larger fits in.
+    An expandable segment grows; fixed segments leave holes that no larger block fits in.
     """
     least = _WORTH_A_SETTING * capacity_bytes
     if settings.expandable_segments or found.reserved_peak_bytes - found.allocated_peak_bytes < least:
@@ -115,10 +115,10 @@ def _advice(
 
 
 def _allocator_events(trace: Trace) -> list[tuple[int, int]]:
-    """The events that `replay` takes: of the steps, and of the last of them once more.
+    """Return the events for `replay`: all steps of the trace, and the last step once more.
 
-    A step that begins among the blocks that the one before left may be given others: a third step of T5 reserves 5 %
-    more than the second. What the repetition allocates has the numbers that follow those of the storages.
+    A step that begins among the blocks of the previous step may get other blocks and reserve more, so the last step is
+    repeated. A storage of the repeated step has its number plus the number of storages.
     """
     last, trims, trims_if_grown = trace.steps[-1][0], set(trace.trims), set(trace.trims_if_grown)
     events: list[tuple[int, int]] = []
@@ -131,16 +131,16 @@ def _allocator_events(trace: Trace) -> list[tuple[int, int]]:
             events.append(TRIM)
         if at in trims_if_grown:
             events.append(TRIM_IF_GROWN)
-        # Freed under its own size: the 0 bytes of an empty tensor are no event, at its death as at its birth.
+        # A free has the storage's own size: an empty tensor has 0 bytes, and `replay` ignores its birth and its death.
         events.append((event - 1, exact[event - 1]) if event > 0 else (-event - 1, -exact[-event - 1]))
     return events + _once_more(events[begin:], len(trace.storages))
 
 
 def _once_more(step: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """The events of `step` again, in which storage number `n` of it is number ``n + count``.
+    """Return the events of `step` again, with storage `n` renamed to ``n + count``.
 
-    What a step frees of the one before, such as its gradients, the repetition frees of this one. None if what this one
-    leaves is something else.
+    Where `step` frees storages of the previous step, such as gradients, the repetition frees those that `step` leaves.
+    The result is empty if the two lists of storages differ in their sizes.
     """
     born = {number: nbytes for number, nbytes in step if nbytes > 0}
     died = {number: -nbytes for number, nbytes in step if nbytes < 0 <= number}
@@ -153,7 +153,7 @@ def _once_more(step: list[tuple[int, int]], count: int) -> list[tuple[int, int]]
 
 
 def _peaks(trace: Trace, sizes: Sequence[int]) -> Iterator[Peak]:
-    """The peak of each step; the first to reach it, if several moments do."""
+    """Yield the peak of each step; where several events reach it, the first one."""
     bounds = [event for event, _ in trace.steps] + [len(trace.events)]
     live = 0
     alive: dict[int, None] = {}
@@ -170,7 +170,7 @@ def _peaks(trace: Trace, sizes: Sequence[int]) -> Iterator[Peak]:
 
 
 def applied(events: Sequence[int], alive: dict[int, None], sizes: Sequence[int]) -> int:
-    """Let `events` happen to what is `alive`; returns how many bytes they add."""
+    """Apply `events` to the set `alive` of storage numbers, and return the bytes that they add."""
     added = 0
     for event in events:
         if event > 0:

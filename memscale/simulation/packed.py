@@ -1,4 +1,4 @@
-"""Linear layers of bitsandbytes on meta, with weights in few bits: packed there as a move to a card packs real ones."""
+"""Packing of bitsandbytes' quantized linear layers on meta, as a move to a card packs layers with data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WORTH_A_WORD = 0.01
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Give each layer of bitsandbytes in `model` whose weight on meta is not packed yet a weight that is, in place.
+    """Pack, in place, the weight of each bitsandbytes layer in `model` that is on meta and not packed yet.
 
     Raises:
-        ConfigError: a weight with data is not packed, so that the layer cannot be called.
+        ConfigError: a weight with data is not packed, so the layer cannot be called.
         RuntimeUnavailable: bitsandbytes is too old to pack without data.
     """
     for module in _unpacked(model):
@@ -30,7 +30,9 @@ def pack_weights(model: nn.Module) -> None:
 
 
 def packed(model: nn.Module) -> nn.Module:
-    """`model` where none of its layers has to be packed; else a tree of the same names over its parameters but these.
+    """Return `model` with its bitsandbytes layers packed: a copy that shares all other parameters.
+
+    A model without layers to pack is returned itself.
 
     Raises:
         ConfigError, RuntimeUnavailable: as in `pack_weights`.
@@ -46,11 +48,11 @@ def packed(model: nn.Module) -> nn.Module:
 
 
 def beside_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a layer of bitsandbytes needs to unpack its weight: scales and tables, by the names in its state dict."""
+    """Return the scales and tables with which a bitsandbytes layer unpacks its weight, by name in its state dict."""
     if not isinstance(module, _kinds()):
         return {}
     layer: Any = module
-    if not _is_of_4_bits(layer):  # whose scales are the weight's until the first call
+    if not _is_of_4_bits(layer):  # an 8-bit layer moves the scales from its weight to its state at the first call
         scales = layer.state.SCB if layer.state.SCB is not None else getattr(layer.weight, "SCB", None)
         return {} if scales is None else {"SCB": scales}
     state = getattr(layer.weight, "quant_state", None) or layer.quant_state
@@ -64,9 +66,9 @@ def beside_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def about_experts(model: nn.Module | None) -> tuple[str, ...]:
-    """A note where a model with layers in few bits has weights of three dimensions, as fused experts are.
+    """Return a note if a model with quantized layers has 3-D weights, such as fused experts.
 
-    Neither bitsandbytes nor transformers packs these, and neither says so.
+    Neither bitsandbytes nor transformers packs 3-D weights, and neither warns about them.
     """
     kinds = _kinds()
     if model is None or not kinds or not any(isinstance(module, kinds) for module in model.modules()):
@@ -88,7 +90,7 @@ def about_experts(model: nn.Module | None) -> tuple[str, ...]:
 
 
 def _kinds() -> tuple[type, ...]:
-    """The layers of bitsandbytes that pack their weights, where it is loaded: no model has them otherwise."""
+    """Return the layer classes of bitsandbytes that pack their weights; none if bitsandbytes is not imported."""
     loaded = sys.modules.get("bitsandbytes.nn")
     return () if loaded is None else (loaded.Linear4bit, loaded.Linear8bitLt)
 
@@ -98,10 +100,10 @@ def _is_of_4_bits(layer: Any) -> bool:
 
 
 def _unpacked(model: nn.Module) -> list[Any]:
-    """The layers whose weight is not packed.
+    """Return the bitsandbytes layers whose weight is on meta and not packed.
 
     Raises:
-        ConfigError: there is one with data.
+        ConfigError: a weight with data is not packed.
     """
     kinds, found = _kinds(), list[Any]()
     layers: list[tuple[str, Any]] = [pair for pair in model.named_modules() if isinstance(pair[1], kinds)]
@@ -123,14 +125,14 @@ def _waits(module: Any) -> bool:
     if _is_of_4_bits(module):
         return getattr(weight, "quant_state", None) is None and module.quant_state is None
     has_numbers = getattr(weight, "CB", None) is not None or module.state.CB is not None
-    # One in 8 bits that keeps its weight in 16 packs it at each call, and one with data packs it at the first.
+    # An 8-bit layer with `has_fp16_weights` packs its weight at each call, and a layer with data at its first call.
     return not (module.state.has_fp16_weights or has_numbers) and weight.is_meta
 
 
 def _pack(module: Any) -> None:
     weight = module.weight
     data = weight.data
-    if not data.is_floating_point():  # as transformers makes a layer whose checkpoint is packed
+    if not data.is_floating_point():  # transformers makes integer weights for a layer whose checkpoint is packed
         data = torch.empty_like(data, dtype=getattr(module, "compute_dtype", None) or torch.float16)
     if _is_of_4_bits(module):
         settings = {name: getattr(weight, name) for name in ("blocksize", "compress_statistics", "quant_type")}
@@ -145,7 +147,7 @@ def _pack(module: Any) -> None:
             f"this bitsandbytes cannot pack a weight without data ({type(error).__name__}: {error}); weights in few "
             f"bits on meta need bitsandbytes>={_OLDEST}"
         ) from error
-    if not _is_of_4_bits(module):  # as after the first call; where the state is, a simulation finds it
+    if not _is_of_4_bits(module):  # the state after a first call, which moves CB and SCB from the weight to the state
         module.state = copy.copy(module.state)
         module.state.CB, module.state.SCB, new.CB, new.SCB = new.CB, new.SCB, None, None
     module.weight = new
@@ -153,7 +155,7 @@ def _pack(module: Any) -> None:
 
 @contextmanager
 def _tables_kept() -> Iterator[None]:
-    """Let no table of codes that was made on meta stay with bitsandbytes, which keeps the first one for all devices."""
+    """Restore bitsandbytes' cache of code tables: it keeps the first table for all devices, and this one is on meta."""
     tables: dict[str, torch.Tensor] = sys.modules["bitsandbytes.functional"].name2qmap
     before = tables.copy()
     try:

@@ -1,4 +1,4 @@
-"""`Profile`: what a training step holds in memory, when, and for how long, as frozen data."""
+"""`Profile`: the memory and the time of a training step, as frozen data."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _DOCUMENT = Document("profile", version=1, writer="Profile.to_json()", error=Con
 
 @dataclass(frozen=True)
 class Holding:
-    """One storage that lives at the peak.
+    """A storage that lives at the peak.
 
     Attributes:
-        nbytes: its size in bytes.
-        category: what it is for, one of `CATEGORIES`.
-        path: the module that made it, or the parameter or buffer that it belongs to.
-        op: the operator that made it, ``""`` for what was there before the step.
-        phase: the part of the step in which it was made, ``""`` likewise.
-        shape: of the first tensor over it.
-        dtype: of that tensor.
+        nbytes: the bytes of the storage.
+        category: the purpose of the storage, a member of `CATEGORIES`.
+        path: the module that made the storage, or the parameter or buffer that it belongs to.
+        op: the operator that made the storage; ``""`` if it lived before the step.
+        phase: the phase of the step that made the storage; ``""`` if it lived before the step.
+        shape: the shape of the first tensor over the storage.
+        dtype: the dtype of the first tensor over the storage.
     """
 
     nbytes: int
@@ -47,7 +47,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Moment:
-    """When the peak is: during which operator, in which module and part of the step."""
+    """The moment of the peak: the operator, its module, and the phase of the step."""
 
     op: str
     path: str
@@ -63,9 +63,9 @@ class MemoryTimeline:
 
     Attributes:
         position: float64 of shape (events + 1,), from 0, in `unit`.
-        unit: ``"seconds"`` (estimated or measured), or ``"operators"`` where the hardware's speed is not known.
-        live_bytes: for each category an int64 array of the same shape.
-        phases: the parts of the step, each with the position at which it begins.
+        unit: ``"seconds"`` (estimated or measured), or ``"operators"`` where the hardware's speed is unknown.
+        live_bytes: category -> live bytes, int64 of the shape of `position`.
+        phases: (name, position at which it begins) of each phase of the step.
     """
 
     position: npt.NDArray[np.float64]
@@ -75,7 +75,7 @@ class MemoryTimeline:
 
     @property
     def total_bytes(self) -> npt.NDArray[np.int64]:
-        """The sum over the categories, int64 of shape (events + 1,)."""
+        """The live bytes of all categories together, int64 of shape (events + 1,)."""
         total: npt.NDArray[np.int64] = np.sum(list(self.live_bytes.values()), axis=0, dtype=np.int64)
         return total
 
@@ -86,36 +86,37 @@ class Profile:
 
     Attributes:
         method: ``"static"``, simulated without running, or ``"empirical"``, measured on real steps.
-        notes: what was assumed, and why the step was measured if it was.
+        notes: the assumptions of the numbers, and the reason why the step was measured if it was.
         hardware: the device that the numbers are for.
-        peak_bytes: the most that PyTorch's allocator has handed out at once, in a step after the first (when optimizer
-            states exist). What the CUDA context takes beside that is not in it; see ``Hardware.usable_bytes``.
-        first_step_peak_bytes: the same for the first step.
-        reserved_peak_bytes: what the caching allocator holds of the device at its most; None where there is none (CPU).
-            Above ``hardware.usable_bytes`` only if the step does not fit: what is only cached is given back before.
-        moment: when the peak is.
-        by_category: bytes at the peak by what they are for; ``"rounding"`` is what the allocator's blocks have above
-            the tensors in them.
-        categories_by_module: bytes at the peak by module path and category; empty if not known.
-        by_tier: the most bytes that each tier below the device held, by its name; empty without offloading.
+        peak_bytes: the most bytes that PyTorch's allocator hands out at once, in a step after the first (when optimizer
+            states exist). The memory of the CUDA context is not counted; see ``Hardware.usable_bytes``.
+        first_step_peak_bytes: the most bytes that the allocator hands out at once in the first step.
+        reserved_peak_bytes: the most bytes of the device that the caching allocator reserves; None without a caching
+            allocator (CPU). Cached memory is given back when the device is full, so a value above
+            ``hardware.usable_bytes`` means that the step does not fit.
+        moment: the moment of the peak.
+        by_category: category -> bytes at the peak; ``"rounding"`` is the bytes of the allocator's blocks minus the
+            bytes of the tensors in them.
+        categories_by_module: module path -> category -> bytes at the peak; empty if unknown.
+        by_tier: tier below the device -> the most bytes that it holds; empty without offloading.
         holdings: the largest storages at the peak, the largest first.
-        flops: floating point operations of the step in products, convolutions and attention.
-        step_seconds: the step's time as it is scheduled: operators by the roofline of the hardware (a lower bound in
-            practice) or, on a CPU that was probed, by their own times; copies by its links, each waiting for what it
-            has to; or as measured. None if the hardware's speed is not known.
-        exposed_seconds: what of it the device stands still, by cause: ``"input"``, something that an operator reads is
-            not back yet; ``"room"``, memory that is used again is not out yet; ``"disk"``, either of them because of
-            the disk; ``"host"``, the host is behind; ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``,
-            ``"all-to-all"``, ``"other collectives"``, one of these is not over; ``"stream"``, another stream of the
-            device is behind. The rest of the step the device computes. Empty if not known.
-        prefetch_depth: how far ahead copies have to be asked for, and how many may leave at once, to hide behind the
-            compute as far as they can (`AsyncOffloadConfig.prefetch_depth`); None if nothing moves, or not known.
-        seconds_by_module: its parts by module path, each with the waits before its operators; empty if not known.
-        changes: (index in ``CATEGORIES``, bytes) of each event of the steady step; what is there before it, summed by
-            category, comes first.
-        positions: when each of them was, in `position_unit`.
+        flops: the FLOPs of the step in products, convolutions and attention.
+        step_seconds: the scheduled or measured seconds of the step. Operators take the time of the hardware's roofline
+            (a lower bound in practice), or their own measured times on a probed CPU; copies take the time of the links,
+            and wait for their inputs. None if the hardware's speed is unknown.
+        exposed_seconds: cause -> seconds of the step that the device waits: ``"input"`` for a copy that brings an
+            operator's input; ``"room"`` for a copy out of memory that is used again; ``"disk"`` for such a copy to or
+            from the disk; ``"host"`` for the host; ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``,
+            ``"all-to-all"`` and ``"other collectives"`` for a collective; ``"stream"`` for another stream of the
+            device. In the rest of the step the device computes. Empty if unknown.
+        prefetch_depth: the smallest depth at which copies hide behind the compute as far as they can
+            (`AsyncOffloadConfig.prefetch_depth`); None without copies, or if unknown.
+        seconds_by_module: module path -> seconds of its operators, with the waits before them; empty if unknown.
+        changes: (index in ``CATEGORIES``, bytes) of each event of the steady step, preceded by the bytes alive before
+            the step, summed by category.
+        positions: the position of each of `changes`, in `position_unit`.
         phases: see `MemoryTimeline`.
-        schedule: when each operator and each copy runs, and what waits for what; None if not known.
+        schedule: the times of operators and copies, and their waits; None if unknown.
 
     >>> import torch, memscale as ms
     >>> layer = torch.nn.Linear(256, 256)
@@ -150,10 +151,10 @@ class Profile:
 
     @property
     def taken_bytes(self) -> int:
-        """What the device has to give for this profile's steps: what its caching allocator reserves where it has one.
+        """The bytes that the device must have free for the step: reserved with a caching allocator, else allocated.
 
-        The first step counts as well as the later ones: it begins without optimizer states, but making them can take
-        more than using them. Where ``hardware.unified_memory``, tensors on the host's tiers count as well.
+        The first step counts too: it begins without optimizer states, but making these can take more memory than using
+        them. With ``hardware.unified_memory``, tensors on the host's tiers count too.
 
         >>> import torch, memscale as ms
         >>> step = {"batch": torch.ones(8, 64), "loss": lambda y, _: y.sum()}
@@ -170,19 +171,19 @@ class Profile:
 
     @property
     def fragmentation_bytes(self) -> int | None:
-        """What the caching allocator holds at its most above the most it has handed out; None without one."""
+        """The peak of reserved bytes minus the peak of allocated bytes; None without a caching allocator."""
         return None if self.reserved_peak_bytes is None else self.reserved_peak_bytes - self.peak_bytes
 
     @property
     def pinned_bytes(self) -> int:
-        """The pinned memory of the host that the step needs: the most that lies there at once."""
+        """The bytes of pinned host memory that the step needs: the most that are in use at once."""
         return self.by_tier.get("pinned", 0)
 
     def runtime(self, *, max_cpu_offload_gb: float | None = None) -> Runtime:
-        """A runtime with pinned memory and a prefetch depth for this step, to give to `transform`.
+        """Return a runtime with pinned memory and a prefetch depth for this step, to pass to `transform`.
 
         Args:
-            max_cpu_offload_gb: as in `Config`: the most host memory that it may take, in GB of 10**9 bytes.
+            max_cpu_offload_gb: the most host memory that the runtime may take, in GB of 10**9 bytes, as in `Config`.
 
         >>> import torch, memscale as ms
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(6)])
@@ -193,7 +194,7 @@ class Profile:
         """
         usual = AsyncOffloadConfig().prefetch_depth
         depth = usual if self.prefetch_depth is None else self.prefetch_depth
-        # As many as are in flight fewer may be so in truth, in each direction, and lie there instead.
+        # In each direction up to `usual` real copies may be later than simulated, and stay in pinned memory meanwhile.
         copies = () if self.schedule is None else self.schedule.copies
         largest = max((copy.nbytes for copy in copies), default=0)
         config = AsyncOffloadConfig.sized(self.pinned_bytes + 2 * usual * largest, prefetch_depth=depth)
@@ -201,7 +202,7 @@ class Profile:
 
     @property
     def by_module(self) -> dict[str, int]:
-        """Bytes at the peak by module path; ``""`` is the model itself and the step around it."""
+        """Module path -> bytes at the peak; ``""`` is the model itself and the step around it."""
         return {path: sum(parts.values()) for path, parts in self.categories_by_module.items()}
 
     @property
@@ -215,7 +216,7 @@ class Profile:
         return MemoryTimeline(position, self.position_unit, live_bytes, self.phases)
 
     def to_json(self) -> str:
-        """The profile as JSON text, with a schema version."""
+        """Return the profile as JSON text, with a schema version."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["hardware"] = json.loads(self.hardware.to_json())
         fields["moment"] = dataclasses.asdict(self.moment)
@@ -225,7 +226,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """The profile that `to_json` wrote.
+        """Return the profile that `to_json` wrote.
 
         Raises:
             ConfigError: the text is not JSON, is of another schema version, or lacks a field.
@@ -245,11 +246,11 @@ class Profile:
             return cls(**data)
 
     def diff(self, other: Profile) -> ProfileDiff:
-        """How `other` differs from this profile: negative bytes are saved by it."""
+        """Return the change from this profile to `other`; negative bytes are bytes that `other` saves."""
         return ProfileDiff(self, other)
 
     def table(self, *, by: str = "bytes", rows: int = 10) -> str:
-        """What each module holds at the peak and how long its operators take, layers that are alike taken together.
+        """Return a text table of each module's bytes at the peak and seconds, with equal layers in one row.
 
         >>> import torch, memscale as ms
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1))
@@ -258,11 +259,11 @@ class Profile:
         ['by', '2', '0', '1', '(top', '(the']
 
         Args:
-            by: what the rows are sorted by, the largest first: ``"bytes"`` or ``"time"``.
-            rows: about how many of them; what else there is, is in a last one, "(the rest)".
+            by: the sort key of the rows, the largest first: ``"bytes"`` or ``"time"``.
+            rows: the approximate number of rows; all other modules are in a last row, "(the rest)".
 
         Raises:
-            ConfigError: an argument is none of these, or there are no times.
+            ConfigError: `by` or `rows` is invalid, or ``by="time"`` and the profile has no times.
         """
         return str(_reports().module_text(self, by, rows))
 
@@ -278,20 +279,20 @@ class Profile:
         """Draw live bytes over the step, stacked by category with the peak marked, as PNG or SVG by the suffix.
 
         Args:
-            path: of the picture.
-            budget_bytes: what the step may take, a line of its own.
+            path: the path of the picture, with the suffix ``.png`` or ``.svg``.
+            budget_bytes: the budget of the step in bytes, drawn as a line.
 
         Raises:
-            ConfigError: the suffix is neither, or the folder does not exist.
+            ConfigError: the suffix is neither of these, or the folder does not exist.
             RuntimeUnavailable: matplotlib is not installed.
         """
         _reports().plot_profile(self, path, budget_bytes)
 
     def html(self, path: str | PathLike[str]) -> None:
-        """Write a report as one HTML file that needs nothing else, from the network or from disk.
+        """Write a report as one self-contained HTML file, which loads nothing from the network or from disk.
 
-        The step as a picture with the numbers under the pointer; what is at the peak by category, by module (a tree
-        with sums) and by tensor; the notes and the hardware.
+        The report shows the step as a picture with the numbers under the pointer; the bytes at the peak by category, by
+        module (a tree with sums) and by tensor; the notes and the hardware.
 
         Raises:
             ConfigError: the suffix is not ``.html``, or the folder does not exist.
@@ -304,7 +305,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class ProfileDiff:
-    """What changes from one profile to another. Prints as a table.
+    """The change from one profile to another. Prints as a table.
 
     >>> import torch, memscale as ms
     >>> def block():
@@ -321,17 +322,17 @@ class ProfileDiff:
 
     @property
     def peak_bytes(self) -> int:
-        """The change of the peak."""
+        """The change of the peak in bytes."""
         return self.after.peak_bytes - self.before.peak_bytes
 
     @property
     def by_category(self) -> dict[str, int]:
-        """The change at the peaks by category."""
+        """Category -> change in bytes between the two peaks."""
         return differences(self.before.by_category, self.after.by_category)
 
     @property
     def by_module(self) -> dict[str, int]:
-        """The change at the peaks by module path, without those that stay."""
+        """Module path -> change in bytes between the two peaks, without unchanged modules."""
         changes = differences(self.before.by_module, self.after.by_module)
         return {path: nbytes for path, nbytes in changes.items() if nbytes}
 
@@ -340,14 +341,14 @@ class ProfileDiff:
 
 
 def differences(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """What each of `before` must change by to be what it is in `after`."""
+    """Return ``after[key] - before[key]`` for each key of either; a missing key counts as 0."""
     return {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}}
 
 
 def _reports() -> ModuleType:
-    """The reports, which are written for profiles: loaded when the first is asked to print or to draw itself.
+    """Return the module `memscale.reports`, imported at the first use: `reports` itself imports profiles.
 
-    The one import that points up, as the test of the architecture says.
+    This import is the only one against the direction of the layers; the architecture test lists it.
     """
     from memscale import reports
 

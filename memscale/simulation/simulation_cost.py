@@ -1,4 +1,4 @@
-"""What a simulation takes by itself at each operator, found by simulating programs whose real time is known."""
+"""The simulator's own time at each operator, measured by simulating programs whose real time is known."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TIMED_STEPS = 4
 
 @functools.cache
 def own_cost() -> Own:
-    """The cost in this process, which takes it some tenths of a second to find."""
+    """Return the simulator's own cost in this process; the measurement takes some tenths of a second, once."""
     x, y = torch.ones(8, requires_grad=True), torch.ones(8)
-    # Simulated with the times of a probe, as a step is: these have the call from Python in them.
+    # With a probe, as real profiles have: probed operator times include the call from Python.
     kernels = Kernels(Hardware.detect("cpu"), probe=True)
 
     def arithmetic() -> None:
@@ -45,7 +45,7 @@ def own_cost() -> Own:
 
 
 def _excess(step: Callable[[], None], kernels: Kernels, own: Own) -> float:
-    """By how much a simulation says that `step` takes longer than it does."""
+    """Return the simulated minus the real seconds of `step`."""
     simulated, real = [], []
     with torch.enable_grad():
         for _ in range(_REPEATS):
@@ -57,4 +57,4 @@ def _excess(step: Callable[[], None], kernels: Kernels, own: Own) -> float:
             began = time.thread_time()
             step()
             real.append(time.thread_time() - began)
-    return min(simulated) - min(real)  # what else the machine does only ever adds to both
+    return min(simulated) - min(real)  # minima, since other load only adds time

@@ -1,4 +1,4 @@
-"""What is simulated, as values: a training step (model, batch, optimizer, loss, loop, parallel) and its device."""
+"""The subject of a simulation as values: a training step (model, batch, optimizer, loss, loop, parallel), a device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memscale.simulation.parallel.spec import Parallel, ParallelKind
 
 @dataclass(frozen=True)
 class Loop:
-    """What a training loop does around the model.
+    """The user's training loop around the model.
 
     Args:
         accumulate: forward and backward passes for each optimizer step.
@@ -44,9 +44,9 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class TrainingStep:
-    """One training step: forward, loss, backward, optimizer, gradients dropped.
+    """A training step: forward, loss, backward, optimizer, and the release of the gradients.
 
-    `of` makes one from the keywords that users write and checks them; `on` gives it its batch.
+    `of` makes a step from the keywords of the public functions and checks them; `on` adds the batch.
 
     >>> step = TrainingStep.of(nn.Linear(8, 8), loss=lambda y, _: y.sum()).on(torch.ones(2, 8))
     >>> step.loop, step.parallel
@@ -54,11 +54,11 @@ class TrainingStep:
 
     Attributes:
         model: a module, or a function without arguments that is a step of its own.
-        batch: what the module is called with; None for a function, and until `on`.
-        optimizer: the one that trains the model; None leaves the step at backward.
-        loss: ``loss(output, batch)``; None takes the output's own loss.
-        loop: what the caller's loop does around the model.
-        parallel: how the step is one process's of several; None for a model that is trained as it is.
+        batch: the batch that the module is called with; None for a function, and before `on`.
+        optimizer: the optimizer of the model; None ends the step after backward.
+        loss: ``loss(output, batch)``; None takes ``output.loss``.
+        loop: the user's loop around the model.
+        parallel: the parallel spec for a plain model; None for a model that is trained as it is.
     """
 
     model: nn.Module | Callable[[], object]
@@ -83,10 +83,10 @@ class TrainingStep:
         tensor: int | None = None,
         caller: str = "profile",
     ) -> TrainingStep:
-        """The step that the arguments of `caller` describe, without its batch; they mean what they do in `profile`.
+        """Return the step that the arguments of `caller` describe, without its batch; arguments as in `profile`.
 
         Raises:
-            ConfigError: an argument is wrong, or does not fit the others.
+            ConfigError: an argument is invalid, or contradicts another one.
         """
         spec = Parallel.of(model, parallel, world, shard, tensor, caller=caller)
         if not isinstance(model, nn.Module):
@@ -108,30 +108,30 @@ class TrainingStep:
         return cls(model, None, optimizer, loss, Loop(accumulate, keeps_output), spec)
 
     def on(self, batch: Any) -> TrainingStep:
-        """The step with this batch.
+        """Return the step with `batch`.
 
         Raises:
-            ConfigError: the model cannot be called with it, or trains nothing.
+            ConfigError: the model cannot be called with `batch`, or has no parameter that requires a gradient.
         """
         check_call(self.model, batch)
         return dataclasses.replace(self, batch=batch)
 
     @property
     def module(self) -> nn.Module | None:
-        """The model; None for a function, which finds its own."""
+        """The model if it is a module; None for a function."""
         return self.model if isinstance(self.model, nn.Module) else None
 
     @property
     def is_distributed(self) -> bool:
-        """Whether its owner has sharded or replicated the model over processes already."""
+        """Whether the model's owner has already sharded or replicated it over processes."""
         return self.parallel is None and Parallel.of_distributed(self.model) is not None
 
     def function(self, kept: list[Any], *, drops: bool = True) -> Callable[[], object]:
-        """The step as a function without arguments.
+        """Return the step as a function without arguments.
 
         Args:
-            kept: where the loop keeps the output until the next one takes its place, if it does.
-            drops: whether the gradients are dropped at the end.
+            kept: the list that holds the output until the next output, with ``loop.keeps_output``.
+            drops: whether the step sets the gradients to None at its end.
         """
         if not isinstance(self.model, nn.Module):
             return self.model
@@ -159,7 +159,7 @@ class TrainingStep:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A device, and what simulations for it have found of its kernels, which later ones know.
+    """A device, with the knowledge of its kernels that its simulations share.
 
     >>> Target.of(Hardware("box", "cpu", 2**34)).hardware.name
     'box'
@@ -170,20 +170,20 @@ class Target:
 
     @classmethod
     def of(cls, hardware: Hardware, *, probe: bool = False) -> Target:
-        """The target that is this hardware; with `probe` its kernels run for real."""
+        """Return the target for `hardware`; with `probe`, kernels run for real to be measured."""
         return cls(hardware, Kernels(hardware, probe=probe))
 
 
 def hardware_for(model: Any, hardware: Hardware | str | None) -> Hardware:
-    """The hardware that a caller means for `model`: as `as_hardware`, where None is the model's device."""
+    """Return the hardware of a ``hardware=`` argument, as `as_hardware`; None means the device of `model`."""
     return as_hardware(hardware, _device_type(model))
 
 
 def as_hardware(hardware: Any, device_type: str) -> Hardware:
-    """The hardware that a caller means: a `Hardware`, the name of a card, or None for what is here.
+    """Return the hardware of a ``hardware=`` argument: a `Hardware`, the name of a card, or None for this machine's.
 
     Raises:
-        ConfigError: it is none of these, or no card is called that.
+        ConfigError: `hardware` has another type, or no card has this name.
     """
     if hardware is None:
         return Hardware.detect(None if device_type == "meta" else device_type)
@@ -200,7 +200,7 @@ def as_hardware(hardware: Any, device_type: str) -> Hardware:
 def _device_type(model: Any) -> str:
     if isinstance(model, nn.Module):
         if any(mesh.device_type == "cuda" for mesh in map(mesh_of, model.modules()) if mesh is not None):
-            return "cuda"  # also where its shards are on the CPU
+            return "cuda"  # with CPUOffloadPolicy the shards are on the CPU, and the computation is on the card
         for parameter in model.parameters():
             return parameter.device.type
     return "cuda" if torch.cuda.is_available() else "cpu"
