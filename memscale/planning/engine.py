@@ -1,4 +1,4 @@
-"""`plan`: the fastest composition of transforms that fits a budget, proved by simulating the step that it makes."""
+"""`DecisionEngine`: finds the fastest composition of transforms that fits a budget, and proves it by simulation."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from memscale.simulation import Parallel, ParallelKind, Profile, Target, Trace, 
 from memscale.transforms import cast
 
 Budget = int | float | str
-POINTS = 12  # of a frontier
+POINTS = 12  # the default number of points of a frontier
 
-#: The share of a device that recommendations and `AutoTuner` leave free where no budget says otherwise: for other
-#: processes, for libraries that PyTorch does not count, and because the last percent of speed is not worth a crash.
+#: The share of a device that recommendations and `AutoTuner` leave free without a budget: for other processes, and for
+#: memory of libraries that PyTorch does not count.
 LEFT_FREE = 0.05
 
-#: The note of a plan whose search was stopped, and of one that was interrupted from the keyboard.
+#: The note of a plan whose search was stopped, and the note of a plan whose search was interrupted from the keyboard.
 SO_FAR = "the fastest of the plans that were simulated until then; a faster one may fit"
 INTERRUPTED_SEARCH = f"{reason(KeyboardInterrupt())}: {SO_FAR}"
 
 _ROUNDS_NOTHING = "rounding is allowed, and the fastest plan needs none: its results are equal bit for bit"
 
-# A plan of few techniques that takes so much of what no plan can beat is taken, without a look at the others.
+# A plan of the policy's techniques is accepted up to this multiple of the lower bound of all plans' seconds.
 _NEAR = 1.02
 
 
 def allowed(config: Config | None, *, exact: bool = True) -> Config:
-    """What a plan may use: as `config` says, without one every transform that changes no bit.
+    """Returns the config that says which transforms a plan may use; without `config`, all that change no bit.
 
     Args:
-        config: one that allows `tile`, by name or by ``mode="aggressive"``, has asked for it.
+        config: the caller's config; None allows every exact transform.
         exact: False allows `tile`, whose sums are in another order, unless `config` sets ``enable_tiling`` itself.
 
     >>> sorted(allowed(None).eligible()), sorted(allowed(None, exact=False).eligible())
@@ -69,10 +69,10 @@ def allowed(config: Config | None, *, exact: bool = True) -> Config:
 
 
 class DecisionEngine:
-    """Plans steps of one model with one batch, for any budget; arguments and errors as in `memscale.plan`.
+    """A planner of one model with one batch, for any number of budgets; arguments and errors as in `memscale.plan`.
 
-    What candidates cost is found once, at the first budget that the step as it is does not fit. With ``streams=False``
-    no plan moves parameters, which then stay where the caller has them.
+    The costs of the candidates are found once, for the first budget that the step as it is does not fit. With
+    ``streams=False`` no plan moves parameters off the device.
 
     >>> import torch, memscale as ms
     >>> from torch import nn
@@ -128,7 +128,7 @@ class DecisionEngine:
         progress: Progress | None = None,
         streams: bool = True,
     ) -> DecisionEngine:
-        """The engine of a step, which has its batch."""
+        """Returns the engine for a training step with its batch."""
         check_model(step.model, "plan")
         engine = cls.__new__(cls)
         engine._begin(step, config, hardware, stepping, progress, streams)
@@ -149,7 +149,7 @@ class DecisionEngine:
         self.model = step.module
         self.config = allowed(config)
         self.made_for = step.parallel or Parallel.of_distributed(step.model)
-        # FSDP2 and DDP have the parameters themselves.
+        # FSDP2 and DDP manage the parameters: a plan must not stream them.
         self.streams = streams and self.made_for is None
         self._searches: dict[tuple[frozenset[str], Way | None], list[Search]] = {}
         self._ways: list[Way] | None = None
@@ -165,11 +165,21 @@ class DecisionEngine:
         self._plan_cache: PlanCache[DecisionEngine] = PlanCache()
 
     def plan(self, budget: Budget, *, tells: bool = True, seconds: float | None = None) -> ProvenPlan:
-        """The fastest plan whose step takes at most `budget`, as in `memscale.plan`.
+        """Returns the fastest plan whose step takes at most `budget`, as in `memscale.plan`.
 
-        Without `tells` the error that none fits has the smallest peak alone: what would help takes simulations.
-        Interrupted from the keyboard, or after so many seconds, it returns the fastest plan that was simulated and
-        fits, and a note says so.
+        Interrupted from the keyboard, or after `seconds`, the result is the fastest plan that was simulated and fits,
+        with a note that names the interruption.
+
+        Args:
+            budget: the most that the step may take: bytes as an int, ``"6GiB"`` or ``"6GB"``, or a share of the
+                device's usable bytes as a float in (0, 1].
+            tells: whether the error for a budget that no plan fits has remedies, which take simulations. The error
+                always has the smallest peak.
+            seconds: the time limit of the search; None for no limit.
+
+        Raises:
+            BudgetError: no plan fits.
+            KeyboardInterrupt: the search was interrupted before any plan was found to fit.
         """
         progress, self.steps.progress = self.steps.progress, limited(self.steps.progress, seconds)
         try:
@@ -180,16 +190,18 @@ class DecisionEngine:
             self.steps.progress = progress
 
     def so_far(self, budget: Budget, end: BaseException) -> ProvenPlan:
-        """The fastest plan for `budget` among those that were simulated until now; without one that fits, what is
-        thought to take the least is simulated if it was time that ended the search.
+        """Returns the fastest plan for `budget` among the plans that were simulated so far.
+
+        If no simulated plan fits and the time limit ended the search, the plan with the smallest estimated peak is
+        simulated as well.
 
         Args:
             budget: as in `plan`.
-            end: of the search: an `OutOfTime`, or the interrupt from the keyboard.
+            end: the signal that ended the search: an `OutOfTime`, or the interrupt from the keyboard.
 
         Raises:
-            BudgetError: none fits, with what would help if that takes few simulations.
-            KeyboardInterrupt: none fits, and that is what ended the search.
+            BudgetError: no plan fits; the message has the remedies that take few simulations.
+            KeyboardInterrupt: no plan fits, and the keyboard ended the search.
         """
         limit = self._budget_bytes(budget)
         shown = self._shown(limit, end)
@@ -200,7 +212,7 @@ class DecisionEngine:
         return self._best_so_far(fitting, limit, end)
 
     def _shown(self, limit: int, end: BaseException) -> list[Proven]:
-        """The plans that were simulated until `end`, and what is thought to take the least if none fits `limit`."""
+        """Returns the plans that were simulated until `end`, and the estimated smallest plan if none fits `limit`."""
         usable = self._usable(self.config)
         shown = [
             each
@@ -217,7 +229,7 @@ class DecisionEngine:
         return shown
 
     def _best_so_far(self, shown: list[Proven], limit: int, end: BaseException) -> ProvenPlan:
-        """The fastest of the plans that were simulated until `end`, with a note of it."""
+        """Returns the fastest of the plans that were simulated until `end`, with a note that names `end`."""
         fitting = [each for each in shown if each.taken_bytes <= limit]
         best = min(fitting, key=lambda each: (not leaves_margin(each.taken_bytes, limit), each.preference))
         bound = min(self._floor_seconds(), best.seconds)
@@ -226,15 +238,14 @@ class DecisionEngine:
         return ProvenPlan(plan, evidence, plan.decision)
 
     def fastest(self, budget: Budget, *, tells: bool = True) -> ProvenPlan:
-        """The fastest plan for `budget`, for callers that call `so_far` when they are interrupted.
+        """Returns the fastest plan for `budget`, for callers that call `so_far` after an interruption.
 
         Args:
-            budget: as in `plan`.
-            tells: False leaves what would help out of the error that none fits.
+            budget, tells: as in `plan`.
 
         Raises:
             BudgetError: no plan fits.
-            OutOfTime, KeyboardInterrupt: the search has ended before it was done.
+            OutOfTime, KeyboardInterrupt: the search ended early.
         """
         limit = self._budget_bytes(budget)
         asked = self._select(limit)
@@ -261,7 +272,7 @@ class DecisionEngine:
         return self._plan_cache.answer(self, request, find).plan()
 
     def nearest(self, budget: Budget) -> ProvenPlan:
-        """The fastest plan whose step takes at most `budget`; the smallest one where none does."""
+        """Returns the fastest plan whose step takes at most `budget`; the smallest plan if no plan fits."""
         limit = self._budget_bytes(budget)
         if leaves_margin(self.plain.taken_bytes, limit):
             return self._unchanged(limit)
@@ -273,7 +284,7 @@ class DecisionEngine:
         return self._plan_cache.answer(self, f"nearest {limit}", find).plan()
 
     def smallest(self) -> ProvenPlan:
-        """The plan whose step takes the least."""
+        """Returns the plan whose step takes the fewest bytes."""
 
         def find(engine: DecisionEngine) -> Answer:
             found = engine._smallest()
@@ -282,9 +293,9 @@ class DecisionEngine:
         return self._plan_cache.answer(self, "smallest", find).plan()
 
     def frontier(self, points: int = POINTS, *, seconds: float | None = None) -> Frontier:
-        """Plans for `points` budgets from the smallest reachable peak to that of the step as it is.
+        """Returns the frontier of plans for `points` budgets, from the smallest peak to that of the step as it is.
 
-        Interrupted from the keyboard, or after so many seconds, it returns the plans that were simulated until then.
+        Interrupted from the keyboard, or after `seconds`, the frontier has the plans that were simulated until then.
         """
         check_count(f"frontier(points={points!r})", points, 2)
         self._check_link()
@@ -307,22 +318,22 @@ class DecisionEngine:
         return Frontier.of(map(Point.of, (*found, self._unchanged(most))))
 
     def about(self) -> dict[str, str]:
-        """All that its answers depend on."""
+        """Returns the fingerprint of all that the engine's answers depend on, by name."""
         stepping = sorted(self.stepping.items(), key=repr)
         return {
             **fingerprint(self.step, self.config, self.hardware),
-            # Whatever else there is, edited code, hooks, flags: what it does to the step shows here.
+            # The digest of the simulated step covers inputs that `fingerprint` does not read, such as hooks and flags.
             "step": f"{self.plain_step.digest()} {Figures.of(self.plain)}",
             "asked": f"{self.step.loop!r} {self.streams} {self._nominal} {stepping} {self.made_for}",
         }
 
     @property
     def simulations(self) -> int:
-        """How many steps were simulated."""
+        """Returns the number of steps that were simulated."""
         return self.steps.count
 
     def proofs(self) -> Proofs:
-        """The proofs of plans for its step, as it is now."""
+        """Returns the proofs of cached plans, on the engine's step."""
 
         def simulate(plan: Plan) -> Profile:
             self.steps.say("a plan of before")
@@ -335,12 +346,13 @@ class DecisionEngine:
 
     @property
     def searches(self) -> list[Search]:
-        """Among the exact transforms that the config allows; and, where it allows that, among them in a model that is
-        cast."""
+        """Returns the searches among the allowed exact transforms: in the model as it is, and in the cast model if the
+        config allows `cast`.
+        """
         return self._searches_among(self._techniques(self.config))
 
     def _searches_among(self, among: frozenset[str], way: Way | None = None) -> list[Search]:
-        """The searches among these techniques, in a step that goes a way."""
+        """Returns the searches among the techniques `among`, for a step with the optimizer strategy `way`."""
         if (among, way) not in self._searches:
             if way is None:
                 menu = Menu.of(among, narrow_dtype(self.hardware), self.step.batch)
@@ -358,7 +370,7 @@ class DecisionEngine:
                     )
                     for each in self._searches_among(among)
                 ]
-            self._searches[among, way] = found  # whole, whenever the search was stopped
+            self._searches[among, way] = found  # assigned once, so that a stopped search leaves no partial list
         return self._searches[among, way]
 
     def _search(
@@ -377,7 +389,7 @@ class DecisionEngine:
 
     @property
     def ways(self) -> list[Way]:
-        """The ways to step that help and are allowed, the fastest first."""
+        """Returns the allowed optimizer strategies that lower a phase of the step, the fastest first."""
         if self._ways is None:
             found = hows(self.step.optimizer, self.stepping, moves=self._link is not None)
             self._ways = ways(found, self.plain_step, self.steps.simulate)
@@ -400,7 +412,7 @@ class DecisionEngine:
             )
 
     def _techniques(self, config: Config) -> frozenset[str]:
-        """What a config lets a plan do to the model exactly."""
+        """Returns the techniques for the model that a config allows, without `cast`; with "stream" if possible."""
         found = set(config.eligible()) - {"cast", "quantize_states"}
         if self._link is None:
             found.discard("offload")
@@ -409,16 +421,16 @@ class DecisionEngine:
         return frozenset(found)
 
     def _usable(self, config: Config) -> frozenset[str]:
-        """What a config lets a plan do, whatever it changes."""
+        """Returns all techniques that a config allows: for the model, `cast`, and for the optimizer."""
         return self._techniques(config) | (self.config.eligible() & {"cast"}) | self.stepping.keys()
 
     def _fastest(self, limit: int, config: Config | None = None) -> Found | None:
-        """The fastest plan for `limit` bytes, of what a config allows; by default the engine's own."""
+        """Returns the fastest plan for `limit` bytes under a config, by default the engine's; None if no plan fits."""
         among = self._techniques(config or self.config)
         found = [best for search in self._searches_among(among) if (best := search.fastest(limit)) is not None]
         for way in self.ways:
             seconds = analyse(way.plain).step_seconds or 0.0
-            # No transform of the model makes a step faster than its way to step is without any.
+            # A strategy that alone is slower than a plan found is skipped: transforms of the model only add time.
             if "cast" in self.config.eligible() or all(seconds < each.proven.seconds for each in found):
                 searches = self._searches_among(among, way)
                 found += [best for search in searches if (best := search.fastest(limit)) is not None]
@@ -427,20 +439,23 @@ class DecisionEngine:
     # -- with a policy in front ----------------------------------------------------------------------------------------
 
     def _select(self, limit: int) -> StrategyDecision | None:
-        """What the policy chooses; None where there is none to ask, and everything is as if there never was one."""
+        """Returns the policy's decision; None without ``auto_policy`` and on a CPU, where the config decides."""
         if not self.config.auto_policy or self.hardware.device_type == "cpu":
             return None
         context = StrategyContext.of(self.plain, self.hardware, limit, self.config)
         return select(context, self.config, planner=planner())
 
     def _as_given(self, limit: int) -> StrategyDecision:
-        """That the config decided: no policy was asked."""
-        asks = self.config.auto_policy  # of which a CPU is the reason
+        """Returns the decision of the config, for a plan without a policy."""
+        asks = self.config.auto_policy  # then the CPU is the reason that no policy decided
         context = StrategyContext.of(self.plain, self.hardware, limit, self.config) if asks else None
         return select(context, self.config)
 
     def _by_policy(self, limit: int, asked: StrategyDecision) -> tuple[Found | None, StrategyDecision]:
-        """The fastest plan of what the policy chose, or of more where that may lose time or does not fit."""
+        """Returns the fastest plan of the policy's techniques, and the decision.
+
+        The techniques are widened step by step while no plan fits, or while the plan may be slower than others.
+        """
         context = StrategyContext.of(self.plain, self.hardware, limit, self.config)
         best: Found | None = None
         for widened, config in widenings(asked, context, self.config):
@@ -453,15 +468,18 @@ class DecisionEngine:
         return best, decision
 
     def _floor_seconds(self) -> float:
-        """No plan is faster, whatever is eligible: transforms that are exact only add to a step."""
+        """Returns a lower bound of the seconds of every plan: the fastest step without an exact transform.
+
+        Exact transforms only add time; `cast` and optimizer strategies may save time, and their steps are included.
+        """
         casting = self.searches[1:] if "cast" in self.config.eligible() else []
         steps = [self.plain_step, *(each.plain for each in casting), *(way.plain for way in self.ways)]
         return min(analyse(step).step_seconds or 0.0 for step in steps)
 
     def _floor_bytes(self) -> int:
-        """No plan takes less: where parameters stay, only a way to step changes what is held while the optimizer steps.
+        """Returns a lower bound of the bytes that any plan holds: the bytes of the optimizer phase.
 
-        Looking for the fastest plan of a Llama 70B on eight cards took ten simulations before it was told that.
+        Without streams, only an optimizer strategy changes the bytes of this phase. With streams, the bound is 0.
         """
         if self.streams:
             return 0
@@ -469,12 +487,12 @@ class DecisionEngine:
         return min(held_by_phase(analyse(step)).get("optimizer", 0) for step in steps)
 
     def _smallest(self, config: Config | None = None, floor_bytes: int = 0, enough_bytes: int = 0) -> Found:
-        # What keeps the least for the whole step, whatever the model does.
+        # `least` is the strategy with the fewest bytes that no plan for the model frees.
         least, among = min(self.ways, key=least_held, default=None), self._techniques(config or self.config)
         searches = [each for way in dict.fromkeys((None, least)) for each in self._searches_among(among, way)]
         return smallest_of([search.smallest(floor_bytes, enough_bytes) for search in searches], enough_bytes)
 
-    # -- what is said of them ------------------------------------------------------------------------------------------
+    # -- evidence ------------------------------------------------------------------------------------------------------
 
     def _refusal(self) -> Refusal:
         return Refusal(self.steps, self.config, lambda config: self._searches_among(self._techniques(config))[0])
@@ -555,7 +573,7 @@ class DecisionEngine:
 
 
 def check_model(model: Any, caller: str) -> None:
-    """Raise ConfigError for what cannot be planned, whatever the batch is."""
+    """Raises ConfigError for a model that cannot be planned with any batch."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{caller}(model=...) takes a torch.nn.Module, got {type(model).__name__}; pass the model")
     if is_transformed(model):

@@ -1,4 +1,4 @@
-"""The key of the plan cache: hashes of the inputs of planning. Requests with equal hashes have equal plans."""
+"""The key of the plan cache: hashes of the inputs of planning. Requests with equal hashes share a cached plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan's step would take with rounding allowed, and in a loop that lets go of its output."""
+"""Notes about what an exact plan leaves: the gain of transforms that round, and of a loop that frees the output."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from memscale.planning.remedies import shorthands, summary
 from memscale.planning.search.found import Proven
 from memscale.planning.step_simulator import StepSimulator
 
-# Of a step's time or bytes: what rounding would give is told from there on.
+# Share of a step's time or bytes from which the gain of rounding is worth a note.
 _WORTH_TELLING = 0.05
 _ALLOWED = "with rounding allowed (exact=False, --allow-rounding)"
 _ROUNDS = ": its sums are in another order"
 
 
 def gain_of_rounding(steps: StepSimulator, hardware: Hardware, found: Proven, limit: int) -> str:
-    """What the loss head in pieces would give beside an exact plan; empty where that is little.
+    """Returns the note about the gain of a tiled loss head over an exact plan; "" if the gain is small.
 
     Args:
-        steps: of the model; one or two are simulated.
-        hardware: where the step runs.
-        found: the exact plan, and what its step takes.
+        steps: the simulator of the step; one or two steps are simulated.
+        hardware: the device of the step.
+        found: the exact plan, with the figures of its step.
         limit: the budget in bytes.
     """
     model = steps.step.module
@@ -35,7 +35,7 @@ def gain_of_rounding(steps: StepSimulator, hardware: Hardware, found: Proven, li
             gain = f"the step takes {1 - (alone.step_seconds or 0.0) / found.seconds:.0%} less time"
             return f"{_ALLOWED}, {summary(Plan(head))} alone fits, and {gain}{_ROUNDS}"
         both = steps.other(Plan({**own, **head}), None).taken_bytes
-    except MemscaleError:  # the head does not run in pieces
+    except MemscaleError:  # the tiled head fails
         return ""
     if both > (1 - _WORTH_TELLING) * found.taken_bytes:
         return ""
@@ -44,7 +44,7 @@ def gain_of_rounding(steps: StepSimulator, hardware: Hardware, found: Proven, li
 
 
 def room_of_loop(steps: StepSimulator, found: Proven) -> str:
-    """What the step under a plan takes in a loop that lets go of the output; empty where it does so already."""
+    """Returns the note about the bytes of the planned step in a loop that frees the output; "" if the loop does so."""
     if not steps.step.loop.keeps_output:
         return ""
     inline_bytes = steps.inline(found.plan).taken_bytes

@@ -1,1 +1,1 @@
-"""What a plan decides about: the parts of a model, found by its structure, and what may be done to each."""
+"""The parts of a model that a plan decides about, found by structure, and the candidates for each part."""

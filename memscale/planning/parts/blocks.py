@@ -1,4 +1,4 @@
-"""Finding the repeated blocks of a model from its structure alone."""
+"""Finds the repeated blocks of a model from the model's structure alone, without a step."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ _Signature = frozenset[tuple[str, tuple[int, ...]]]
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Return plan patterns that match exactly the repeated blocks of ``model``, in the model's order.
+    """Returns plan patterns that match exactly the repeated blocks of ``model``, in the model's order.
 
-    Modules whose paths differ only in numbers (``h.0`` and ``h.1``; ``block1`` and ``block2``) form a family.
-    The members of one class are blocks when at least two of them are alike: half of their parameters have the
-    same names and shapes. Then all the family's modules of that class are, so that a first block with a
-    shortcut or a relative position bias stays with the others, and so is the odd one in an ``nn.ModuleList``
-    of blocks (the one attention layer among Mamba layers). Outer families win over those inside them. A model
-    with no such family, such as a U-Net whose stages all have other widths, gives its numbered stages, or
-    nothing.
+    Modules whose paths differ only in numbers (``h.0`` and ``h.1``; ``block1`` and ``block2``) form a family. All
+    members of one class in a family are blocks if at least two members are alike, which means: half of their parameters
+    have equal names and shapes. So a first block with a shortcut or a relative position bias is a block like the
+    others. In an ``nn.ModuleList`` that is mostly blocks, the other modules are blocks as well (the one attention layer
+    among Mamba layers). Outer families take precedence over inner families. A model without such a family, such as a
+    U-Net whose stages differ in width, gives its numbered stages, or nothing.
 
-    Never a block: a module without parameters; one that is a single operation, such as ``nn.Linear``, because
-    it has nothing to recompute; a container whose forward is never called, such as ``nn.ModuleList``; a plain
-    ``nn.Sequential`` that itself is a row of blocks.
+    Never blocks are: a module without parameters; a single operation, such as ``nn.Linear``, which has nothing to
+    recompute; a container whose forward is never called, such as ``nn.ModuleList``; a plain ``nn.Sequential`` that
+    is a row of blocks itself.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
@@ -46,7 +45,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"repeated_blocks() takes an nn.Module, got {type(model).__name__}; pass the model itself")
-    # Duplicates stay: a module listed three times in a ModuleList is a block that runs three times.
+    # Duplicates are kept: a module listed three times in a ModuleList is a block that runs three times.
     modules = dict(model.named_modules(remove_duplicate=False))
     families: dict[str, list[str]] = defaultdict(list)
     for path, module in modules.items():
@@ -70,15 +69,15 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def could_be_block(module: nn.Module) -> bool:
-    """Whether there is something in `module` to recompute, and a forward that is called."""
-    # TorchScript runs its own graph and never calls the forwards of the modules that it was made from.
+    """Returns whether `module` is more than one operation, and has a forward that Python calls."""
+    # TorchScript runs its own graph and never calls the forwards of the original modules.
     if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
         return False
     parameters = list(module.parameters())
     if not parameters or (type(module).forward is nn.Sequential.forward and _is_row_of_blocks(module)):
         return False
-    # A childless module with one matrix is one operation (Linear, Conv2d, LayerNorm, Embedding): its input is
-    # all that it saves, which a checkpoint would keep as well. One with more, an LSTM say, can be recomputed.
+    # A childless module with at most one matrix is one operation (Linear, Conv2d, LayerNorm, Embedding), which saves
+    # its input only, as a checkpoint would. A childless module with more matrices, such as an LSTM, saves more.
     return any(True for _ in module.children()) or sum(parameter.ndim >= 2 for parameter in parameters) >= 2
 
 
@@ -92,7 +91,7 @@ def _is_row_of_blocks(module: nn.Module) -> bool:
 
 
 def _family(path: str, modules: dict[str, nn.Module]) -> str:
-    """The path with its numbers, and the keys of a ``ModuleDict``, masked."""
+    """Returns `path` with its numbers, and the keys of a ``ModuleDict``, masked by ``#``."""
     masked = []
     parent = ""
     for segment in path.split("."):
@@ -103,7 +102,7 @@ def _family(path: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _is_tower(path: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a ``ModuleDict``'s key names a part with blocks of its own (an encoder), not one of a row."""
+    """Returns whether a ``ModuleDict``'s key names a module with blocks of its own, such as an encoder."""
     parent, _, key = path.rpartition(".")
     named = isinstance(modules[parent], nn.ModuleDict) and not any(character.isdigit() for character in key)
     return named and bool(repeated_blocks(modules[path]))
@@ -114,7 +113,7 @@ def _inside(path: str, outer: Iterable[str]) -> bool:
 
 
 def _repeats(paths: Sequence[str], modules: dict[str, nn.Module], same_code_is_enough: bool) -> list[str]:
-    """The members of one family that are blocks."""
+    """Returns the members of one family that are blocks."""
     chosen: set[str] = set()
     by_class: dict[type[nn.Module], list[str]] = defaultdict(list)
     for path in paths:
@@ -130,7 +129,7 @@ def _repeats(paths: Sequence[str], modules: dict[str, nn.Module], same_code_is_e
             else:
                 clusters.append((signature, [path]))
         found = [path for _, cluster in clusters if len(cluster) >= 2 for path in cluster]
-        # A class of the user's says what its instances do; being an nn.Sequential says nothing.
+        # Instances of a user's class share their forward; instances of nn.Sequential share nothing.
         if cls is not nn.Sequential and len(members) >= 2 and (found or same_code_is_enough):
             found = members
         chosen.update(found)
@@ -150,23 +149,23 @@ def _alike(one: _Signature, other: _Signature) -> bool:
 
 
 def _patterns(blocks: Sequence[str], modules: dict[str, nn.Module]) -> list[str]:
-    """The fewest globs that match ``blocks`` and nothing else; a path itself where no glob does."""
+    """Returns the fewest globs that match ``blocks`` and nothing else; a block that no glob can match has its path."""
     patterns: list[str] = []
     uncovered = list(blocks)
-    # Widest first: every index that varies, then only the last one.
+    # Wide globs first: a star for every index that varies, then a star for the last such index only.
     for only_last in (False, True):
         for pattern in dict.fromkeys(_pattern(path, blocks, modules, only_last) for path in uncovered):
             matched = _matches(pattern, modules)
             if len(matched) >= 2 and set(matched) <= set(uncovered):
                 patterns.append(pattern)
                 uncovered = [path for path in uncovered if path not in set(matched)]
-    # Every other name of a shared module is the same object, and a plan reaches it by its first name.
+    # A plan reaches a module with several names by the first name.
     first_names = {id(module): path for path, module in reversed(modules.items())}
     return patterns + list(dict.fromkeys(first_names[id(modules[path])] for path in uncovered))
 
 
 def _pattern(path: str, blocks: Sequence[str], modules: dict[str, nn.Module], only_last: bool) -> str:
-    """``path`` with ``*`` for its indices that vary over ``blocks``, which are of one family."""
+    """Returns ``path`` with ``*`` for its indices that vary over ``blocks``, the blocks of one family."""
     segments = path.split(".")
     values = [set(column) for column in zip(*(block.split(".") for block in blocks), strict=True)]
     masked = _family(path, modules).split(".")

@@ -1,4 +1,7 @@
-"""What may be done to a part of a model: candidates only, of which the simulation says what each costs and frees."""
+"""The candidates for each part of a model: transforms that may help; trials measure their costs.
+
+"Pieces" are the chunks of `tile`; "segments" are the runs of layers that a checkpoint with cuts recomputes one by one.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +25,23 @@ from memscale.runtime import AsyncOffloadConfig
 from memscale.simulation import Trace, operators_of, turns_of
 from memscale.transforms import Cut, cast, checkpoint, may_be_proven, offload, tile
 
-# Into how many pieces rows are cut: enough for what is alive at once to be small, few enough for large products. Finer
-# where nothing fits otherwise: as many pieces take as many times as long to simulate.
+# Chunks of a tile: enough for small tensors, few enough for large matrix products. The fine number is for steps that
+# fit no other way, since the time to simulate grows with the number of chunks.
 _CHUNKS, _FINE_CHUNKS = 4, 16
-# Positions of a row in one of more pieces, up to as many as are fine.
+# The most positions in a chunk of one long row, as far as `_FINE_CHUNKS` chunks suffice.
 _MOST_POSITIONS = 2**15
 _HEAD_CHUNKS, _LATE_HEAD_CHUNKS = (4, 16, 64), 16
-# Of a piece of a whole part, but for fine ones: of a GPT-2 with 4 x 512 tokens on a CPU pieces of one row took 7 % more
-# time than pieces of two, and the step held 3 % less.
+# The fewest rows in a chunk of a whole part, except for fine chunks: chunks of one row cost time and free little more.
 _FEWEST_ROWS = 2
-# A row of single operations is cut at each of so many with a weight, one of blocks into stretches of so many.
+# A row of single operations is cut at every n-th operation with a weight, a row of blocks at every n-th block.
 _EVERY = (1, 2, 4)
-# What runs so often in a step, as a cell in a loop does, works with a small share of what it keeps: pieces of that free
-# next to nothing, and are many to simulate (of 24 rounds of two cells, the smallest plan took 5 s instead of 28).
+# Calls in a step from which a module, such as a cell in a loop, is not tiled: one call works with a small share of the
+# bytes that the module keeps, so that tiles free next to nothing, and take long to simulate.
 _MANY_TURNS = 8
-# Of a parameter: smaller ones stay where they are, and `transform` warns of a plan that moves none.
+# The fewest bytes of a parameter that `offload` moves; `transform` warns of a plan that moves no parameter.
 _FEWEST_BYTES = AsyncOffloadConfig().min_bytes
 
-# Operators that compute each row by itself, whichever rows there are; only such are cut without being asked to.
+# Operators that compute each row independently of all other rows: modules of only these operators are tiled as parts.
 _ROW_BY_ROW = frozenset(
     f"aten::{name}"
     for line in (
@@ -50,7 +52,7 @@ _ROW_BY_ROW = frozenset(
     for name in line.split()
 )
 
-# Of so many modules in a part each is told, and of more how many there are.
+# The most modules in a part that a candidate's text names; of more modules the text has the number.
 _TOLD = 2
 
 Rules = tuple[tuple[str, Transform], ...]
@@ -58,26 +60,26 @@ Rules = tuple[tuple[str, Transform], ...]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing that may be done to a part.
+    """A candidate: the transforms that a plan may apply to a part and to modules inside the part.
 
     Attributes:
-        rules: transforms by path relative to the part, outer paths first; none leaves it as it is.
+        rules: transforms by path relative to the part, outer paths first; empty leaves the part as it is.
     """
 
     rules: Rules = ()
 
     def at(self, path: str) -> Rules:
-        """The rules for the part at `path`."""
+        """Returns the plan's rules for the part at `path`."""
         return tuple((".".join(filter(None, (path, inside))), how) for inside, how in self.rules)
 
     @property
     def techniques(self) -> frozenset[str]:
-        """What it is made of, as in `Config.eligible`, with ``"stream"`` for parameters that are moved."""
+        """Returns the names of the candidate's techniques, as in `Config.eligible`; ``"stream"`` moves parameters."""
         return frozenset(_technique(each) for _, how in self.rules for each in chain(how))
 
     @property
     def unmoved(self) -> Candidate:
-        """The candidate without what moves activations."""
+        """Returns the candidate without its transforms that move activations."""
         kept = ((inside, [each for each in chain(how) if _technique(each) != "offload"]) for inside, how in self.rules)
         return Candidate(tuple((inside, compose(*parts)) for inside, parts in kept if parts))
 
@@ -101,15 +103,15 @@ AS_IT_IS = Candidate()
 
 @dataclass(frozen=True)
 class Menu:
-    """What may be chosen.
+    """The menu of candidates for the parts of a model.
 
     Attributes:
-        techniques: the names of those that may be used, as in `Config.eligible`, with ``"stream"``.
-        dtype: what `cast` computes in.
-        rows: how many rows the batch has, along its first dimension.
-        positions: how many each row has, along the second one; 1 where there is none.
+        techniques: the names of the allowed techniques, as in `Config.eligible`, with ``"stream"``.
+        dtype: the dtype that `cast` computes in.
+        rows: the rows of the batch, its size along dimension 0.
+        positions: the positions of a row, the batch's size along dimension 1; 1 without that dimension.
         casts: whether the whole model is cast.
-        fine: whether rows are cut into small pieces, too.
+        fine: whether tiles with more chunks are candidates as well.
     """
 
     techniques: frozenset[str]
@@ -121,14 +123,14 @@ class Menu:
 
     @classmethod
     def of(cls, techniques: Iterable[str], dtype: torch.dtype, batch: Any) -> Menu:
-        """The menu for `batch`."""
-        # Of a mapping those of the keyword that is passed first, which `tile` cuts.
+        """Returns the menu for `batch`."""
+        # The rows of a mapping are those of its first keyword, whose tensor `tile` cuts.
         leaves = batches.tensors([*batch.values()] if isinstance(batch, Mapping) else batch)
         shape = next((leaf.shape for leaf in leaves if leaf.dim()), (1,))
         return cls(frozenset(techniques), dtype, shape[0], positions=shape[1] if len(shape) > 1 else 1)
 
     def for_part(self, part: Part, step: Trace) -> tuple[Candidate, ...]:
-        """The candidates for `part`, simplest first, `AS_IT_IS` before all."""
+        """Returns the candidates for `part`, `AS_IT_IS` first, simple candidates before composed ones."""
         found = self._for_part(part, step)
         return tuple(dict.fromkeys([AS_IT_IS, *(map(self.cast_within, found) if self.casts else found)]))
 
@@ -143,12 +145,13 @@ class Menu:
         ]
         pieces = self._tile(self._pieces)
         together = self._together(part.module, part.path, step) if may_cut else ()
-        # Pieces within a recompute are many small kernels, which the host of a card is too slow for; and blocks of such
-        # and of other kinds leave its allocator holes: with them a Llama 8B at three quarters of its memory took 2.41
-        # times as long as it is, and 2.07 without.
+        # Tiles within a recompute run many small kernels, which a GPU's host launches too slowly; and a mix of tiled
+        # and other blocks fragments the allocator's memory. On a GPU these candidates are for steps that fit no other
+        # way.
         deep = self.fine or step.hardware.device_type == "cpu"
         operators = operators_of(step, part.path)
-        # What attention gives is worth keeping before all else where that is fused, and has no product that is not.
+        # The output of fused attention is the best tensor to keep: few bytes for much time. Attention without a fused
+        # operator consists of matrix products, and products without batch dimensions are the best tensors to keep.
         fused = any(name.removesuffix(".default") in policies.FUSED_ATTENTION for name in operators)
         kept = (
             policies.dots_saveable,
@@ -206,7 +209,7 @@ class Menu:
                     yield Candidate(((whole, compose(streamed, offload(), again)), *together))
 
     def for_group(self, group: Part, inside: Iterable[str], step: Trace) -> tuple[Candidate, ...]:
-        """The candidates for a part around those at the paths `inside`, beside what these have of their own."""
+        """Returns the candidates for a group around the parts at the paths `inside`; the parts keep their own menus."""
         found = self._for_group(group, [path.removeprefix(f"{group.path}.") for path in inside], step)
         return tuple(dict.fromkeys([AS_IT_IS, *(map(self.cast_within, found) if self.casts else found)]))
 
@@ -214,25 +217,26 @@ class Menu:
         whole, again = "", checkpoint()
         if "checkpoint" in self.techniques:
             yield Candidate(((whole, again),))
-            # What is run again for all of them keeps what each begins with, and each is run again for its own backward.
+            # Nested checkpoints: the recompute of the group saves the input of each part, and the backward of each part
+            # recomputes that part.
             twice = tuple((path, again) for path in inside if len(inside) > 1)
             if twice:
                 yield Candidate(((whole, again), *twice))
-            for cuts in dict.fromkeys((*_stretches(group.module), *self._cuts(group, step))):
+            for cuts in dict.fromkeys((*_segments(group.module), *self._cuts(group, step))):
                 yield Candidate(((whole, checkpoint(cuts=cuts)),))
             for ((_, pieces),) in (each.rules for each in self._cut_whole(group, step) if twice):
                 yield Candidate(((whole, pieces), *twice))
         yield from self._cut_whole(group, step)
 
     def _cut_whole(self, part: Part, step: Trace) -> Iterator[Candidate]:
-        """Pieces of all of its rows, small ones too where those are asked for."""
+        """Yields the tiles of all rows of a part, with more chunks as well if the menu is `fine`."""
         chunks = self._whole_chunks(part, step)
         for each in dict.fromkeys((chunks, min(_FINE_CHUNKS, self.rows)) if self.fine and chunks else (chunks,)):
             if each:
                 yield Candidate((("", tile(chunks=each, **_dims(part.module))),))
 
     def for_outside(self, model: nn.Module, parts: tuple[Part, ...], step: Trace) -> tuple[Candidate, ...]:
-        """The candidates for what is outside of the parts: the loss head, and with it the norms of one long row."""
+        """Returns the candidates for the rest of the model: a tiled loss head, and tiled norms for one long row."""
         paths = [part.path for part in parts]
         heads = () if "" in paths else self._of_head(model, paths)
         norms: Rules = ()
@@ -246,32 +250,32 @@ class Menu:
         if head is None:
             return ()
         cuts = [tile(chunks=chunks) for chunks in _HEAD_CHUNKS]
-        if is_tied(model, head):  # of 16 bits its gradient is late anyway
+        if is_tied(model, head):  # `late_gradient` changes tied heads of more than 16 bits only
             cuts.append(tile(chunks=_LATE_HEAD_CHUNKS, late_gradient=True))
         return tuple(Candidate(((head, how),)) for how in cuts)
 
     @property
     def tiles(self) -> bool:
-        """Whether rows may be cut."""
+        """Returns whether `tile` is allowed."""
         return "tile" in self.techniques
 
     @property
     def _is_one_row(self) -> bool:
-        """Whether pieces are of positions, of a row that is longer than one piece."""
+        """Returns whether the batch has too few rows to tile, and rows of more positions than a chunk."""
         return self.rows < _CHUNKS and self.positions > _MOST_POSITIONS
 
     @property
     def _pieces(self) -> int:
-        """Into how many pieces a row is cut: of a long one they are no longer than any other."""
+        """Returns the number of chunks of a tile; long rows have more chunks, of about `_MOST_POSITIONS` positions."""
         if not self._is_one_row:
             return _CHUNKS
         return max(_CHUNKS, min(_FINE_CHUNKS, self.positions // _MOST_POSITIONS))
 
     def _together(self, module: nn.Module, path: str, step: Trace, fewest: int = 2) -> Rules:
-        """All that works on each position alone right inside a module, cut at once where the rows are long; none where
-        that are less than so many.
+        """Returns the tiles of all children of a module that compute each position independently, for one long row.
 
-        Of a Llama 8B with 128K tokens each norm makes several tensors of 2 GiB for a moment.
+        Each norm of a long row makes temporaries as large as the row, so that all such children are tiled at once.
+        Empty for a batch of other shapes, or for less than `fewest` such children.
         """
         if not self._is_one_row:
             return ()
@@ -285,9 +289,9 @@ class Menu:
         return tuple((name, pieces) for name in found) if len(found) >= fewest else ()
 
     def _whole_chunks(self, part: Part, step: Trace) -> int:
-        """Into how many pieces the rows of a whole part are cut; 0 if they cannot be.
+        """Returns the number of chunks for the rows of a whole part; 0 if the rows cannot be cut.
 
-        Into a share of the batch each: tried on a larger one, pieces of as many rows as here would be very many.
+        The number of chunks is fixed, not the rows of a chunk: a larger batch would have very many chunks.
         """
         may = self.tiles and turns_of(step, part.path) < _MANY_TURNS and may_be_proven(operators_of(step, part.path))
         return min(_CHUNKS, self.rows // _FEWEST_ROWS) if may and self.rows >= 2 * _FEWEST_ROWS else 0
@@ -296,11 +300,12 @@ class Menu:
         return cuts_of_row(part.module, part.path, step) if turns_of(step, part.path) < _MANY_TURNS else iter(())
 
     def _tile(self, chunks: int) -> Transform:
-        # One row has nothing to cut, and its positions are rows to what works on each alone.
+        # A batch of fewer rows than chunks is cut along dimension 1: modules that compute each position independently
+        # treat positions as rows.
         return tile(chunks=chunks) if self.rows >= chunks else tile(chunks=chunks, dim=1)
 
     def cast_within(self, candidate: Candidate) -> Candidate:
-        """The candidate in a model that is cast: in its own cast a region makes its copies again when it recomputes."""
+        """Returns the candidate for a cast model: each checkpoint has its own cast inside, and casts again."""
         how = cast(compute=self.dtype)
         rules = [
             (inside, compose(each, how)) if "checkpoint" in {_technique(one) for one in chain(each)} else (inside, each)
@@ -310,8 +315,11 @@ class Menu:
 
 
 def _at_weights(module: nn.Module) -> Iterator[tuple[Cut, ...]]:
-    """Where a row of single operations is cut, whatever these hold: behind those with a weight, whose results are kept
-    then, or before them, which keeps less and runs them again; at each, every second, every fourth, or early ones."""
+    """Yields cuts of a row of single operations, at the operations with a weight.
+
+    A cut behind such an operation keeps its result; a cut before the operation may keep less, and recomputes the
+    operation. Cuts are at each, every second or every fourth such operation: at all of these, or at the early ones.
+    """
     row = list(module.children())
     if type(module).forward is not nn.Sequential.forward or any(map(could_be_block, row)):
         return
@@ -324,8 +332,8 @@ def _at_weights(module: nn.Module) -> Iterator[tuple[Cut, ...]]:
                     yield tuple(cuts[:count])
 
 
-def _stretches(module: nn.Module) -> Iterator[tuple[Cut, ...]]:
-    """Where a row of blocks is cut into stretches of several that are run again each: all of it, or the early ones."""
+def _segments(module: nn.Module) -> Iterator[tuple[Cut, ...]]:
+    """Yields cuts of a row of blocks into segments of several blocks: of the whole row, or of the early blocks."""
     if type(module).forward is nn.Sequential.forward:
         for every in _EVERY[1:]:
             cuts = range(every, len(list(module.children())), every)
@@ -335,11 +343,11 @@ def _stretches(module: nn.Module) -> Iterator[tuple[Cut, ...]]:
 
 
 def _dims(module: nn.Module) -> dict[str, Any]:
-    """Where the rows of a module's arguments and results are, where that is not in front."""
+    """Returns the dimensions of rows in a module's arguments and results, for `tile`; empty for dimension 0."""
     if not isinstance(module, nn.RNNBase):
         return {}
     rows = 0 if module.batch_first else 1
-    # States have the layers in front.
+    # Hidden states have layers in dimension 0 and rows in dimension 1.
     return {"in_dims": rows, "out_dims": (rows, (1, 1) if isinstance(module, nn.LSTM) else 1)}
 
 
@@ -348,6 +356,6 @@ def _technique(transform: Transform) -> str:
 
 
 def _is_row_by_row(module: nn.Module, operators: frozenset[str], fewest_dims: int = 2) -> bool:
-    # An operator's overloads have their names behind a dot.
+    # "aten::mm.default" is the default overload of "aten::mm".
     names = {name.removesuffix(".default") for name in operators}
     return bool(names) and names <= _ROW_BY_ROW and any(fewest_dims <= each.ndim <= 2 for each in module.parameters())

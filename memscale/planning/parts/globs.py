@@ -1,4 +1,4 @@
-"""A plan in as few rules as say the same: one pattern where all that it matches has one transform."""
+"""Shortens a plan: one rule with a pattern in place of rules for all modules that the pattern matches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from memscale.algebra import Plan, Transform, find_regions
 from memscale.core import matches, written
 
 _NUMBER = re.compile(r"\d+")
-_MOST_NUMBERS = 6  # of a path, which has twice as many patterns for each
+_MOST_NUMBERS = 6  # numbers of a path that may become stars; each doubles the number of patterns
 
 
 def with_globs(plan: Plan, model: nn.Module) -> Plan:
-    """`plan`, with rules for members of a row as one rule: the same transforms on the same modules of `model`.
+    """Returns `plan` with fewer rules: the same transforms on the same modules of `model`, by patterns.
 
     >>> import torch, memscale as ms
     >>> model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
@@ -26,8 +26,8 @@ def with_globs(plan: Plan, model: nn.Module) -> Plan:
     Plan({'0': checkpoint(), '1': checkpoint()})
 
     Args:
-        plan: rules for single paths.
-        model: that the plan is for.
+        plan: the plan, with rules for single paths.
+        model: the model that the plan is for.
     """
     if stepping := plan.of_optimizers():
         both = [*with_globs(plan.of_functions(), model), *stepping]
@@ -46,12 +46,13 @@ def with_globs(plan: Plan, model: nn.Module) -> Plan:
                 covered.update(found)
                 break
     found_plan = Plan(rules)
-    # Two rules for one path, or a module with several paths: the plan is left as it is.
+    # A plan with two rules for one path, or for a module with several paths, may change its meaning: it is returned
+    # unchanged then.
     return found_plan if _meaning(found_plan, model) == _meaning(plan, model) else plan
 
 
 def _patterns(path: str) -> Iterator[str]:
-    """`path` with stars for some of its numbers, the most stars first, and of as many those furthest inside."""
+    """Yields `path` with stars for some of its numbers: more stars first, and of as many stars the innermost first."""
     pieces, numbers = _NUMBER.split(path), _NUMBER.findall(path)
     kept = min(len(numbers), _MOST_NUMBERS)
     for stars in sorted(

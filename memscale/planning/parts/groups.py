@@ -1,4 +1,4 @@
-"""Groups: modules around several parts, a stage, a tower, the model, which compete with what is inside them."""
+"""Finds groups: modules around several parts (a stage, a tower, the model) that may be regions in the parts' place."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import nn
 from memscale.planning.parts.parts import Part, Uses
 from memscale.simulation import Trace
 
-# Of what a group keeps: a module around the same parts is a group beside it only if its own code keeps so much more.
+# Share of a group's kept bytes: another module around the same parts is a group only if it keeps more by this share.
 _MORE = 1 / 10
-# Of what the step keeps: what is around less is no group, for no decision about it as a whole is worth a simulation.
+# Share of the step's kept bytes: a module that keeps less is no group, since its candidates are not worth a simulation.
 _LEAST = 1 / 10
 
 
 def groups_of(model: nn.Module, step: Trace, parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The modules around parts that can be regions themselves, those inside others first.
+    """Returns the modules around parts that can be regions themselves, inner modules first.
 
     Args:
-        model: that the parts are of.
-        step: its step as it is.
-        parts: in the order of the step; what is outside of them is the number behind the last.
+        model: the model.
+        step: the trace of the model's step as it is.
+        parts: the parts of the model, in the order of the step. In the members of the group of the whole model, the
+            rest of the model has the number ``len(parts)``.
     """
     if any(not part.path for part in parts):
         return ()
@@ -48,5 +49,5 @@ def groups_of(model: nn.Module, step: Trace, parts: Sequence[Part]) -> tuple[Par
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether it has a forward, and one that Python runs."""
+    """Returns whether the module has a forward that Python calls."""
     return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is not nn.Module.forward

@@ -1,4 +1,4 @@
-"""The loss head of a model: the linear layer whose results are the largest tensors of a step."""
+"""Finds the loss head of a model: the linear layer whose results, the logits, are the largest tensors of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from torch import nn
 
 
 def loss_head(model: nn.Module, blocks: Iterable[str]) -> str | None:
-    """The path of the linear layer outside of `blocks` with the most outputs, the last of several; None without one."""
+    """Returns the path of the linear layer outside `blocks` with the most outputs; None without a linear layer there.
+
+    Of several layers with as many outputs, the last is returned.
+    """
     inside = tuple(f"{block}." for block in blocks)
     heads = {
         path: module.out_features
@@ -19,6 +22,6 @@ def loss_head(model: nn.Module, blocks: Iterable[str]) -> str | None:
 
 
 def is_tied(model: nn.Module, head: str) -> bool:
-    """Whether another module of `model` has the weight of the layer at `head` too, as an embedding."""
+    """Returns whether another module of `model`, such as an embedding, shares the weight of the layer at `head`."""
     weight = model.get_submodule(head).weight
     return sum(each is weight for module in model.modules() for each in module._parameters.values()) > 1

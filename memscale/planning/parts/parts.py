@@ -1,4 +1,7 @@
-"""The parts of a model that a plan decides about one by one: blocks, stages, towers, found by what they keep."""
+"""Finds the parts of a model that a plan decides about: blocks, stages and towers, by the bytes that each keeps.
+
+"Keeps" means: saves for backward. All shares are of kept bytes in the step as it is.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,33 @@ from memscale.planning.parts.blocks import could_be_block, repeated_blocks
 from memscale.planning.parts.heads import loss_head
 from memscale.simulation import Trace, runs_of, shares
 
-# A part of more than this share of what the step keeps is looked into, for its own parts decide better than it can.
+# Share of the step's kept bytes above which a module is divided: decisions about its parts are finer.
 _LARGE = 1 / 8
-# What keeps less than this share is left alone: no decision about it shows in the peak.
+# Share of the step's kept bytes below which a module is no part: no decision about the module shows in the peak.
 _SMALL = 1 / 1000
-# Of what a part keeps: a module inside with less is no part of its own, and one with more is the part itself.
+# Shares of a part's kept bytes: a module inside is a child of the part if its share is between these two.
 _LEAST, _MOST = 1 / 10, 9 / 10
-# Where the parts of a module keep less than this share of what it keeps, its own code makes most, and it is the part.
-# Of what the whole model seems to keep the loss has its share.
+# Share of a module's kept bytes: if the parts inside keep less, the module's own code keeps most, and the module is the
+# part. The second share is for the whole model, whose kept bytes include those of the loss.
 _COVERED, _COVERED_OF_ALL = 1 / 2, 1 / 10
-# What runs so often in a step is a block in a row, as if there were as many.
+# Calls in a step from which a module counts as a repeated block, as a row of so many blocks does.
 _RUNS = 3
-# The first and the last block of a row keep a little more or less than the others.
+# Share by which alike parts may differ in kept bytes and seconds, as the first and the last block of a row do.
 _ALIKE = 0.1
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the model.
+    """A part of the model: the unit that a plan decides about.
 
     Attributes:
-        path: of its module.
+        path: the path of the part's module.
         module: the module.
-        children: paths, relative to `path`, of the modules inside that keep a good share of what it keeps: the
-            attention and the feed-forward layers of a block.
-        alike: what two parts share that are alike in code, shapes, and what the step does with them.
-        members: of a part around others, a group, the numbers of those; none of a part that is around no other.
+        children: paths, relative to `path`, of modules inside that keep a tenth to nine tenths of the part's bytes,
+            such as the attention and the feed-forward layer of a block.
+        alike: the key of the part's family: equal for parts with equal classes and shapes, and about equal kept bytes
+            and seconds.
+        members: the numbers of the parts inside, if the part is a group; empty for any other part.
     """
 
     path: str
@@ -49,13 +53,13 @@ class Part:
 
 
 class Uses:
-    """What the modules of a model have of a step, with what is inside them.
+    """The shares of a model's modules in a step; a module's share includes the modules inside.
 
     Attributes:
-        modules: by path.
-        kept: by path, the bytes that wait for backward.
-        seconds: by path, the time of its operators.
-        first: by path, when the step comes to it, as the number of an operator; not of those that never run.
+        modules: the modules by path.
+        kept: by path, the bytes that the module saves for backward.
+        seconds: by path, the seconds of the module's operators.
+        first: by path, the number of the module's first operator in the step; only for modules that run.
     """
 
     def __init__(self, model: nn.Module, step: Trace) -> None:
@@ -75,16 +79,16 @@ class Uses:
                 self.first[parent] = min(self.first.get(parent, math.inf), self.first.get(path, math.inf))
 
     def children(self, path: str) -> list[str]:
-        """The paths of the modules in the one at `path`."""
+        """Returns the paths of the child modules of the module at `path`."""
         prefix = f"{path}." if path else ""
         return [prefix + name for name, child in self.modules[path].named_children() if prefix + name in self.modules]
 
     def parts(self, paths: Iterable[str]) -> tuple[Part, ...]:
-        """The modules at `paths` as parts, those that are alike with the same `alike`."""
+        """Returns the modules at `paths` as parts, grouped into families by `Part.alike`."""
         families: dict[object, list[tuple[int, float]]] = {}
         found = []
         for path in paths:
-            # Stages on the way down and up may have the same shapes, but not the same neighbours.
+            # The key has the path's template: a U-Net's stages down and up may have equal shapes, but other neighbours.
             shape = (template(path), _shape(self.modules[path]))
             known = families.setdefault(shape, [])
             use = (self.kept[path], self.seconds[path])
@@ -96,7 +100,10 @@ class Uses:
         return tuple(found)
 
     def _large(self, path: str) -> list[str]:
-        """The modules inside that could be regions of their own and keep a tenth to nine tenths of what it keeps."""
+        """Returns the paths of modules inside that can be regions and keep a tenth to nine tenths of the bytes.
+
+        A single child with more than nine tenths stands in for the module at `path`.
+        """
         found = []
         for child in self.children(path):
             if self.kept[child] > _MOST * self.kept[path]:
@@ -107,11 +114,17 @@ class Uses:
 
 
 def parts_of(model: nn.Module, step: Trace, *, tiles: bool = False) -> tuple[Part, ...]:
-    """The parts of `model`, none inside another, in the order in which the step comes to them.
+    """Returns the parts of `model`, disjoint, in the order in which the step runs them.
 
-    Repeated blocks are parts, at whatever depth, and what runs repeatedly. What is not repeated is taken apart until a
-    part keeps a small share of what backward waits for, or most of that is made by its own code, which may be the
-    whole model's; and where its rows may be cut (`tiles`), down to the loss head, which is outside.
+    Repeated blocks at any depth are parts, and so are modules that run repeatedly in a step. Other modules are divided
+    until a module keeps a small share of the step's bytes, or until the module's own code keeps most of its bytes; the
+    whole model may be one part.
+
+    Args:
+        model: the model.
+        step: the trace of the model's step as it is.
+        tiles: whether `tile` is allowed. Modules around the loss head are then divided, so that the head is outside all
+            parts and can be tiled by itself.
     """
     uses = Uses(model, step)
     modules, kept, first = uses.modules, uses.kept, uses.first
@@ -119,18 +132,19 @@ def parts_of(model: nn.Module, step: Trace, *, tiles: bool = False) -> tuple[Par
     blocks = {path for path in modules if any(matches(pattern, path) for pattern in patterns)}
     around = _above(blocks)
     head = loss_head(model, blocks) if tiles and blocks else None
-    # What comes before a block is no loss head; what is around one can be recomputed as a whole, but cut it is cheaper.
+    # A linear layer that runs before a block is no loss head. A module around the loss head could be recomputed as a
+    # whole, but a tiled head is cheaper: such modules are divided.
     late = head is not None and first.get(head, -1.0) >= max(first.get(path, math.inf) for path in blocks)
     opened = _above([head]) if head is not None and late else frozenset[str]()
 
     def is_small(path: str) -> bool:
         if kept[path] <= _LARGE * kept[""]:
             return True
-        # What is around a loop does not itself recur, though its operators do.
+        # A module around a loop runs once, though its operators run often: one of its children keeps nearly all bytes.
         return all(kept[child] <= _MOST * kept[path] for child in uses.children(path)) and runs_of(step, path) >= _RUNS
 
     def within(path: str) -> list[str]:
-        """The parts at and below `path`."""
+        """Returns the paths of the parts at and below `path`."""
         if kept[path] <= _SMALL * kept[""]:
             return []
         can_be = path not in opened and could_be_block(modules[path])
@@ -145,17 +159,17 @@ def parts_of(model: nn.Module, step: Trace, *, tiles: bool = False) -> tuple[Par
 
 
 def _above(paths: Collection[str]) -> frozenset[str]:
-    """The paths of the modules around those at `paths`, but for the model."""
+    """Returns the paths of the modules around the modules at `paths`, without the model itself."""
     return frozenset(path[:at] for path in paths for at, letter in enumerate(path) if letter == ".")
 
 
 def _close(one: tuple[int, float], other: tuple[int, float]) -> bool:
-    """Whether two parts keep as much and take as long, but for what happens where they meet their neighbours."""
+    """Returns whether two pairs (kept bytes, seconds) are about equal; alike parts differ a little at their borders."""
     return all(abs(first - second) <= _ALIKE * max(first, second) for first, second in zip(one, other, strict=True))
 
 
 def _shape(module: nn.Module) -> object:
-    """What two modules share that are alike: their classes, and the shapes of what they hold."""
+    """Returns a key that is equal for alike modules: the classes, and the parameters' shapes and dtypes."""
     return (
         type(module).__qualname__,
         tuple((name, type(each).__qualname__) for name, each in module.named_modules()),

@@ -1,8 +1,8 @@
-"""Where a row of layers is cut into stretches that are recomputed one by one: bytes against time.
+"""Cuts a row of layers into segments that are recomputed one by one, by a trade of bytes against time.
 
-A stretch keeps its input, and while backward is in it all that the stretch kept as it was. So for every place the step
-as it is tells what cutting there costs, and a shortest path over the places finds the cuts of least time for a limit.
-Which of them hold what they promise the simulation says.
+A segment keeps its input; while backward is in the segment, the step holds all bytes that the segment keeps as it is.
+So the step as it is has the bytes and seconds of every segment, and a shortest path over the cuts finds those of least
+time for a limit. The result is an estimate: a trial simulates the chosen cuts.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from memscale.planning.parts.blocks import could_be_block
 from memscale.simulation import Phase, Trace, attribute, given_bytes
 from memscale.transforms import Cut, layers
 
-# So many limits between the least that cuts reach and what the row takes as it is.
+# The number of limits between the fewest bytes that cuts reach and the bytes of the row as it is.
 _LIMITS = 10
-# The least is looked for to this share of what the row takes: as many halvings as two to this power.
+# Bisections for the fewest bytes that cuts reach: the error is 2**-7 of the row's bytes.
 _HALVINGS = 7
-# Of a row's forward: what a region takes by itself, so that of equal cuts the fewer are taken.
+# Share of a row's forward: the seconds that each region adds, so that fewer of equally good cuts are taken.
 _OF_REGION = 1 / 1000
-# Of more layers the way is long, and rows of as many blocks are cut every so many anyway: 320 took 30 s.
+# The most layers of a row: the search takes long for more, and longer rows still have cuts at every n-th block.
 _MOST_LAYERS = 100
-# At a place so many ways to come there, by what they keep.
+# The most partial solutions that the search keeps for each place of a cut.
 _WAYS = 24
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of layers, from its step as it is.
+    """A row of layers, with bytes and seconds from the step as it is.
 
     Attributes:
-        cuts: before each layer the cut there, of the first none.
-        places: the numbers of the layers before which it may be cut, the first and one behind the last with them.
-        given: [layer] the bytes of its input.
-        takes: [first layer, layer] what is held while backward is in a layer, if all before the first is gone.
-        again: [layer] the seconds of its forward.
-        ends: [layer] those that a stretch which ends with it need not run.
+        cuts: [layer] the cut before the layer.
+        places: the numbers of the layers before which the row may be cut, with 0 and the number of layers.
+        given: [layer] the bytes of the layer's input.
+        takes: [first layer, layer] the bytes held while backward is in `layer`, if all layers before `first layer` keep
+            nothing.
+        again: [layer] the seconds of the layer's forward.
+        ends: [layer] the seconds of forward that the recompute of a segment saves if the layer is the segment's last.
     """
 
     cuts: Sequence[Cut]
@@ -50,7 +51,7 @@ class _Row:
     ends: Sequence[float]
 
     def best(self, limit: float) -> tuple[Cut, ...] | None:
-        """The cuts of least time with which it holds no more than `limit`; None if there are none."""
+        """Returns the cuts of least time with which the row holds at most `limit` bytes; None if no cuts do."""
         count = len(self.cuts)
         ways: dict[int, list[tuple[int, float, tuple[Cut, ...]]]] = {0: [(0, 0.0, ())]}
         by_region = _OF_REGION * float(self.again.sum())
@@ -70,7 +71,7 @@ class _Row:
 
 
 def cuts_of_row(module: nn.Module, path: str, step: Trace) -> Iterator[tuple[Cut, ...]]:
-    """Cuts of the row that the module at `path` is, of less and less time for more and more bytes; none of another."""
+    """Yields cuts of the row of layers at `path`, by falling seconds and growing bytes; nothing for other modules."""
     row = _row(module, path, step)
     if row is None:
         return
@@ -87,7 +88,7 @@ def cuts_of_row(module: nn.Module, path: str, step: Trace) -> Iterator[tuple[Cut
 
 
 def _fewest(ways: list[tuple[int, float, tuple[Cut, ...]]]) -> list[tuple[int, float, tuple[Cut, ...]]]:
-    """Those that none is better than, in bytes and in seconds; of many some of each size."""
+    """Returns the Pareto front of `ways` in bytes and seconds, thinned evenly to at most `_WAYS` entries."""
     found: list[tuple[int, float, tuple[Cut, ...]]] = []
     for way in sorted(ways, key=lambda way: way[:2]):
         if not found or way[1] < found[-1][1]:
@@ -104,7 +105,7 @@ def _row(module: nn.Module, path: str, step: Trace) -> _Row | None:
     weighty = [any(one.ndim >= 2 for one in each.parameters()) for _, each in found]
     count = len(found)
     places = [0, *(at for at in range(1, count) if weighty[at - 1] or weighty[at]), count]
-    if len(places) < 3 or len(set(paths)) < count:  # a layer that runs twice holds at once what is told of it
+    if len(places) < 3 or len(set(paths)) < count:  # the bytes of a layer that runs twice cannot be told apart
         return None
     seen = attribute(step, paths)
     columns = {
@@ -124,7 +125,7 @@ def _row(module: nn.Module, path: str, step: Trace) -> _Row | None:
             takes[begin, layer] = held[:count, column].sum() - gone
     again = seen.seconds[:count, 0]
     ends = [
-        # One operation with a weight keeps its input only.
+        # A single operation with a weight keeps its input only: the recompute need not run the operation.
         float(again[at]) if weighty[at] and not could_be_block(each) else 0.0
         for at, (_, each) in enumerate(found)
     ]

@@ -1,4 +1,4 @@
-"""A model with most of a long row of blocks left out, for trials that ask nothing of these blocks."""
+"""Shortens a model by most blocks of a long row, for trials that these blocks do not affect."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from memscale.algebra import Plan, transform
 from memscale.planning.parts.parts import Part
 from memscale.telemetry import uncounted
 
-# Of a row of blocks, at both of its ends.
+# Blocks that stay at each end of a row.
 _STAY = 2
-# Finding out whether a short stack tells of the whole takes a simulation, which fewer blocks do not make up for.
+# The fewest blocks to leave out: the check of a short stack takes a simulation, which fewer blocks do not make up for.
 _FEWEST = 16
 
 
 def left_out(parts: Sequence[Part], families: Mapping[object, Sequence[int]]) -> frozenset[str]:
-    """The paths of the parts that have parts like them on both sides; none where they are few.
+    """Returns the paths of the parts with alike parts on both sides; empty if such parts are few.
 
     Args:
-        parts: of a model.
-        families: the numbers of the parts that are alike.
+        parts: the parts of a model.
+        families: the numbers of alike parts, by family.
     """
     rows = (rows[_STAY:-_STAY] for rows in families.values())
     found = frozenset(parts[row].path for inside in rows for row in inside)
@@ -29,7 +29,7 @@ def left_out(parts: Sequence[Part], families: Mapping[object, Sequence[int]]) ->
 
 
 def shortened(model: nn.Module, paths: Collection[str]) -> nn.Module:
-    """`model` without the modules at `paths`; it shares its parameters, and the others have the paths that they had.
+    """Returns `model` without the modules at `paths`; the other modules keep their paths and share their parameters.
 
     >>> short = shortened(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), ["1", "2"])
     >>> [path for path, _ in short.named_children()]

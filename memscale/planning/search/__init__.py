@@ -1,1 +1,1 @@
-"""The search: limits one below the other, the choices for them, and simulated steps of those that may be the answer."""
+"""The search for the fastest plan: choices of the solver for limits on a grid, and simulated steps of these choices."""

@@ -1,4 +1,4 @@
-"""What a search has shown: the step of a choice, simulated, and the fastest plan for a budget."""
+"""The results of a search: `Proven`, a choice with its simulated step, and `Found`, the fastest plan for a budget."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from memscale.simulation import Phase, Profile
 
 @dataclass(frozen=True, eq=False)
 class Proven:
-    """A choice and the profile of the step that it makes.
+    """A choice with the profile of its simulated step.
 
     Attributes:
-        costs, menu, always: of the search that found it.
-        assignment: the candidate of each part.
-        plan: its rules.
-        profile: of the simulated step.
-        held_bytes: [interval of the costs] the most that is held there, what was thought where the step never came.
-        part_seconds: [part] of the operators of each part's forward and backward, 0 of groups; last of what is outside.
+        costs, menu, always: the attributes of the search that made the choice.
+        assignment: the number of the candidate of each part.
+        plan: the rules of the assignment.
+        profile: the profile of the simulated step.
+        held_bytes: [interval of the costs] the most bytes held; the estimate at intervals that the step did not reach.
+        part_seconds: [part] seconds of the part's operators, forward and backward; 0 for groups. The last entry is for
+            the rest of the model.
     """
 
     costs: Costs
@@ -39,28 +40,33 @@ class Proven:
 
     @property
     def taken_bytes(self) -> int:
-        """What the device has to give."""
+        """Returns the bytes that the device must have free for the step."""
         return self.profile.taken_bytes
 
     @property
     def seconds(self) -> float:
-        """Of the simulated step."""
+        """Returns the seconds of the simulated step."""
         assert self.profile.step_seconds is not None, "the engine simulates on hardware with speeds"
         return self.profile.step_seconds
 
     @property
     def preference(self) -> tuple[float, int, int, int]:
-        """The less, the better: its time, and of as fast ones what it takes, how many rules it has, how much they do.
+        """Returns the sort key of choices, the best first: seconds, then bytes, rules, and the length of the plan.
 
-        Times are sums, which are equal to 12 digits where the order of their terms alone differs.
+        Seconds are rounded to 12 digits: sums of the same terms in different orders are equal to 12 digits.
         """
         return float(f"{self.seconds:.12g}"), self.taken_bytes, len(self.plan), len(repr(self.plan))
 
     def correct(self, chooser: Chooser, most_kept_bytes: int | None = None) -> None:
-        """Let the chooser know what this step took, with what the allocator kept beside, `most_kept_bytes` of it.
+        """Corrects the chooser by this step, including the bytes that the allocator reserves beyond the allocated.
 
-        Beside forward and backward: what it keeps while the optimizer steps is of blocks that these left. On top of an
-        update that no choice makes smaller it would rule out all that streams no parameters.
+        These bytes are added at forward and backward, not at the update: during the update, the allocator reserves
+        blocks that forward and backward left. Added to an update that no choice makes smaller, these bytes would rule
+        out all choices that stream no parameters.
+
+        Args:
+            chooser: the chooser to correct.
+            most_kept_bytes: the most of these bytes to add; None adds all.
         """
         kept = self.taken_bytes - self.profile.peak_bytes
         kept = kept if most_kept_bytes is None else min(kept, most_kept_bytes)
@@ -70,13 +76,13 @@ class Proven:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """The fastest plan that was found for a budget.
+    """The fastest plan found for a budget.
 
     Attributes:
-        proven: the plan.
-        bound_seconds: no choice that fits the budget is faster, as far as the costs add up, corrected by the steps that
-            were simulated.
-        simulations: the steps that were simulated to find it, but for the step as it is.
+        proven: the plan, with its simulated step.
+        bound_seconds: a lower bound of the seconds of all choices within the budget, by the sum of the costs, corrected
+            by simulated steps.
+        simulations: the number of simulated steps, without the step as it is.
     """
 
     proven: Proven
@@ -85,7 +91,7 @@ class Found:
 
 
 def fastest_of(found: Sequence[Found]) -> Found | None:
-    """The fastest of what several searches found for one budget, None if they found nothing."""
+    """Returns the fastest of the results of several searches for one budget; None for no results."""
     best = min((each.proven for each in found), key=lambda each: each.preference, default=None)
     if best is None:
         return None
@@ -93,6 +99,6 @@ def fastest_of(found: Sequence[Found]) -> Found | None:
 
 
 def smallest_of(found: Sequence[Found], enough_bytes: int = 0) -> Found:
-    """The smallest of what several searches found; of those that take no more than `enough_bytes` the fastest."""
+    """Returns the smallest of the results of several searches; the fastest of those with at most `enough_bytes`."""
     best = min((each.proven for each in found), key=lambda each: (max(each.taken_bytes, enough_bytes), each.seconds))
     return Found(best, best.seconds, sum(each.simulations for each in found))

@@ -38,59 +38,59 @@ from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Trials
 from memscale.simulation import Trace, analyse, attribute
 
-# Of the budget, for what a simulation may be off: 0.09 % at worst on models that it was never shown.
+# Share of the budget that a plan leaves free for errors of the simulation (at most 0.09 % on models outside the tests).
 _MARGIN = 1e-3
-# Simulated steps for one budget and one set of techniques.
+# The most simulated steps for one budget and one set of techniques, and for corrections of the result.
 _ROUNDS, _CORRECTIONS = 5, 2
-# Between a limit of the grid and the next; and how far below the limit that is aimed at a point of the grid may be, by
-# whether an allocator reserves segments, whose bytes go up and down from limit to limit.
+# `_STEP`: the share between two limits of the grid. `_RANGE`: how far below the wanted limit a grid point may be, by
+# whether an allocator reserves segments; reserved bytes go up and down from limit to limit.
 _STEP, _RANGE = 2e-3, {False: 0.0, True: 0.02}
-# A step that uses this share of the budget is the answer, unless the rest is worth the other share of its time.
+# A step that uses the share `_USED` of the budget is the answer, unless the rest may save the share `_WORTH` of time.
 _USED, _WORTH = 0.99, 0.01
-# A choice that is faster by less than this share is not simulated: the solver is as far from the best. Nor among other
-# techniques what is faster by less than the other share.
+# Share by which a choice must be estimated to be faster to be simulated: `_FASTER` (less is within the solver's gap),
+# and `_OTHERS` for a choice of another set of techniques.
 _FASTER, _OTHERS = 1e-3, 5e-3
-# Of the budget, or of the smallest step: what is thought to hold more does take more, by whether something moves, or
-# the costs may not add up at all, as where a forward runs a backward.
+# Multiple of the budget, or of the smallest step: a choice with a larger estimate is not simulated, by whether the
+# choice moves bytes, whose costs add up less exactly.
 _HARDLY = {False: 1.05, True: 1.25}
-# A smallest step that takes no more than this share of what was expected is the smallest; so often a faster choice that
-# takes as little is looked for.
+# `_LEAST`: a step that takes at most this multiple of the lower bound is the smallest. `_LOOKS`: the most simulations
+# that look for a faster choice with as few bytes.
 _LEAST, _LOOKS = 1.005, 3
-# Of the step as it is, what the allocator is thought to keep beside what is allocated, at most.
+# Share of the step as it is: the most that the allocator is estimated to reserve beyond the allocated bytes.
 _KEPT = 0.1
-# A step of very many operators (a model that loops over time in Python) takes minutes to simulate: of such few choices
-# are tried, counted in operators, since a limit in seconds would make the plan depend on the machine.
+# The most operators to simulate, and the fewest simulations in any case. A step of very many operators (a Python loop
+# over time) takes minutes to simulate. The limit counts operators: seconds would make plans depend on the machine.
 _MOST_OPERATORS, _FEWEST = 500_000, 2
 
-#: Simulates the step with these rules, with its update or without; of the model without the parts at these paths.
+#: Returns the trace of a step with rules, with or without its update, of the model without the parts at some paths.
 Simulate = Callable[[Rules, bool, frozenset[str]], Trace]
 _WHOLE: frozenset[str] = frozenset()
 
 
 def leaves_margin(taken_bytes: int, budget_bytes: int) -> bool:
-    """Whether a step that takes so much by its simulation fits the budget on a device, too."""
+    """Returns whether a simulated step of `taken_bytes` leaves the margin for the simulation's error free."""
     return taken_bytes <= int(budget_bytes * (1 - _MARGIN))
 
 
 class Search:
-    """The search among the candidates on a menu, on top of rules that every step has.
+    """A search among the candidates of a menu, in a step that has the rules `always`.
 
-    Its answers depend on its arguments and the budget, not on what it was asked before.
+    The answer for a budget depends on the arguments and the budget, not on earlier calls.
 
     Args:
-        model: to plan.
-        simulate: its step with rules.
-        menu: what may be chosen.
-        always: the rules that every step has; candidates come inside them.
-        link: between the device and the tier below; None if nothing moves.
-        plain: the step with `always`, if that is known already.
-        trials: what another search of this step has tried.
+        model: the model to plan.
+        simulate: returns the trace of the step with rules.
+        menu: the menu of candidates.
+        always: the rules that every step has; candidates compose inside these rules.
+        link: the link between the device and the tier below; None if no candidate may move bytes.
+        plain: the trace of the step with `always`; None simulates the step.
+        trials: the trials of another search of this step.
         loop_share: see `memscale.planning.stepping.loop_share`.
 
     Attributes:
-        menu, always: as given.
-        patience: at most so many simulations for trials, and so many for the choices of each search.
-        notes: what is not known for want of it.
+        menu, always: the arguments.
+        patience: the most simulations for trials, and the most simulations for the choices of each search.
+        notes: the limits of a search that `patience` cut short.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class Search:
         self._trial_steps = 0
         self._small: dict[tuple[frozenset[str], int], dict[Assignment, Proven]] = {}
 
-    # -- what is chosen among ------------------------------------------------------------------------------------------
+    # -- parts, costs and inner searches -------------------------------------------------------------------------------
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """What is decided about."""
+        """Returns the parts to decide about."""
         return parts_of(self._model, self.plain, tiles=self.menu.tiles)
 
     @functools.cached_property
     def costs(self) -> Costs:
-        """Of all candidates, from simulated steps."""
+        """Returns the costs of all candidates, from simulated steps."""
         menus: list[tuple[Candidate, ...]] = []
         by_family: dict[object, tuple[Candidate, ...]] = {}
         for part in self.parts:
@@ -150,7 +150,8 @@ class Search:
             inside = [self.parts[row].path for row in group.members if row < len(self.parts)]
             return self.menu.for_group(group, inside, self.plain)
 
-        # Trials of a search that was stopped on the way are made again: with others beside them they show other costs.
+        # A stopped search leaves no trials: resumed among fewer candidates, the trials would be in other steps and show
+        # other costs.
         most, trials, self._trial_steps = self.patience, dict(self._trials), 0
         found = measured_costs(self.plain, self.parts, menus, simulate, trials, most=most, loop_share=self._loop_share)
         if most >= _ROUNDS:
@@ -161,20 +162,21 @@ class Search:
 
     @property
     def trials(self) -> Trials:
-        """What was tried."""
+        """Returns the trials of all candidates."""
         assert self.costs, "costs are found by trials"
         return self._trials
 
     @property
     def shown(self) -> list[Proven]:
-        """All choices whose steps were simulated, also by the searches inside it."""
+        """Returns all choices whose steps were simulated, including those of `uncut` and `finer`."""
         inner = [each for name in ("uncut", "finer") if (each := vars(self).get(name)) is not None]
         return [*self._proofs.values(), *(proven for each in inner for proven in each.shown)]
 
     @functools.cached_property
     def uncut(self) -> Search | None:
-        """The search among what does not cut rows, if that takes the model apart in another way: where a loss head may
-        be cut, what is around it is no part.
+        """Returns the search without `tile`, if the model's parts differ without `tile`; else None.
+
+        The parts differ because a module around a tiled loss head is not a part.
         """
         own, others = ([part.path for part in each] for each in (self.parts, parts_of(self._model, self.plain)))
         if not self.menu.tiles or self.patience < _ROUNDS or own == others:
@@ -183,7 +185,7 @@ class Search:
 
     @functools.cached_property
     def finer(self) -> Search | None:
-        """The search with candidates that cut finer; None where there are none."""
+        """Returns the search with more chunks per tile; None if no part has such candidates."""
         menu = dataclasses.replace(self.menu, fine=True)
         if self.patience < _ROUNDS or all(
             len(menu.for_part(part, self.plain)) == len(self.menu.for_part(part, self.plain)) for part in self.parts
@@ -192,7 +194,7 @@ class Search:
         return self._other(menu, self.trials)
 
     def _other(self, menu: Menu, trials: Trials | None) -> Search:
-        """The search of the same step for another menu."""
+        """Returns the search of the same step for another menu."""
         return Search(
             self._model,
             self._simulate,
@@ -206,8 +208,10 @@ class Search:
 
     @functools.cached_property
     def _sets(self) -> list[frozenset[str]]:
-        """The sets of techniques to choose among, one after the other: those that move nothing, all, and all without
-        groups. What many do together is not always what their costs add up to, and moves add up least.
+        """Returns the sets of techniques to search one after the other: without moves, all, and all without groups.
+
+        A set with moves or groups may miss the best plan of a smaller set, since costs of moves and groups add up less
+        exactly.
         """
         there = frozenset(each for menu in self.costs.candidates for candidate in menu for each in candidate.techniques)
         grouped = GROUPED if self.costs.groups else frozenset()
@@ -217,8 +221,11 @@ class Search:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def fastest(self, budget_bytes: int, below_seconds: float = np.inf) -> Found | None:
-        """The fastest plan whose step takes at most `budget_bytes`, None if none was found; if there is another one
-        that takes `below_seconds`, none that is not faster is looked for.
+        """Returns the fastest plan found whose step takes at most `budget_bytes`; None if none was found.
+
+        Args:
+            budget_bytes: bytes that the step may take.
+            below_seconds: the seconds of a plan that is known; only faster plans are searched.
         """
         safe_bytes = int(budget_bytes * (1 - _MARGIN))
         tried = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
@@ -242,10 +249,10 @@ class Search:
                 tried[alike] = self.prove(alike)
         self._correct(safe_bytes, tried, below_seconds)
         found: list[Found] = []
-        # Where nothing leaves the margin, what fits without it is better than nothing.
+        # If no plan leaves the margin free, a plan that fits without the margin is the answer.
         for most in (safe_bytes, budget_bytes):
             if not found and (best := _best(tried.values(), most)):
-                # A step that is faster than its costs add up to shows what they are worth as a bound.
+                # A simulated step that is faster than the bound of the costs refutes the bound.
                 found.append(Found(best, min([best.seconds, *bounds]), self._trial_steps + len(tried)))
         if not found and below_seconds == np.inf and self.finer is not None:
             found += filter(None, [self.finer.fastest(budget_bytes)])
@@ -255,11 +262,12 @@ class Search:
         return fastest_of(found)
 
     def smallest(self, floor_bytes: int = 0, enough_bytes: int = 0) -> Found:
-        """The plan with the least peak; one that holds `floor_bytes`, which all do, is it. Of those that take no more
-        than `enough_bytes` the fastest.
+        """Returns the plan with the smallest peak.
 
-        What an allocator keeps beside that differs by a few percent from plan to plan, and is not what is looked for
-        where the floor is told.
+        Args:
+            floor_bytes: a lower bound of the allocated bytes of all plans: the search ends at a plan that reaches the
+                bound, even if another plan may reserve a few percent less.
+            enough_bytes: of the plans that take at most so many bytes, the fastest is returned.
         """
         tried: dict[Assignment, Proven] = {}
         for among in self._sets:
@@ -281,13 +289,14 @@ class Search:
         return smallest_of(found, enough_bytes)
 
     def least(self) -> Proven:
-        """The choice that is thought to take the least, without those that move more than it must: one simulation,
-        where `smallest` takes many.
+        """Returns the choice with the smallest estimated peak of the first set of techniques, by one simulation.
+
+        The first set is the one without moves; `smallest` takes many simulations.
         """
         return self.prove(self._least(self._sets[0]).assignment)
 
     def prove(self, assignment: Assignment) -> Proven:
-        """The step under an assignment, simulated."""
+        """Returns an assignment with its simulated step."""
         if assignment not in self._proofs:
             step = self._whole(assignment)
             found = attribute(step, self.costs.paths)
@@ -305,26 +314,26 @@ class Search:
             )
         return self._proofs[assignment]
 
-    # -- how they are found --------------------------------------------------------------------------------------------
+    # -- how answers are found -----------------------------------------------------------------------------------------
 
     def _descend(
         self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], below: float
     ) -> list[float]:
-        """Simulate choices among these techniques for a budget, and add them to `tried`.
+        """Simulates choices among these techniques for a budget, and adds the simulated steps to `tried`.
 
         Args:
             among: the techniques.
-            safe_bytes: what a step may take.
-            tried: the steps for this budget.
-            below: the time of a step that is known besides; what is not thought to be faster is not simulated.
+            safe_bytes: bytes that a step may take.
+            tried: the simulated steps for this budget.
+            below: the seconds of a known step; only choices with a smaller estimate are simulated.
 
         Returns:
-            The time that no choice is below, as far as is thought; nothing if none was found to fit.
+            A list with the lower bound, in seconds, of all choices that fit; empty if no choice was found to fit.
         """
         chooser, bound = self._chooser, list[float]()
         rounds, late = min(self.patience, _ROUNDS), math.inf
         over, fits = -1, self._last(among) + 1
-        # What the step nearest to the budget holds beside what was thought, the first choice may, too.
+        # The first aim: the estimate of the step nearest to the budget is assumed to be wrong by the same factor.
         near = min(tried.values(), key=lambda each: abs(each.taken_bytes - safe_bytes))
         aim, width = safe_bytes * chooser.held_bytes(near.assignment) / near.taken_bytes, _RANGE[self._reserves]
 
@@ -347,7 +356,7 @@ class Search:
                 if fits > self._last(among):
                     at = fits - 1
                 elif over < 0 or not self._reserves:
-                    break  # what is left is thought to take more
+                    break  # the choices that are left have larger estimates
             at = _coarsest(over, fits) if at is None else at
             assert at is not None, "there are limits between"
             choice = self._choice(at, among)
@@ -361,13 +370,13 @@ class Search:
             aim = safe_bytes * held / found.taken_bytes
             if found.taken_bytes <= safe_bytes:
                 fits, bound = at, [choice.bound]
-                aim *= 1 + width  # the next choice may come out smaller than thought by as much
+                aim *= 1 + width  # the next choice may be smaller than its estimate by `width`
                 rest = self._choice(max(over + 1, self._at(aim)), among).assignment
                 worth = 1 - chooser.seconds(rest) / chooser.seconds(choice.assignment)
                 if worth < (_WORTH if found.taken_bytes >= _USED * safe_bytes else _FASTER):
                     break
                 continue
-            over = max(at, self._at(held) - 1)  # down to there the choice is the same
+            over = max(at, self._at(held) - 1)  # limits down to `held` have the same choice
             form = chooser.uniform(choice.assignment, among)
             if form not in tried and chooser.held_bytes(form) < held and is_faster(form):
                 prove(form)
@@ -375,7 +384,7 @@ class Search:
         return bound
 
     def _correct(self, safe_bytes: int, tried: dict[Assignment, Proven], below: float) -> None:
-        """Simulate choices by the costs as the fastest step that fits corrects them, as long as they are faster."""
+        """Simulates choices by the costs that the fastest fitting step corrects, while the choices are faster."""
         for _ in range(min(self.patience, _CORRECTIONS)):
             if (best := _best(tried.values(), safe_bytes)) is None:
                 return
@@ -390,27 +399,27 @@ class Search:
 
     @property
     def _reserves(self) -> bool:
-        """Whether the device's allocator reserves memory in segments."""
+        """Returns whether the device's allocator reserves memory in segments."""
         return self.prove(self.costs.as_it_is).profile.reserved_peak_bytes is not None
 
     @functools.cached_property
     def _chooser(self) -> Chooser:
-        """One that knows of the step as it is."""
+        """Returns the chooser that is corrected by the step as it is."""
         return self._new_chooser()
 
     def _new_chooser(self) -> Chooser:
         chooser, as_it_is = Chooser(self.costs, self._link), self.prove(self.costs.as_it_is)
-        # What an allocator keeps beside the largest tensors says little of steps that do without them.
+        # Bytes reserved beyond the allocated are capped: they are due to large tensors, which planned steps may lack.
         as_it_is.correct(chooser, int(_KEPT * as_it_is.taken_bytes))
         return chooser
 
     def _at(self, limit_bytes: float) -> int:
-        """The number of the first limit of the grid of no more than these bytes."""
+        """Returns the number of the first grid limit that is at most `limit_bytes`."""
         most_bytes = self.prove(self.costs.as_it_is).taken_bytes
         return max(0, math.ceil(math.log(max(1, limit_bytes) / most_bytes) / math.log(1 - _STEP) - 1e-9))
 
     def _last(self, among: frozenset[str]) -> int:
-        """The number of the last limit that has a choice."""
+        """Returns the number of the last grid limit for which a choice exists."""
         return max(0, self._at(self._chooser.held_bytes(self._least(among).assignment)) - 1)
 
     def _least(self, among: frozenset[str]) -> Choice:
@@ -421,14 +430,14 @@ class Search:
         return found
 
     def _choice(self, at: int, among: frozenset[str]) -> Choice:
-        """The fastest choice that is thought to hold no more than a limit."""
+        """Returns the fastest choice whose estimate is at most the grid limit number `at`."""
         if (among, at) not in self._choices:
             limit_bytes = self.prove(self.costs.as_it_is).taken_bytes * (1 + 1e-9) * (1 - _STEP) ** at
             self._choices[among, at] = self._chooser.fastest(limit_bytes, among)
-        return self._choices[among, at] or self._least(among)  # the solver gave up
+        return self._choices[among, at] or self._least(among)  # None: the solver found no choice
 
     def _small_ones(self, among: frozenset[str], floor_bytes: int = 0) -> dict[Assignment, Proven]:
-        """Small plans of these techniques: choose what takes least and simulate, until a step is what was expected."""
+        """Returns small plans of these techniques: chosen and simulated until a step is near its lower bound."""
         if (among, floor_bytes) not in self._small:
             chooser, tried = self._new_chooser(), {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
             for _ in range(min(self.patience, _ROUNDS)):
@@ -441,7 +450,7 @@ class Search:
                 found.correct(chooser)
                 if found.taken_bytes <= _LEAST * choice.bound:
                     break
-            # Many choices may hold as little: of these the fastest.
+            # Many choices may hold as few bytes: look for a faster one.
             for _ in range(min(self.patience, _LOOKS)):
                 least = min(tried.values(), key=lambda each: each.taken_bytes)
                 faster = chooser.fastest(least.taken_bytes, among)
@@ -454,16 +463,16 @@ class Search:
 
     @functools.cached_property
     def _alike(self) -> list[Assignment]:
-        """Choices with one candidate for all blocks that have it, as one would write by hand.
+        """Returns the choices with one candidate for all blocks, as a plan by hand would have.
 
-        What many do to the link and to an allocator is least like what one does that is tried beside others: a plan for
-        an EfficientNet took 1.36 of the time of one that offloads and checkpoints each block.
+        The costs of one block's trial say little about the waits for the link, and the fragmentation, when all blocks
+        have the candidate: such choices may be faster than their estimate.
         """
         paths = self.costs.paths
         rows = Counter(map(template, paths))
         blocks = [row for row, path in enumerate(paths) if rows[template(path)] > 1]
         kinds = dict.fromkeys(each for row in blocks for each in self.costs.candidates[row][1:])
-        if self._link is not None and self._link.cap_bytes is not None:  # only the solver counts that
+        if self._link is not None and self._link.cap_bytes is not None:  # only the solver observes the cap
             kinds = {each: None for each in kinds if not each.techniques & MOVES}
         return [
             tuple(
@@ -479,7 +488,7 @@ class Search:
         return self._simulate(self._with(self.costs.rules(assignment)), True, _WHOLE)
 
     def _with(self, rules: Rules) -> Rules:
-        # A later rule composes outside an earlier one.
+        # A later rule composes outside an earlier rule: `always` is outermost.
         return (*rules, *self.always)
 
 
@@ -489,14 +498,14 @@ def _best(found: Iterable[Proven], most_bytes: int) -> Proven | None:
 
 
 def _reaches(found: Iterable[Proven], floor_bytes: int) -> bool:
-    """Whether one of these holds no more than what every step does."""
+    """Returns whether one of the steps holds about `floor_bytes`, the lower bound of all steps."""
     return any(
         max(each.profile.first_step_peak_bytes, each.profile.peak_bytes) <= _LEAST * floor_bytes for each in found
     )
 
 
 def _coarsest(low: int, high: int) -> int | None:
-    """Of the numbers between two, both exclusive, the one that most powers of two divide; None without one.
+    """Returns the number between `low` and `high`, both exclusive, with the most factors of two; None if none exists.
 
     >>> _coarsest(64, 100), _coarsest(70, 100), _coarsest(96, 98), _coarsest(96, 97)
     (96, 96, 97, None)

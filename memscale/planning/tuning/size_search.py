@@ -52,7 +52,7 @@ class ModelStep:
 
 
 class SizeSearch:
-    """One search for the best size, with all that its simulations have shown.
+    """A search for the best size, with the results of its simulations.
 
     Args:
         own: the step that is tuned.
