@@ -71,9 +71,9 @@ class Refusal:
         nbytes = best.taken_bytes
         if said:
             fits = ", which fits" if nbytes <= limit else ""
-            told, *_ = format_unlike(nbytes, smallest.taken_bytes, limit)
+            lowered, *_ = format_unlike(nbytes, smallest.taken_bytes, limit)
             lines.append(
-                f"beside its plan {' and '.join(map(str, said))} would lower it to {told} ({nbytes} bytes){fits}"
+                f"beside its plan {' and '.join(map(str, said))} would lower it to {lowered} ({nbytes} bytes){fits}"
             )
         states = smallest.profile.by_category.get("optimizer state", 0)
         lighter = ", or an optimizer with less state" if states else ""

@@ -19,7 +19,7 @@ from memscale.transforms import cast, checkpoint, offload, tile
 
 # Chunks of a loss head that is tiled by name: an eighth of the logits seldom decides the peak.
 _CHUNKS = 8
-_TOLD = 3  # transforms in a summary
+_MOST_NAMED = 3  # transforms in a summary
 
 Rules = Mapping[str, Transform]
 
@@ -63,11 +63,11 @@ def summary(plan: Plan) -> str:
     paths: dict[str, list[str]] = {}
     for rule in plan:
         paths.setdefault(repr(rule.transform), []).append(rule.pattern or "the whole model")
-    told = [
+    phrases = [
         f"{how} on {where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}"
-        for how, where in itertools.islice(paths.items(), _TOLD)
+        for how, where in itertools.islice(paths.items(), _MOST_NAMED)
     ]
-    return ", ".join(told) + (f", {len(paths) - _TOLD} other transforms" if len(paths) > _TOLD else "")
+    return ", ".join(phrases) + (f", {len(paths) - _MOST_NAMED} other transforms" if len(paths) > _MOST_NAMED else "")
 
 
 def split(batch: Any, parts: int) -> Any | None:

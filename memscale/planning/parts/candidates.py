@@ -53,7 +53,7 @@ _ROW_BY_ROW = frozenset(
 )
 
 # The most modules in a part that a candidate's text names; of more modules the text has the number.
-_TOLD = 2
+_MOST_NAMED = 2
 
 Rules = tuple[tuple[str, Transform], ...]
 
@@ -86,16 +86,16 @@ class Candidate:
     def __str__(self) -> str:
         if not self.rules:
             return "as it is"
-        told = []
+        phrases = []
         for (how, within), rules in itertools.groupby(self.rules, lambda rule: (rule[1], bool(rule[0]))):
             paths = [inside for inside, _ in rules]
-            many = len(paths) > _TOLD
-            told += (
+            many = len(paths) > _MOST_NAMED
+            phrases += (
                 [f"{how!r} on {each}" for each in ([f"{len(paths)} modules in it"] if many else paths)]
                 if within
                 else [repr(how)]
             )
-        return ", ".join(told)
+        return ", ".join(phrases)
 
 
 AS_IT_IS = Candidate()

@@ -25,7 +25,7 @@ class PredictedStep:
         allowed: the transforms that a recommended plan may use; None for every exact transform.
         target: the device of the prediction.
         progress: called before each simulation, see `Progress`; None for no reports.
-        told: the number of simulations of this prediction that were reported.
+        reported: the number of simulations of this prediction that were reported.
     """
 
     step: TrainingStep
@@ -34,7 +34,7 @@ class PredictedStep:
     allowed: Config | None
     target: Target
     progress: Progress | None
-    told: int = 0
+    reported: int = 0
 
     @property
     def hardware(self) -> Hardware:
@@ -65,8 +65,8 @@ class PredictedStep:
 
     def next(self, what: str, total: int | None = None) -> None:
         """Reports that the next simulation begins, and counts the report."""
-        self.say(what, self.told, total)
-        self.told += 1
+        self.say(what, self.reported, total)
+        self.reported += 1
 
     def say(self, what: str, done: int, total: int | None) -> None:
         """Reports a simulation of `what` to `progress`, with the numbers of simulations done and in total."""

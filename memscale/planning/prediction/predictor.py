@@ -134,7 +134,7 @@ class OOMPredictor:
             RuntimeUnavailable: the step can be neither simulated nor run on this machine.
         """
         capacity_bytes = self._capacity_bytes(budget)
-        self._step.told = 0
+        self._step.reported = 0
         self._step.next("the step as it is", None if recommend is not False else 1)
         profile = self._step.profile(batch, capacity_bytes)
         prediction = OOMPrediction(profile, capacity_bytes)

@@ -78,8 +78,8 @@ class _Remedies:
             if not any("cast" in repr(how) for _, how in own):
                 whole = Plan([*own, *casting.items()])
                 scaled = narrow_dtype(step.hardware) is torch.float16
-                told = f"{summary(Plan(casting))}{', and scale the loss (LossScale)' if scaled else ''}"
-                self._try("cast()", lambda: self._simulated(told, whole))
+                action = f"{summary(Plan(casting))}{', and scale the loss (LossScale)' if scaled else ''}"
+                self._try("cast()", lambda: self._simulated(action, whole))
         in_parts = split(self._batch, 2) is not None
         if in_parts:
             self._try("accumulate gradients", lambda: self._in_parts(None))

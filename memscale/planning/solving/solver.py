@@ -68,7 +68,7 @@ class Chooser:
 
     Attributes:
         moving_scale: the ratio of the waits for moves in the last simulated step to the estimated waits.
-        beside_bytes: [candidate of the rest of the model, interval] bytes that simulated steps held in addition to the
+        extra_bytes: [candidate of the rest of the model, interval] bytes that simulated steps held in addition to the
             sum of the costs. A choice has exactly one candidate for the rest, and thus exactly one correction.
     """
 
@@ -103,7 +103,7 @@ class Chooser:
         self._window = np.array([[effect.forward_seconds, effect.backward_seconds] for effect in flat]).T
         self._unit = max(costs.seconds(costs.as_it_is), 1e-12)
         self.moving_scale = 1.0
-        self.beside_bytes = np.zeros((len(self.costs.effects[-1]), len(self.costs.intervals)))
+        self.extra_bytes = np.zeros((len(self.costs.effects[-1]), len(self.costs.intervals)))
         self._shown: set[int] = set()
         self._operators = np.array(
             [effect.forward_seconds + effect.backward_seconds for menu in self.costs.effects for effect in menu]
@@ -155,8 +155,8 @@ class Chooser:
         """
         self._shown.add(assignment[-1])
         # A candidate for the rest of the model that no step has shown yet gets the correction of this step.
-        for number in {*range(len(self.beside_bytes)), assignment[-1]} - (self._shown - {assignment[-1]}):
-            self.beside_bytes[number] = held_bytes - self.costs.held_bytes(assignment)
+        for number in {*range(len(self.extra_bytes)), assignment[-1]} - (self._shown - {assignment[-1]}):
+            self.extra_bytes[number] = held_bytes - self.costs.held_bytes(assignment)
         columns = self._columns(assignment)
         if thought := float(self._moving[columns].sum()) + self._lacks_seconds(columns):
             shown = step_seconds - float(part_seconds.sum()) - self.costs.fixed_seconds
@@ -250,7 +250,7 @@ class Chooser:
     def _held_now(self) -> Floats:
         """Returns [candidate, interval] the corrected bytes that the candidate holds, in MiB."""
         held = self._held.copy()
-        held[self._offsets[-2] :] += self.beside_bytes / _MIB
+        held[self._offsets[-2] :] += self.extra_bytes / _MIB
         return held
 
     def _relaxed(
@@ -265,15 +265,15 @@ class Chooser:
         unit = 1.0 if least else self._unit
         # One column in addition to the binaries: the peak in MiB, or the wait for the shared link.
         lacks = [] if least else [each / unit for each in self._link_seconds()]
-        beside = [1.0] if least else [self.moving_scale] if lacks else []
-        upper = np.r_[self._allowed(among), np.full(len(beside), np.inf)]
-        program = Program(np.r_[cost / unit, beside], upper)
+        extra = [1.0] if least else [self.moving_scale] if lacks else []
+        upper = np.r_[self._allowed(among), np.full(len(extra), np.inf)]
+        program = Program(np.r_[cost / unit, extra], upper)
         for each in lacks:
             program.add_row(-np.inf, 0.0, np.arange(columns + 1), np.r_[each, -1.0])
         for low, high in zip(self._offsets, self._offsets[1:], strict=False):
             program.add_row(1.0, 1.0, np.arange(low, high), np.ones(high - low))
         held = self._held_now().T
-        rows = [held, np.full((len(held), len(beside)), -1.0 if least else 0.0)]
+        rows = [held, np.full((len(held), len(extra)), -1.0 if least else 0.0)]
         if self._together.any():
             self._add_streaming(program)
             rows.append(-self._together[:, None])
@@ -295,7 +295,7 @@ class Chooser:
             return None
         columns, allowed, unit = len(cost), self._allowed(among), self._unit
         relaxed, bound = program.values[:columns], program.bound
-        search, free = self._beside_groups(relaxed, allowed)
+        search, free = self._outside_groups(relaxed, allowed)
         quick = None if limit is None else search.rounded(relaxed, limit, free)
         if limit is not None and quick is not None:
             quick = search.in_order(search.polished(quick, limit, free), limit)
@@ -315,7 +315,7 @@ class Chooser:
         assignment = self._most(values)
         if limit is None:
             return Choice(assignment, bound * _MIB)
-        search, free = self._beside_groups(values, allowed)
+        search, free = self._outside_groups(values, allowed)
         polished = search.in_order(search.polished(assignment, limit, free), limit)
         return Choice(polished, bound * unit + self.costs.fixed_seconds)
 
@@ -325,7 +325,7 @@ class Chooser:
             int(np.argmax(values[low:high])) for low, high in zip(self._offsets, self._offsets[1:], strict=False)
         )
 
-    def _beside_groups(self, values: Floats, allowed: Floats) -> tuple[LocalSearch, Floats]:
+    def _outside_groups(self, values: Floats, allowed: Floats) -> tuple[LocalSearch, Floats]:
         """Returns the local search outside the groups that `values` choose, and [candidate] 1 if it may be chosen.
 
         Groups, and members of chosen groups, keep the candidate that `values` choose.

@@ -230,9 +230,9 @@ def _effect(
     number, source_number = (OUTSIDE if each == len(base.held_bytes) - 1 else each for each in (row, source))
     mine = found.held_bytes[source] + _owed(base, found, source, tried)
     matches = _matches(base.intervals, found.intervals, number, source_number, mine)
-    beside = _beside(base, row, source, number, source_number)
+    extra = _extra_bytes(base, row, source, number, source_number)
     if moves:  # bytes that the source holds more as it is may be moved away: the difference is at least 0
-        beside = np.maximum(0, beside)
+        extra = np.maximum(0, extra)
     # Only small parameters of a streamed part stay on the device, with their states and updates.
     parameters_bytes = int(base.parameters_bytes[row])
     stays = min(1.0, found.parameters_bytes[source] / parameters_bytes) if parameters_bytes else 1.0
@@ -243,7 +243,7 @@ def _effect(
         elif match is None:  # before its forward and after its backward a part holds the same under any candidate
             held[at] = int(stays * base.held_bytes[row, at])
         else:
-            held[at] = max(0, mine[match] + beside[at])
+            held[at] = max(0, mine[match] + extra[at])
             if found is not base:
                 held[at] += int(stays * base.states_bytes[row]) - found.states_bytes[source]
         # Each part has the slack of its own intervals, and the rest of the model has the slack of those outside.
@@ -266,7 +266,7 @@ def _no_faster(effect: Effect, as_it_is: Effect) -> Effect:
     )
 
 
-def _beside(base: Attribution, row: int, source: int, number: int, source_number: int) -> Bytes:
+def _extra_bytes(base: Attribution, row: int, source: int, number: int, source_number: int) -> Bytes:
     """Returns [interval] the bytes of the part in `row` less those of the alike part `source`, both as they are.
 
     Alike parts differ a little at their borders, under any candidate: the input of the first block, for example, may be

@@ -129,11 +129,11 @@ class AutoTuner:
             raise ConfigError(f"tune(count={count!r}) must be a function from a batch to a number, or None")
         usable_bytes = self.hardware.usable_bytes
         limit = min(usable_bytes, budget_bytes(1 - LEFT_FREE if budget is None else budget, usable_bytes))
-        told = limited(self._progress, seconds)
+        progress = limited(self._progress, seconds)
 
         def say(what: str, done: int) -> None:
-            if told is not None:
-                told(what, done, None)
+            if progress is not None:
+                progress(what, done, None)
 
         search = SizeSearch(self._step, say, batch_fn, objective, limit, at_least, at_most, count)
         found = search.best()
