@@ -13,11 +13,11 @@ from memscale.algebra import Plan, Transform, is_transformed
 from memscale.config import Config, check_config
 from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_unlike
 from memscale.hardware import Hardware, knows_copies, narrow_dtype
-from memscale.planning.beside import lighter_update
 from memscale.planning.evidence.curve import Frontier, Point
 from memscale.planning.evidence.decisions import decisions_of, rejected_of, trace_of
 from memscale.planning.evidence.evidence import Decision, Evidence, Figures
 from memscale.planning.evidence.proven import ProvenPlan
+from memscale.planning.extra_remedies import lighter_update
 from memscale.planning.fingerprint import fingerprint, planner
 from memscale.planning.gains import gain_of_rounding, room_of_loop
 from memscale.planning.parts.candidates import Candidate, Menu, Rules

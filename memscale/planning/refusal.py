@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from memscale.config import Config
 from memscale.core import Argument, BudgetError, format_unlike
-from memscale.planning.beside import Setting, beside
+from memscale.planning.extra_remedies import Setting, extra_remedies
 from memscale.planning.parts.globs import with_globs
 from memscale.planning.search.found import Proven
 from memscale.planning.search.search import Search
@@ -67,7 +67,7 @@ class Refusal:
             for argument, nbytes in lower
         ]
         own = Setting(smallest.plan, self.steps.step.parallel)
-        *_, (said, best) = beside(own, smallest.profile, limit, self.steps.other, step=self.steps.step)
+        *_, (said, best) = extra_remedies(own, smallest.profile, limit, self.steps.other, step=self.steps.step)
         nbytes = best.taken_bytes
         if said:
             fits = ", which fits" if nbytes <= limit else ""

@@ -145,9 +145,8 @@ class Menu:
         ]
         pieces = self._tile(self._pieces)
         together = self._together(part.module, part.path, step) if may_cut else ()
-        # Tiles within a recompute run many small kernels, which a GPU's host launches too slowly; and a mix of tiled
-        # and other blocks fragments the allocator's memory. On a GPU these candidates are for steps that fit no other
-        # way.
+        # On a GPU the host launches the many small kernels of tiles within a recompute too slowly, and a mix of tiled
+        # and other blocks fragments the allocator's memory: these candidates are for steps that fit no other way.
         deep = self.fine or step.hardware.device_type == "cpu"
         operators = operators_of(step, part.path)
         # The output of fused attention is the best tensor to keep: few bytes for much time. Attention without a fused

@@ -12,8 +12,8 @@ from torch import nn
 from memscale.algebra import Plan
 from memscale.core import MemscaleError
 from memscale.hardware import narrow_dtype
-from memscale.planning.beside import Setting, beside
 from memscale.planning.engine import LEFT_FREE, DecisionEngine, allowed
+from memscale.planning.extra_remedies import Setting, extra_remedies
 from memscale.planning.prediction.predicted_step import PredictedStep
 from memscale.planning.prediction.prediction import OOMPrediction, Recommendation
 from memscale.planning.remedies import optimizer_options, other_loops, shorthands, split, summary
@@ -108,7 +108,7 @@ class _Remedies:
         profile = simulate(rules, step.step.parallel)
         best: Recommendation | None = None
         try:
-            for said, found in beside(own, profile, self._limit, simulate, step=step.step):
+            for said, found in extra_remedies(own, profile, self._limit, simulate, step=step.step):
                 action = summary(rules) + (f", with {' and '.join(map(str, said))}" if said else "")
                 best = Recommendation(
                     action,

@@ -44,7 +44,7 @@ class Setting:
     said: tuple[Argument, ...] = ()
 
 
-def beside(
+def extra_remedies(
     setting: Setting, profile: Profile, limit: int, simulate: Simulate, *, step: TrainingStep
 ) -> Iterator[tuple[tuple[Argument, ...], Profile]]:
     """Yields the remedies that lower the peak of `setting` towards `limit`, with the profile of each changed step.
