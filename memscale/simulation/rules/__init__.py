@@ -1,1 +1,1 @@
-"""What is known of PyTorch's operators: one rule each, by families."""
+"""The rules of PyTorch's operators: one `OpRule` each, a file for each family of operators."""

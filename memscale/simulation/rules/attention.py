@@ -1,4 +1,4 @@
-"""What CUDA's attention kernels do with the allocator while they run."""
+"""The rules of CUDA's attention kernels: their allocations while they run, and their times."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _by_its_traffic(times: float) -> Callable[[Sequence[Any], Work, CardTraits],
 
 
 def _cudnns(before: float, since: float, query: int) -> Time:
-    """Of cuDNN's, which works on rows of so many tokens since Hopper."""
+    """Return the time of a kernel of cuDNN, which since Hopper pads the tokens of argument `query` to whole blocks."""
     usual = share(before, since)
 
     def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:

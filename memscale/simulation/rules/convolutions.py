@@ -1,4 +1,4 @@
-"""What a convolution does with the allocator on a CUDA device."""
+"""The rules of convolutions on a CUDA device: their allocations while they run, and their times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from memscale.simulation.rules.times import in_halves
 
 
 def _in_one_format(*images: torch.Tensor) -> list[int]:
-    """What it takes to bring images and kernels into one format: channels last if one of them has it.
+    """Return the bytes of the copies of `images` (and kernels) in one format: channels last if one of them has it.
 
     Source: ``cudnn_conv_suggest_memory_format`` in aten/src/ATen/native/ConvUtils.h.
     """
@@ -42,9 +42,9 @@ def _in_one_format(*images: torch.Tensor) -> list[int]:
 
 
 def _as_forward_had(grad: torch.Tensor, image: torch.Tensor, kernel: torch.Tensor, *, with_weight: bool) -> list[int]:
-    """What it takes to bring the image, which only the weight's gradient reads, and then the gradient into one format.
+    """Return the bytes of the copies of the image and of the gradient in the format of the forward pass.
 
-    That is the one of forward: a gradient that lies otherwise, after a permute, is copied.
+    The image is copied only for the weight's gradient; a gradient in another format, as after a permute, is copied.
 
     Source: ``determine_backend_memory_format`` in aten/src/ATen/native/Convolution.cpp.
     """
@@ -200,7 +200,13 @@ def _groups_backward(args: Sequence[Any], columns: int) -> Program:
 
 
 class _Shares(NamedTuple):
-    """Of a rate of products, what the result, the gradient of the image and that of the weight reach."""
+    """The shares of the rate of matrix products that the three kernels of a convolution reach.
+
+    Attributes:
+        result: the share of the forward pass.
+        image: the share of the gradient of the image.
+        weight: the share of the gradient of the weight.
+    """
 
     result: float
     image: float
@@ -218,7 +224,7 @@ _OF_LAST_GROUPS = _Shares(0.2, 0.1, 0.2), _Shares(0.1, 0.09, 0.007)
 
 
 def _time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
-    """As much arithmetic as takes its time at the rate of products.
+    """Return `work` with as many FLOPs as take the convolution's time at the rate of matrix products.
 
     >>> image, kernel = torch.empty(64, 96, 56, 56, device="meta"), torch.empty(96, 1, 7, 7, device="meta")
     >>> call = (image, kernel, None, [1, 1], [3, 3], [1, 1], False, [0, 0], 96)

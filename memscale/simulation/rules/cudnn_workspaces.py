@@ -1,9 +1,9 @@
-"""What cuDNN takes for a convolution: copies of its tensors in the layout that tensor cores read.
+"""The workspace bytes of cuDNN's convolutions: copies of the tensors in the layout that tensor cores read.
 
-No source says it. The rules below were read off 297 convolutions on an H100 (cuDNN 9.19, torch 2.11, heuristics, not
+No source states these. The rules follow 297 convolutions on an H100 (cuDNN 9.19, torch 2.11, heuristics, without
 ``torch.backends.cudnn.benchmark``): `benchmarks/results/convolutions-h100.json`, by `benchmarks/bench_operators.py`.
-Where heuristics choose between kernels with and without copies, the rules say with: a plan that keeps to its budget
-must not count on luck.
+Where cuDNN's heuristics choose between kernels with and without copies, the rules assume copies, so that a plan keeps
+its budget in either case.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _FEW_CHANNELS = 4
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution, by its tensors; of a transposed one, the larger `image` is what it returns.
+    """A convolution, by its tensors; for a transposed convolution, the larger `image` is its result.
 
     Args:
-        image, kernel, result: its tensors.
-        stride, padding: of each dimension, or one for all.
-        groups: of channels.
-        channels_last: whether image and result lie so.
+        image, kernel, result: the tensors of the convolution.
+        stride, padding: one number for each dimension, or one for all.
+        groups: the number of groups of channels.
+        channels_last: whether image and result are in the channels-last format.
     """
 
     image: torch.Tensor
@@ -104,7 +104,7 @@ class Convolution:
         return 16 // self.image.itemsize * self._images_bytes + _DEPTH_SUMS_BYTES
 
     def _sums_bytes(self, multiprocessors: int) -> int:
-        """Of the weight's gradient, of which several thread blocks have a share each."""
+        """Return the bytes of the partial sums of the weight's gradient, one for each thread block."""
         one, padded = 4 * self.kernel.numel(), _padded(self.kernel) * 4 // self.kernel.itemsize
         if self.image.size(1) <= _FEW_CHANNELS:
             return self._sums_of_few_channels(padded)

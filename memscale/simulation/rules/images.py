@@ -18,7 +18,10 @@ def _patches(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 
 def _roll(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """One dimension after the other. Source: ``roll_cuda`` in aten/src/ATen/native/cuda/TensorTransformations.cu."""
+    """Return the program of ``roll``, which copies once for each dimension.
+
+    Source: ``roll_cuda`` in aten/src/ATen/native/cuda/TensorTransformations.cu.
+    """
     return *taken(copied(args[0]), args[0].nbytes if len(args[2]) > 1 else 0), RESULTS
 
 

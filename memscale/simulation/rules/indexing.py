@@ -121,9 +121,10 @@ def _index_put(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 
 def _index_put_checked(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """That each index is within bounds, first: `index_put_` is asked by users, and out of place by a backward.
+    """Return the program of `index_put_`, which checks the bounds of each index before it writes.
 
-    Source: ``index_backward`` in FunctionsManual.cpp, which says ``unsafe``.
+    A backward pass calls the out-of-place operator with ``unsafe``, without checks.
+    Source: ``index_backward`` in FunctionsManual.cpp.
     """
     program = _index_put(args, results, card)
     checks = (8, 8, 1, -1, 1, -1, -8, -8) * sum(index is not None for index in args[1])

@@ -33,7 +33,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class ResultLayout:
-    """What an operator returns: a tree of `NewTensor`, `Argument`, lists, tuples and plain values."""
+    """The layout of an operator's result: a tree of `NewTensor`, `Argument`, lists, tuples and plain values."""
 
     outputs: Any
     storage_bytes: tuple[int, ...]
@@ -41,7 +41,7 @@ class ResultLayout:
     is_view: bool = False
 
     def build(self, fakes: FakeStorages, arguments: Sequence[torch.Tensor]) -> Any:
-        """The results, as fake tensors."""
+        """Return the results as fake tensors."""
         return _build(self.outputs, fakes, [fakes.storage(nbytes) for nbytes in self.storage_bytes], arguments)
 
 

@@ -30,7 +30,7 @@ def _always(args: Sequence[Any], card: CardTraits) -> bool:
 
 
 def _dense(left: int) -> OpRule:
-    """Of a product of the arguments `left` and the one after it."""
+    """Return the rule of a matrix product of the arguments number `left` and ``left + 1``."""
     return OpRule(program=_product, time=product(left), extra=half_of_result(left), uses_cublas=_always, rows=left)
 
 

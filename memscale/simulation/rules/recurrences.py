@@ -1,9 +1,9 @@
-"""What cuDNN takes and keeps for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, and PyTorch for their cells on a card.
+"""The rules of cuDNN's ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, and of PyTorch's cells on a card.
 
-What happens around cuDNN's kernels is that of aten/src/ATen/native/cudnn/RNN.cpp of PyTorch 2.11, that of cells
-cuda/RNN.cu of 2.13. What cuDNN alone knows was measured, on one H100 with cuDNN 9.19: its reserve space, to the byte,
-and its workspace. Not fitted: what LSTMs with projections take while they run, which is taken to be that of the same
-LSTM without (peaks of 24 are within 5 %), and evaluation, which is taken to have the workspace of training.
+Source of the allocations around cuDNN's kernels: aten/src/ATen/native/cudnn/RNN.cpp of PyTorch 2.11; of cells:
+cuda/RNN.cu of 2.13. cuDNN's reserve space (to the byte) and workspace were measured on one H100 with cuDNN 9.19.
+Assumptions without a fit: an LSTM with projections has the workspace of the same LSTM without them (peaks of 24 are
+within 5 %), and evaluation has the workspace of training.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ RNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
 DROPOUT = torch.ops.aten._cudnn_init_dropout_state.default
 
 LSTM = MODES["lstm"]
-_KEPT = (1, 1, 5, 6)  # numbers for each unit and position, for backward
+_KEPT = (1, 1, 5, 6)  # numbers for each unit and position in the reserve space, by mode
 _MIB = 1 << 20
 _GRU_KEEPS, _GRU_GATES = 5, 3  # numbers for each unit
-_RESULTS_AT = 10  # where the arguments of the backward pass go on as those of the forward from its seventh
+_RESULTS_AT = 10  # arguments 10.. of the backward operator are arguments 6.. of the forward operator
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Recurrence:
 
     input: torch.Tensor
     weights: Sequence[torch.Tensor]
-    stride: int  # weights for each layer and direction
+    stride: int  # the number of weights for each layer and direction
     weight_buf: torch.Tensor | None
     hx: torch.Tensor
     cx: torch.Tensor | None
     mode: int
     hidden: int
-    projection: int  # the numbers that a state has, if fewer than `hidden`; 0 without
+    projection: int  # the width of a projected state; 0 without projections
     layers: int
     batch_first: bool
     dropout: float
@@ -52,7 +52,7 @@ class Recurrence:
 
     @classmethod
     def of(cls, args: Sequence[Any], *, backward: bool = False) -> Recurrence:
-        """That of the positional arguments of the operator."""
+        """Return the call with the positional arguments `args` of the operator."""
         at = _RESULTS_AT if backward else 6
         mode, *widths, layers, batch_first, dropout, trains, bidirectional, batch_sizes, _ = args[at : at + 10]
         data, weights, stride, buffer, hx, cx = args[:6]
@@ -69,7 +69,7 @@ class Recurrence:
 
     @property
     def positions(self) -> int:
-        """Of all sequences."""
+        """The number of positions of all sequences together."""
         return self.input.numel() // max(1, self.input.size(-1))
 
     @property
@@ -102,10 +102,10 @@ class Recurrence:
 
 
 def reserve_bytes(call: Recurrence) -> int:
-    """What cuDNN keeps for the backward pass: every gate of every unit, and what goes from layer to layer.
+    """Return the bytes of cuDNN's reserve space for backward: every gate of every unit, and the inputs of later layers.
 
-    Measured: to the byte for 72 networks of all modes, of one to three layers, both ways, in three dtypes, and for 24
-    LSTMs with projections, which keep the state before its projection and after it.
+    The formula is exact for 72 measured networks of all modes, of one to three layers, one and two directions and three
+    dtypes, and for 24 LSTMs with projections, which save the state before its projection and after it.
     """
     if not call.trains:
         return 0
@@ -116,12 +116,11 @@ def reserve_bytes(call: Recurrence) -> int:
 
 
 def workspace_bytes(call: Recurrence, *, backward: bool = False) -> int:
-    """What cuDNN takes while it runs: 8 MiB for each layer and direction, the weights, and arrays over all positions.
+    """Return the bytes of cuDNN's workspace: 8 MiB a layer and direction, the weights, and arrays over all positions.
 
-    Fitted to the peaks of 24 networks in three dtypes, forward and backward (benchmarks/results/cudnn-rnns.json): 72 of
-    the 144 to the byte, the rest 33 kB above to 1 MB below, where the allocator leaves blocks of up to 1 MB more whole;
-    at worst 2.3 %, of two layers of an RNN that one kernel does at once. Two layers of unequal widths were measured in
-    both directions only, and the persistent kernel once.
+    The formula is fitted to the peaks of 24 networks in three dtypes, forward and backward
+    (benchmarks/results/cudnn-rnns.json): exact for 72 of the 144, 33 kB above to 1 MB below for the others, within
+    2.3 %. Two layers of unequal widths were measured with two directions only, and the persistent kernel once.
     """
     places, state = call.positions, call.batch * call.hidden
     width, hidden, layers = call.input.size(-1), call.hidden, call.layers

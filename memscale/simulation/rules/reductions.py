@@ -43,15 +43,15 @@ def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the kernel of an operator is compiled.
+    """The compile-time parameters of a reduction kernel.
 
     Args:
-        partial_bytes: of one partial result, by the dtype that is read.
-        dims: where the dims stand among the operator's arguments; None reduces all.
-        vector: numbers that a thread reads at once.
-        converts: whether an input of another dtype than the result's is copied to that first.
-        in_output: whether a partial result can wait in the output between launches; None is all but halves.
-        flattens: whether it copies what is not contiguous, where it reduces all of it.
+        partial_bytes: dtype of the input -> bytes of one partial result.
+        dims: the index of the operator's argument with the dims; None reduces all dims.
+        vector: the number of elements that a thread reads at once.
+        converts: whether an input of another dtype than the result's is first copied to the result's dtype.
+        in_output: whether the output holds partial results between launches; None means for all but 16-bit floats.
+        flattens: whether a full reduction copies a non-contiguous input.
     """
 
     partial_bytes: Callable[[torch.dtype], int]
@@ -275,7 +275,7 @@ def _program(kernel: Reduction, args: Sequence[Any], results: Any, card: CardTra
 
 
 def _moments_program(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Of complex numbers: those of the real parts and of the imaginary ones, each with its scratch; then their sum.
+    """Return the program of a variance; for complex input that of its real and of its imaginary part, then the sum.
 
     Source: ``std_var_out`` and ``std_var_mean_out`` in aten/src/ATen/native/ReduceOps.cpp.
     """

@@ -1,7 +1,8 @@
-"""What the simulation knows of an operator beyond its schema and its fake kernel: one `OpRule` each.
+"""`OpRule`: the facts about an operator beyond its schema and its fake kernel.
 
-A `Program` says what a CUDA kernel does with the allocator while it runs. Its order counts: PyTorch's allocator gives a
-request the best of its free blocks, so which blocks a step needs depends on what is free at each moment.
+A `Program` lists the allocations and frees of a CUDA kernel while it runs, in order. The order matters: PyTorch's
+allocator gives a request the best of its free blocks, so later blocks depend on the blocks that are free at each
+moment.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
 from memscale.simulation.rules.layouts import ResultLayout
 
 Capability = tuple[int, int]
-#: In place of that of CUDA's autocast, for tensors that stand for a card's: of a device that no build of PyTorch has.
+#: The autocast key for CPU tensors that stand for a card's, in place of CUDA's: no build of PyTorch has this device.
 AUTOCAST: torch._C.DispatchKey = getattr(torch._C.DispatchKey, "AutocastIPU")  # noqa: B009  # not in PyTorch's stubs
 
 
 class CardTraits(NamedTuple):
-    """What a kernel's memory and time depend on of the card.
+    """The traits of a card that its kernels' memory and time depend on.
 
     Attributes:
-        capability: (major, minor).
-        multiprocessors: of an H100 where nothing else is known.
+        capability: the compute capability, (major, minor).
+        multiprocessors: the number of multiprocessors; that of an H100 if unknown.
     """
 
     capability: Capability
@@ -35,21 +36,21 @@ class CardTraits(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One of what a kernel returns, by its place there, where it takes them one at a time."""
+    """The allocation of one result, number `place`, by a kernel that allocates its results at different moments."""
 
     place: int
 
 
-#: Bytes that a kernel takes, minus the bytes of the block that it gives back (the last one of that size), and
-#: :data:`RESULTS` where it takes what it returns and does not have yet, or :class:`Result` for one of it. What is left
-#: at the end goes back, the last block first.
+#: The allocator requests of a kernel, in order: n > 0 allocates n bytes, -n frees the last block of n bytes,
+#: :data:`RESULTS` allocates all results that are not allocated yet, and :class:`Result` one result. Blocks that are
+#: alive at the end are freed, the last one first.
 Program = tuple[int | Result, ...]
 RESULTS = 0
 PLAIN: Program = (RESULTS,)
 
 
 def plain(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """A kernel that takes its results and nothing else."""
+    """Return the program of a kernel that allocates only its results."""
     return PLAIN
 
 
@@ -57,12 +58,12 @@ Time = Callable[[Sequence[Any], Work, CardTraits], Work]
 
 
 def as_it_is(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
-    """A kernel that reaches the rates of most."""
+    """Return `work` unchanged, for a kernel that reaches the usual rates."""
     return work
 
 
 def nothing(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
-    """No launch and no byte."""
+    """Return no extra launches and no extra bytes."""
     return 0, 0
 
 
@@ -130,7 +131,7 @@ class OpRule:
 
 
 def most_held(program: Program) -> int:
-    """The most bytes that a kernel holds at once beside what it returns, as the allocator counts them.
+    """Return the most bytes of blocks that a kernel holds at once besides its results.
 
     >>> most_held((RESULTS, 1024, 100, -100, 2000))
     3072
@@ -145,12 +146,12 @@ def most_held(program: Program) -> int:
 
 
 def taken(*nbytes: int) -> tuple[int, ...]:
-    """What is there to take of these: nothing takes no bytes."""
+    """Return `nbytes` without zeros: an allocation of 0 bytes takes no block."""
     return tuple(size for size in nbytes if size)
 
 
 def briefly(*nbytes: int) -> tuple[int, ...]:
-    """These taken, and given back.
+    """Return the program that allocates `nbytes` and frees them, the last first.
 
     >>> briefly(512, 0, 1024)
     (512, 1024, -1024, -512)
@@ -160,7 +161,7 @@ def briefly(*nbytes: int) -> tuple[int, ...]:
 
 
 def in_order(order: tuple[int, ...], results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The results that a kernel takes from the device in this order; those that it does not name come last.
+    """Return `results` in the order in which a kernel allocates them; results that `order` lacks come last.
 
     >>> x = torch.empty(8, device="meta")
     >>> dropped, mask = torch.ops.aten.native_dropout.default(x, 0.5, True)
@@ -172,12 +173,15 @@ def in_order(order: tuple[int, ...], results: list[torch.Tensor]) -> list[torch.
 
 
 def copied(tensor: torch.Tensor) -> int:
-    """What ``contiguous()`` allocates."""
+    """Return the bytes that ``tensor.contiguous()`` allocates."""
     return 0 if tensor.is_contiguous() else tensor.numel() * tensor.itemsize
 
 
 def copy_after(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Source: ``host_softmax`` in aten/src/ATen/native/cuda/SoftMax.cu; UpSampleNearest2d.cu, col2im and their like."""
+    """Return the program of a kernel that allocates its results and then a contiguous copy of its first argument.
+
+    Source: ``host_softmax`` in aten/src/ATen/native/cuda/SoftMax.cu; UpSampleNearest2d.cu, col2im and others.
+    """
     return RESULTS, *taken(copied(args[0]))
 
 
@@ -185,7 +189,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def has_channels_last(tensor: torch.Tensor) -> bool:
-    """``suggest_memory_format``, of a tensor that is whole."""
+    """Whether ``suggest_memory_format`` is channels last for `tensor`, which has no gaps."""
     kept = CHANNELS_LAST.get(tensor.dim())
     return kept is not None and tensor.is_contiguous(memory_format=kept) and not tensor.is_contiguous()
 

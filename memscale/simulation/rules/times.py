@@ -1,9 +1,9 @@
-"""How long kernels of a card take where that is not what a roofline says of their traffic and arithmetic.
+"""The times of CUDA kernels that differ from the roofline of their traffic and arithmetic.
 
-Measured on an H100 (torch 2.11, cuDNN 9.19; `benchmarks/bench_operators.py`): each operator alone, on tensors that no
-cache holds, and in steps of GPT-2 XL, a Llama, BERT and ViT. Kernels that go over their numbers once reach 85 % of the
-data sheet's bandwidth, and products 80 % of its arithmetic, as `roofline` has it for all cards; the others take so many
-times as long: what a kernel goes over twice counts twice, and half a rate doubles the arithmetic.
+The factors were measured on an H100 (torch 2.11, cuDNN 9.19; `benchmarks/bench_operators.py`): each operator alone, on
+uncached tensors, and in steps of GPT-2 XL, a Llama, BERT and ViT. Kernels with one pass over their data reach 85 % of
+the data sheet's bandwidth, and products 80 % of its arithmetic, as `roofline` assumes for all cards. Each function here
+scales the work of another kernel: two passes double the bytes, and half the rate doubles the FLOPs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from memscale.hardware import Work
 from memscale.simulation.rules.rule import CardTraits, Time
 
-# Of element-wise kernels whose operands do not lie as their results: they are repeated along a dimension or permuted.
-# A copy of columns into rows is slower still: each number comes with others that nobody wants.
+# Passes (16 bits, 32 bits) of element-wise kernels with operands that are expanded or permuted against the result, and
+# of a copy of columns into rows, where each memory transaction carries unused elements.
 _OF_OTHER_LAYOUT, _OF_COLUMNS = (2.1, 1.5), (5.7, 3.0)
-# Of rows that one warp holds, as those of attention's scores mostly are, a softmax is one pass.
+# The longest row in elements that one warp holds: a softmax over such rows is one pass.
 _SHORT_ROW = 1024
-_SHARE_OF_PLAIN_32 = 0.95  # of Hopper's float32 without tensor cores
-# Rows of 16-bit numbers that begin at no multiple of 16 bytes, or of 4, are nothing for Hopper's cores.
+_SHARE_OF_PLAIN_32 = 0.95  # the share of the rate that float32 products without tensor cores reach on Hopper
+# (elements, share): the share of the rate for 16-bit rows that begin at no multiple of so many elements, on Hopper.
 _UNALIGNED = ((8, 0.3), (2, 0.16))
-# A sum over rows leaves few columns, and goes in two rounds: it takes as long as so many more launches.
+# The extra launches of a sum over rows, which runs in two rounds, and the least input bytes for two rounds.
 _LAUNCHES_OF_COLUMNS, _LEAST_BYTES = 3, 1 << 20
 
 
@@ -35,12 +35,12 @@ def in_halves(work: Work) -> bool:
 
 
 def passes(halves: float, wide: float) -> Time:
-    """Of a kernel that goes over its numbers so often, with the time lost on the way: in 16 bits, and in 32."""
+    """Return the time of a kernel with `halves` passes over its data in 16 bits, and `wide` passes in 32 bits."""
     return lambda args, work, card: _longer(work, halves if in_halves(work) else wide)
 
 
 def passes_by_width(halves: tuple[float, float], wide: tuple[float, float]) -> Time:
-    """The same of a norm, and what more it is of a row of one number: narrow rows are slower."""
+    """Return the time of a norm: each pair is (passes of wide rows, extra passes of rows of one element)."""
 
     def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
         of_wide, of_one = halves if in_halves(work) else wide
@@ -50,7 +50,7 @@ def passes_by_width(halves: tuple[float, float], wide: tuple[float, float]) -> T
 
 
 def passes_of_rows(halves: float, wide: float) -> Time:
-    """The same of a softmax."""
+    """Return the time of a softmax: one pass over short rows, else as `passes`."""
     usual = passes(halves, wide)
 
     def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
@@ -62,7 +62,7 @@ def passes_of_rows(halves: float, wide: float) -> Time:
 
 
 def by_layouts(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
-    """Of an element-wise kernel."""
+    """Return the work of an element-wise kernel, with more passes where its operands' layouts differ."""
     operands = [each for each in args if isinstance(each, torch.Tensor) and each.numel() > 1]
     if not operands:
         return work
@@ -72,7 +72,7 @@ def by_layouts(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
 
 
 def of_clone(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
-    """Of a copy that lies in a row."""
+    """Return the work of a copy to a contiguous tensor, with more passes for a non-contiguous source."""
     source = args[0]
     if source.numel() <= 1 or source.is_contiguous():
         return work
@@ -81,10 +81,14 @@ def of_clone(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
 
 
 def share(before: float, since: float, wide: float = 1.0, *, tokens: tuple[int, int] | None = None) -> Time:
-    """Of a kernel that reaches such a share of a product's rate: in 16 bits on cards before Hopper and since, in 32.
+    """Return the time of a kernel that reaches a share of the rate of products.
 
-    Kernels written for Ampere leave half of Hopper's tensor cores idle. Before it: FlashAttention-2's paper has 73 %
-    and 63 % of an A100's peak, products 80 to 85 %. `tokens`: an argument, whose rows go in blocks of so many.
+    Args:
+        before: the share in 16 bits on cards before Hopper (FlashAttention-2's paper has 73 % and 63 % of an A100's
+            peak, where products reach 80 to 85 %).
+        since: the share in 16 bits since Hopper, where kernels written for Ampere leave half of the tensor cores idle.
+        wide: the share in 32 bits.
+        tokens: (index of an argument, block): the kernel pads the tokens of the argument to whole blocks.
     """
 
     def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
@@ -95,7 +99,7 @@ def share(before: float, since: float, wide: float = 1.0, *, tokens: tuple[int, 
 
 
 def product(left: int) -> Time:
-    """Of a product of the arguments `left` and the one after it.
+    """Return the time of a matrix product of the arguments number `left` and ``left + 1``.
 
     >>> factors = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((64, 1600), (1600, 50257))]
     >>> product(0)(factors, Work(16_000, 0, "bfloat16"), CardTraits((9, 0)))
@@ -113,11 +117,7 @@ def product(left: int) -> Time:
 
 
 def half_of_result(left: int) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
-    """Half of what a product writes, which goes out when it has computed.
-
-    What the products of five models took, of 768 to 14336 numbers in a row, is met within 6 % in the median with it,
-    and those of 768 without it within 10.
-    """
+    """Return the extra bytes of a product since Hopper: half of its result, which is written after the computation."""
 
     def extra(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
         rows, columns = args[left : left + 2]
@@ -127,7 +127,7 @@ def half_of_result(left: int) -> Callable[[Sequence[Any], Work, CardTraits], tup
 
 
 def of_columns(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
-    """The rounds of a sum over rows.
+    """Return the extra launches of a sum over rows, and no extra bytes.
 
     >>> table = torch.empty(25_216, 768, dtype=torch.bfloat16, device="meta")
     >>> work = Work(0, table.nbytes, "bfloat16")
@@ -138,12 +138,12 @@ def of_columns(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, 
 
 
 def since_hopper(card: CardTraits) -> bool:
-    """Whether tensor cores are those of Hopper or newer."""
+    """Whether `card` has tensor cores of Hopper or newer."""
     return card.capability >= (9, 0)
 
 
 def shared(work: Work, share: float) -> Work:
-    """`work` at a share of its rate."""
+    """Return `work` with its FLOPs divided by `share`, the share of the rate that a kernel reaches."""
     return work if share == 1.0 else replace(work, flops=round(work.flops / share))
 
 
@@ -152,7 +152,7 @@ def _longer(work: Work, passes: float) -> Work:
 
 
 def _is_over_rows(args: Sequence[Any]) -> bool:
-    """Whether a reduction leaves the dimension whose numbers lie one after the other."""
+    """Whether a reduction keeps the innermost dimension, the one with the smallest stride."""
     source, dims = args[0], args[1] if len(args) > 1 else None
     along = [dim for dim in range(source.dim()) if source.shape[dim] > 1]
     if not dims or not along:
@@ -162,7 +162,7 @@ def _is_over_rows(args: Sequence[Any]) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the numbers of `tensor` lie one after the other, in whatever order of its dimensions."""
+    """Whether `tensor` has no gaps and no overlaps, in any order of its dimensions."""
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -173,12 +173,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def whole_share(query: torch.Tensor, block: int) -> float:
-    """The share of its blocks of tokens that attention has tokens for, along queries and keys."""
+    """Return the share of attention's padded (query, key) pairs that are real, with tokens padded to whole blocks."""
     tokens = query.shape[-2]
     return float((tokens / (-(-tokens // block) * block)) ** 2)
 
 
 def _aligned_share(factors: Sequence[torch.Tensor]) -> float:
     rows = [max(factor.stride()[-2:]) for factor in factors if min(factor.shape[-2:]) > 1]
-    rows.append(factors[1].shape[-1])  # of the product
+    rows.append(factors[1].shape[-1])  # the row of the result
     return min((left for multiple, left in _UNALIGNED if any(row % multiple for row in rows)), default=1.0)
