@@ -40,16 +40,17 @@ class Phase(str, enum.Enum):
 
 
 class Storage(NamedTuple):
-    """One storage.
+    """A storage of a trace.
 
     Attributes:
-        nbytes: its size on the device.
-        op: the index of the operator that made it, -1 for what was there before.
-        category: one of `CATEGORIES`.
-        shape, dtype: of the first tensor over it, the dtype as ``"float32"``.
-        path: of the module, or of the parameter, that it belongs to.
-        offloaded: whether it lies on another memory tier, and takes up no byte of the device.
-        stream: the number of the stream that it was allocated on, 0 for the step's own.
+        nbytes: the bytes of the storage on the device.
+        op: the index of the operator that made the storage; -1 if it lived before the first step.
+        category: a member of `CATEGORIES`.
+        shape: the shape of the first tensor over the storage.
+        dtype: the dtype of that tensor, as ``"float32"``.
+        path: the path of the module or parameter that the storage belongs to.
+        offloaded: whether the storage is on another memory tier, and takes no bytes of the device.
+        stream: the number of the stream that allocated the storage; 0 is the step's main stream.
     """
 
     nbytes: int
@@ -63,15 +64,17 @@ class Storage(NamedTuple):
 
 
 class OpCall(NamedTuple):
-    """One operator of the step.
+    """A call of an operator in a trace.
 
     Attributes:
-        name: of the operator, ``"aten::mm"``.
-        path: of the module that called it, in backward of the one whose forward it belongs to.
-        phase: of the step.
-        flops, nbytes, dtype: its arithmetic, its memory traffic, and what the arithmetic is done on.
-        seconds: how long the device takes for it, or the host if that computes it; None where its speed is not known.
-            On a CPU that was probed, with what the host did since the operator before: Python, autograd.
+        name: the name of the operator, as ``"aten::mm"``.
+        path: the path of the module that called the operator; in backward, of the module whose forward it belongs to.
+        phase: the phase of the step.
+        flops: the FLOPs of the call.
+        nbytes: the bytes of its memory traffic.
+        dtype: the dtype in which it computes.
+        seconds: the seconds of the call on the device, or on the host if the host computes it; None if the speed is
+            unknown. On a probed CPU, the host's seconds since the previous operator (Python, autograd) are included.
     """
 
     name: str

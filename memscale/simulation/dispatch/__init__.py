@@ -1,1 +1,1 @@
-"""What each operator of a step does to memory and to the clock: fake tensors for answers, and a trace of them."""
+"""The dispatch mode of a simulation: it answers operators with fake tensors, and records their trace."""

@@ -1,6 +1,6 @@
-"""What one call of an operator does, without running it: the layout of its results, its scratch memory, its time.
+"""The effect of one call of an operator, found without running it: result layout, scratch memory and seconds.
 
-All of that follows from the signature of the call, so it is found once for each.
+The effect follows from the signature of the call, so each signature is looked up once.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _layouts: dict[Any, ResultLayout] = {}
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CallEffect:
-    """What is known of every call with one signature.
+    """The effect of every call with one signature.
 
     Attributes:
-        layout: of its results.
-        alone: the only result, if that is a new tensor at the beginning of a storage of its own.
-        program: what its kernel takes.
-        work: its arithmetic and traffic.
-        seconds: how long it takes; None where that is not known.
-        workspaces: of libraries, that stay.
-        draws: whether it moves the generator that the step has.
-        has_numbers: whether a result is one number, for which a value can stand in.
-        listed: how many tensors it takes in a list, as optimizers' operators do.
+        layout: the layout of the results.
+        alone: the only result, if it is a new tensor at the beginning of its own storage; else None.
+        program: the allocations of the kernel.
+        work: the FLOPs and the memory traffic of the kernel.
+        seconds: the seconds of the kernel; None if the device's speed is unknown.
+        workspaces: library -> bytes of a workspace that stays allocated.
+        draws: whether the call advances the step's random generator.
+        has_numbers: whether a result is a single number, which a stand-in value can replace.
+        listed: the number of tensors in a list argument, as of an optimizer's operators.
     """
 
     layout: ResultLayout
@@ -109,21 +109,21 @@ class CallEffects:
         return FakeKernels(self._kernels.card)
 
     def operator(self, op: OpOverload) -> Operator:
-        """What is known of `op`, which was not seen before."""
+        """Return the facts about `op`, which is new to this simulation, and remember them."""
         found = self.operators[id(op)] = Operator.of(op, self._kernels)
-        if op.namespace == "aten":  # another may be made again, and ask for what changes
+        if op.namespace == "aten":  # a custom operator may be registered again with other behaviour
             self._shared[id(op)] = found
         return found
 
     def find(
         self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any, path: str
     ) -> CallEffect:
-        """What a call in the module at `path` does, whose signature was not seen before; None is one that is no key.
+        """Return the effect of a call in the module at `path`, for a new signature `key`; None means: not cacheable.
 
         Raises:
             DynamicOutputShapeException, DataDependentOutputException: the layout depends on values.
-            NeedsValues: nobody knows the layout.
-            Exception: what the real kernel would raise.
+            NeedsValues: neither a fake kernel nor a rule gives the layout.
+            Exception: the error that the real kernel would raise.
         """
         op = operator.op
         layout = self._layout(op, args, kwargs, tensors, key, path)
@@ -148,13 +148,13 @@ class CallEffects:
         return effect
 
     def by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> CallEffect:
-        """What a call takes whose shapes follow from values: these are among `args`. Its time is not counted."""
+        """Return the effect of a call whose result shapes follow from the values in `args`, without its seconds."""
         return dataclasses.replace(NOTHING, program=self._kernels.program_by_values(op, args, kwargs, result))
 
     def by_probe(self, tensors: list[torch.Tensor], probe: ScratchProbe) -> CallEffect:
-        """What a call on `tensors` takes that was watched on the CPU, and the time of reading and writing as much.
+        """Return the effect of a call on `tensors` that was probed on the CPU: scratch bytes, and seconds of traffic.
 
-        A card's scratch memory is another, and is not counted.
+        For a card the scratch bytes are 0, since the CPU's kernel says nothing about the card's.
         """
         scratch = 0 if self._kernels.is_cuda else probe.scratch_bytes
         dtype = str(tensors[-1].dtype).removeprefix("torch.")
@@ -214,11 +214,11 @@ def run_sparse(
     written: list[torch.Tensor],
     fakes: FakeStorages,
 ) -> tuple[Any, ScratchProbe]:
-    """What `op` returns, and what its kernel allocated.
+    """Run `op` on sparse tensors, and return its results and the allocations of its kernel.
 
     Args:
-        tensors: those among its arguments; the dense ones may be fake, which a kernel reads as zeros.
-        written: those that it writes to, and returns as they are.
+        tensors: the tensors among the arguments; dense ones may be fake, and a kernel reads zeros from these.
+        written: the tensors that `op` writes to, which are returned unchanged.
         fakes: makes the dense results.
     """
     parts = strided_parts(tensors)

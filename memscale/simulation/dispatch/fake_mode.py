@@ -227,7 +227,7 @@ class FakeMode(TorchDispatchMode):
         return tuple.__new__(Call, (operator, args, kwargs, tensors, records, known))
 
     def _effect(self, call: Call, key: Any) -> CallEffect:
-        """What the call does, as found once for all calls of the same `key`."""
+        """Return the effect of the call, which is looked up once for all calls with the same `key`."""
         operator, args, kwargs, tensors, *_ = call
         try:
             effect = operator.effects.get(key)
@@ -341,7 +341,7 @@ class FakeMode(TorchDispatchMode):
         return result
 
     def _call_real(self, operator: Operator, args: Any, kwargs: Any) -> Any:
-        """What the operator computes, from the step's own generator if it draws."""
+        """Return the real results of the operator, drawn from the step's own generator if it is random."""
         if operator.drawing is not None:
             return operator.drawing(self.randomness.torch, *args, **kwargs)
         compute: Callable[..., Any] = operator.rule.computed or operator.op

@@ -39,7 +39,7 @@ class NewMemory:
         self._given_back_bytes = self._most_bytes
 
     def new_bytes(self, nbytes: int) -> int:
-        """How much of a storage of so many bytes the system would have to give."""
+        """Return the bytes of a new storage of `nbytes` that malloc would have to get from the system."""
         return min(int(nbytes * _NEW_SHARE), self._given_back_bytes)
 
     def born(self, nbytes: int) -> None:
@@ -49,7 +49,7 @@ class NewMemory:
         self._most_bytes = max(self._most_bytes, self._used_bytes)
 
     def died(self, nbytes: int) -> None:
-        """Note that it was freed."""
+        """Note that a storage was freed."""
         self._used_bytes -= nbytes
 
 

@@ -1,8 +1,8 @@
-"""What the host does between the operators of a step: the model's own Python, autograd, the optimizer, the transforms.
+"""The host's seconds between the operators of a step: the model's Python, autograd, the optimizer, the transforms.
 
-In a simulation all of it really runs. So it is timed there, where operators were going to be: what passes between the
-end of one and the beginning of the next, less what the simulation itself takes at each. A step's code is slower the
-first times that it runs, and what else the machine does only ever makes it slower: the least of several steps counts.
+NOTE: in a simulation this code really runs, so it is timed: the seconds between the end of one operator and the
+beginning of the next, minus the simulator's own cost. Code is slower the first times that it runs, and other load on
+the machine only adds time, so the minimum over several steps counts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from memscale.core import is_own_thread
 
 
 class Own(NamedTuple):
-    """What a simulation takes by itself, in seconds.
+    """The simulator's own cost in seconds, beyond PyTorch's cost of the call.
 
     Attributes:
-        at_operator: around each operator, above what PyTorch takes to call it.
-        at_view: around each operator that computes nothing, likewise.
+        at_operator: the seconds around each operator.
+        at_view: the seconds around each view.
     """
 
     at_operator: float = 0.0
@@ -63,13 +63,13 @@ class HostTime:
         self._since = self._clock()
 
     def stands(self) -> None:
-        """It has come to an operator, or to something that only a simulation does."""
+        """Stop the watch: an operator begins, or code that only a simulation runs."""
         if self._since is not None:
             self._passed += self._clock() - self._since
             self._since = None
 
     def views(self) -> None:
-        """It has made a view, which took its time for real."""
+        """Count a view, which the simulation runs for real."""
         self._views += 1
 
     def taken(self, op: str) -> float:

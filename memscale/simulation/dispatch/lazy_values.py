@@ -104,10 +104,10 @@ def lazy_value(
     contents: Sequence[LazyValue | None] | None,
     result: torch.Tensor,
 ) -> LazyValue:
-    """How to compute `result`, which `op` returned for `tensors`.
+    """Return the lazy value of `result`, which `op` returned for `tensors`.
 
     Args:
-        contents: those of their storages, None where they are there; or None if their values do not matter.
+        contents: the lazy contents of the tensors' storages, with None for real contents; None if no values matter.
     """
     if contents is None:
         views = {id(tensor): _shape_of(tensor) for tensor in tensors}
@@ -122,7 +122,7 @@ def lazy_value(
 def overwritten(
     op: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], contents: Sequence[LazyValue | None]
 ) -> LazyValue:
-    """How to compute the storage of ``args[0]``, which `op` writes to; `contents` are those of before."""
+    """Return the lazy value of the storage of ``args[0]`` after `op` has written to it; `contents` are from before."""
     storage, dtype = args[0].untyped_storage(), args[0].dtype
     whole = FakeStorages.tensor(storage, dtype, (storage.nbytes() // dtype.itemsize,), (1,))
     written = lazy_value(op, args, kwargs, tensors, contents, whole)

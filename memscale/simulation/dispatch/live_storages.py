@@ -1,4 +1,4 @@
-"""Which storage is which record of the trace, from the moment it is seen until it dies."""
+"""The live storages of a simulated step: each storage's record in the trace, from its first use until it dies."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LiveStorages:
         return 1.0 if self._caches is None else self._caches.missing_share(used, made)
 
     def new_bytes(self, nbytes: int) -> int:
-        """How much of a storage of so many bytes the system would have to give to a process on a CPU."""
+        """Return the bytes of a new storage of `nbytes` that a CPU process would have to get from the system."""
         return 0 if self._memory is None else self._memory.new_bytes(nbytes)
 
     def trim(self, if_grown: bool = False) -> None:
@@ -207,7 +207,7 @@ class LiveStorages:
         self._sizes[storage._cdata] = nbytes
 
     def size(self, storage: torch.UntypedStorage) -> int:
-        """How many bytes `storage` has after all that it was resized to."""
+        """Return the bytes of `storage` after its last resize."""
         return self._sizes.get(storage._cdata, storage.nbytes()) if self._sizes else storage.nbytes()
 
     def moved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
@@ -229,7 +229,7 @@ class LiveStorages:
         return number is not None and self.builder.records[number].offloaded
 
     def made(self) -> Iterator[tuple[weakref.ref[torch.UntypedStorage], StorageRecord]]:
-        """Those of the simulation's own that live, and what is known of them."""
+        """Yield a weak reference to each live storage that the simulation made, with its record."""
         for key, number in self.live.items():
             record, storage = self.builder.records[number], self._deaths[key]()
             if storage is not None and (record.op >= 0 or key in self.given) and key not in self._beside:
@@ -246,7 +246,7 @@ class LiveStorages:
 
 
 class _Death(weakref.ref[torch.UntypedStorage]):
-    """What calls back when a storage dies, whose address is its `key`: in half the time of making a function each."""
+    """A weak reference whose callback finds the address of the dead storage in `key`, without a closure for each."""
 
     __slots__ = ("key",)
     key: int

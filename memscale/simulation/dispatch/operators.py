@@ -1,4 +1,4 @@
-"""What the simulation knows of an operator, whatever it is called with, and one call of it."""
+"""The facts about an operator that hold for all calls (`Operator`), and one call of an operator (`Call`)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Operator:
 
     @classmethod
     def of(cls, op: OpOverload, kernels: Kernels) -> Operator:
-        """What is known of `op` on the device of `kernels`."""
+        """Return the facts about `op` on the device of `kernels`."""
         schema, name, rule = op._schema, op._opname, rule_of(op)
         kind = kind_of(op)
         reads_nothing = not any("Tensor" in str(value.type) for value in schema.returns) and rule.values != "reads"
@@ -94,9 +94,9 @@ def composition(op: OpOverload, *before: DispatchKey) -> DispatchKey:
 
 
 class Call(NamedTuple):
-    """One call of an operator: its arguments, the tensors among them, and the records of what these lie in.
+    """A call of an operator: its arguments, the tensors among them, and the records of these tensors' storages.
 
-    ``known`` is whether what it returns follows from values that are known now, and are few.
+    ``known`` says whether the results follow from few values, all of which are known now.
     """
 
     operator: Operator

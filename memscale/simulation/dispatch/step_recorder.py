@@ -71,14 +71,14 @@ class StepRecorder:
             self._clock.calls(getattr(self._clock.host, kind))
 
     def path(self) -> str:
-        """Of the module that is running, in backward of the one whose forward made the node."""
+        """Return the path of the running module; in backward, of the module whose forward made the autograd node."""
         if self.modules:
             return self.modules[-1]
         node = torch._C._current_autograd_node()
         return "" if node is None else self._path_of(node._sequence_nr())
 
     def _path_of(self, node: int) -> str:
-        """Of the module that made the autograd node of this number, "" where it was made by none of the step's."""
+        """Return the path of the module that made autograd node number `node`; "" if no module of the step made it."""
         node = self.made_as.get(node, node)
         place = bisect_right(self._first_nodes, node)
         return self._node_paths[place - 1] if place and node < self._next_node else ""

@@ -21,15 +21,15 @@ GIVEN = "given"
 
 @dataclass(slots=True)
 class StorageRecord:
-    """One storage, and what is known of its values; attributes not below are those of `Storage`.
+    """A storage and the state of its values; attributes that are not listed are those of `Storage`.
 
     Attributes:
-        category: one of `CATEGORIES`, or "" for what its life decides: whether backward waited for it.
-        known: whether its values are real ones, and not address space.
-        guess: where known values are stand-ins: `CHOICE`, `SCALAR`, `DRAW`; where they are computed, `GIVEN`, or ""
-            for what follows from constants.
-        later: how to compute its values, where they are known and not computed.
-        used_at: when it was used last, in bytes that the step has gone through; -1 if never.
+        category: a member of `CATEGORIES`; "" until the end of the step, which tells activations from temporaries.
+        known: whether the storage has real values, rather than address space without memory.
+        guess: the origin of known values: `CHOICE`, `SCALAR` or `DRAW` for stand-ins, `GIVEN` for values computed from
+            the caller's, "" for values computed from constants.
+        later: the lazy value of the storage, if its values are known and not computed yet.
+        used_at: the last use, in bytes that the step had processed by then; -1 before any use.
     """
 
     nbytes: int
@@ -48,7 +48,7 @@ class StorageRecord:
 
 @dataclass(slots=True)
 class Course:
-    """How far a step has come, which says what an operator outside of any module is for.
+    """The progress of a step, which decides the phase of an operator outside of any module.
 
     Between a backward and the optimizer, and after the optimizer, that is the update: clipping, unscaling, an average
     of the weights. Where autograd records, it may also be what an accumulating loop does to its next batch, or a

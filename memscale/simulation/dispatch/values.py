@@ -1,7 +1,7 @@
-"""What a simulated step knows of values: which are known, which follow from known ones, and which are stand-ins.
+"""The values of a simulated step: known values, values that follow from known ones, and stand-ins.
 
-Small integer and boolean tensors are computed for real. What a model's control flow reads (lengths, masks, expert
-numbers) is among them, so that `.item()`, `nonzero` and a mixture's routing take a real path.
+Small integer and boolean tensors are computed for real. A model's control flow reads these (lengths, masks, expert
+numbers), so `.item()`, `nonzero` and the routing of a mixture of experts take a real path.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _follows(call: Call, result: Any) -> bool:
 
 
 def guess_of(records: list[StorageRecord]) -> str:
-    """What stands for the values of these, the one that says least about them; ``""`` where they are constants."""
+    """Return the least certain `guess` of `records`; ``""`` if all values follow from constants."""
     guesses = {record.guess for record in records}
     return next((guess for guess in (*_ASSUMED, GIVEN) if guess in guesses), "")
 
@@ -225,7 +225,7 @@ class Choices:
         self._taken = 0
 
     def get_state(self) -> int:
-        """How often it was asked."""
+        """Return the number of draws so far."""
         return self._taken
 
     def set_state(self, state: int) -> None:

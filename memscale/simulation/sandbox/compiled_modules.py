@@ -31,7 +31,7 @@ _TENSOR = object()
 
 
 def compiled_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that `torch.compile` or `Module.compile` compiled."""
+    """Return the modules that `torch.compile` or `Module.compile` has compiled."""
     return [
         each for each in modules if "_orig_mod" in each._modules or vars(each).get("_compiled_call_impl") is not None
     ]
@@ -123,9 +123,10 @@ def as_text(error: Exception) -> str:
 
 
 class _Same:
-    """What the copies of one module that `transform` makes have in common, and no other module has.
+    """The identity of a module that all its copies by `transform` share, and no other module has.
 
-    They share their dictionaries of buffers, which are kept here so that no other one has their addresses.
+    The copies share their dictionaries of buffers. This object keeps the dictionaries alive, so that no other
+    dictionary gets their addresses.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -204,7 +205,7 @@ def _check_compiler(module: nn.Module, compiled: Any) -> None:
 
 
 def _runs_fused(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    """What runs in place of `graph`: its results alone, as they lie, while the graphs are still being traced."""
+    """Return the function that runs `graph` by fused kernels, or only makes its results while AOTAutograd traces."""
     made = [_like(node) for node in cast(list[Any], graph.graph.output_node().args[0])]
     run = FusedGraph(graph)
 

@@ -1,9 +1,9 @@
-"""What a model's own code is told of its device while a CUDA device is simulated.
+"""Device spoofing: a model's own code sees a CUDA device while one is simulated.
 
-The tensors of a simulated step are on the CPU, where nothing computes. Code of users and libraries that asks
-(``x.is_cuda``, ``x.device``, ``torch.cuda.is_available()``, ``torch.autocast("cuda")``) goes the way of the device: it
-is told that of a tensor, and what it makes there is made in the simulation. PyTorch's own code and memscale's are told
-where tensors are, for that decides which kernels take them.
+The tensors of a simulated step are on the CPU. Code of users and libraries that reads the device (``x.is_cuda``,
+``x.device``, ``torch.cuda.is_available()``, ``torch.autocast("cuda")``) sees the simulated device, so that it takes the
+device's branch, and tensors that it makes on the device are made in the simulation. PyTorch's code and memscale's see
+the CPU, since the true device decides which kernels run.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class DeviceSpoofing:
-    """What the code of one step on a simulated CUDA device is told about its device.
+    """The patches that make the code of one step see the simulated CUDA device.
 
     Attributes:
-        asked: the questions that were answered, each once, by what was asked.
-        notes: what could not be answered truly.
+        asked: the names of the attributes and functions that the code has read, each once.
+        notes: notes on answers that may differ from those of the real device.
     """
 
     def __init__(self, hardware: Hardware, capability: tuple[int, int], on_device: Callable[[Any], bool]) -> None:

@@ -1,4 +1,4 @@
-"""How a compiler's fused kernels run a graph: which of its values get a buffer, and for how long.
+"""The buffers of a graph that a compiler runs by fused kernels, and their lifetimes.
 
 NOTE: the rules, by torch/_inductor (lowering.py, ir.py, scheduler.py) of PyTorch 2.13.
 
@@ -8,7 +8,7 @@ NOTE: the rules, by torch/_inductor (lowering.py, ir.py, scheduler.py) of PyTorc
     element-wise operator                                           so where a library or the caller reads it;
                                                                     else each of its readers computes it again
 
-Those in a row that read the same, or each other, are one kernel. A buffer goes after its last reader.
+Neighbouring operators that read a common buffer, or each other, are one kernel. A buffer dies after its last reader.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LIBRARY.impl("fused", lambda read, *, out: None, "CompositeExplicitAutograd")
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One operator of a graph as it runs, or one fused kernel.
+    """A step of a compiled graph: one operator, or one fused kernel.
 
     Attributes:
-        nodes: what it makes: one node, or those of which a fused kernel writes the buffers.
-        reads: the nodes whose buffers a fused kernel reads; None of an operator or a view that runs as it is.
-        last: the nodes that nobody reads afterwards.
+        nodes: the nodes that the step computes: one for an operator, those with buffers for a fused kernel.
+        reads: the nodes whose buffers a fused kernel reads; None for an operator or a view.
+        last: the nodes that no later step reads.
     """
 
     nodes: tuple[Node, ...]

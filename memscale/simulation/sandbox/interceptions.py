@@ -1,4 +1,4 @@
-"""What a step does that no dispatch mode sees: calls of modules, steps of optimizers, threads, reads of storages."""
+"""Interceptions of calls that no dispatch mode sees: modules, steps of optimizers, threads, reads of storages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a simulated step has left where nobody puts it back, such as a cache of some other file: it must not stay.
+"""Removal of the simulation's tensors that outlive it, such as in a cache of another file.
 
-Whoever computes next would take a tensor without values for what it stands for. What follows from constants alone is
-computed for real, in place, so that everybody who has it has the right numbers. What does not, or is thought on a card,
-is taken out of the containers that it is in, which then are as they were before; an attribute or a name that held it
-holds None. What is still there after that is refused.
+NOTE: a later computation would read a tensor without values. A tensor that follows from constants alone is computed for
+real, in place, so that all its holders have the right values. Any other tensor, and every one on a simulated card, is
+removed from its containers, which are then as before the simulation; an attribute or a name that held it becomes None.
+A tensor that remains after that raises an error.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Made(NamedTuple):
 
 
 class LeftBehind:
-    """What is alive of a simulation, to be looked at when all that it can put back is as it was.
+    """The storages of a simulation that are alive at its end, for a search after all other state is restored.
 
     Args:
-        storages: of the simulation, before it ends.
-        on_card: whether they are thought on a card, where nothing that is made here could take their place.
+        storages: the live storages of the simulation, before it ends.
+        on_card: whether the simulated device is a card, for which no real values can be computed in place.
     """
 
     def __init__(self, storages: LiveStorages, *, on_card: bool) -> None:
@@ -108,7 +108,7 @@ def _is_right(record: StorageRecord) -> bool:
 
 
 def _tensors_over(alive: dict[int, Any]) -> dict[int, _Own]:
-    """All tensors of Python over these storages, by these."""
+    """Return the Python tensors over each storage of `alive`, by the storage's address."""
     found: dict[int, _Own] = {}
     seen: set[int] = set()
     rest = _all_tensors() if alive else _Own()
@@ -127,7 +127,7 @@ def _tensors_over(alive: dict[int, Any]) -> dict[int, _Own]:
 
 
 def _all_tensors() -> _Own:
-    """Those that Python follows; C goes through all objects, and none is asked anything."""
+    """Return all tensors that Python's garbage collector tracks; the filter runs no Python code of the objects."""
     everything = gc.get_objects()
     return _Own(compress(everything, map(issubclass, map(type, everything), repeat(torch.Tensor))))
 
@@ -169,9 +169,9 @@ class _Wanted(NamedTuple):
 
 
 def _holders_of(things: _Own) -> dict[int, _Own]:
-    """What refers to each of these, by id, but for frames that run and what is this file's own.
+    """Return id -> the objects that refer to each of `things`, without running frames and this file's own lists.
 
-    One pass over all objects that Python follows: it takes as long for one thing as for all.
+    One pass over all tracked objects serves all `things`, since a pass takes as long for one as for many.
     """
     found = {id(each): _Own() for each in things}
     for holder in _Own(gc.get_referrers(*things)):
@@ -193,7 +193,7 @@ def _refuse(tensors: _Own) -> None:
 
 
 def _keeper(tensors: _Own) -> tuple[torch.Tensor, Any] | None:
-    """One of these, with what was there before the simulation and has it now; None if only what is running has them."""
+    """Return one of `tensors` with an older object that holds it; None if only running code holds them."""
     frontier, visited = _Own(_Wanted(id(each), each) for each in tensors), {id(each) for each in tensors}
     for _ in range(_DEEPEST):
         holders, above = _holders_of(_Own(each.thing for each in frontier)), _Own()
@@ -273,7 +273,7 @@ def _let_go(holder: Any, wanted: _Wanted, attributes: bool) -> bool | _Wanted:
 
 
 def _out_of_dict(wanted: _Wanted, holders: _Own, attributes: bool) -> _Own:
-    """As `_let_go`, of the entries of a dict."""
+    """Remove `wanted` from a dict, as `_let_go` does from other containers."""
     root, table, entry = wanted
     owners = _Own(each for each in holders if _has_as_attributes(each, table, entry))
     if not owners:

@@ -22,7 +22,7 @@ from memscale.simulation.schedule.clock import Clock
 
 
 class CountingRuntimes:
-    """One for each runtime that the step uses.
+    """The counting runtimes of a simulation: one in place of each runtime that the step uses.
 
     Args:
         clock: of the device that is simulated, whatever the tensors say.
@@ -64,7 +64,7 @@ class CountingRuntimes:
         return {tier: nbytes for tier, nbytes in found.items() if nbytes}
 
     def notes(self) -> list[str]:
-        """What did not go to the tier that it was to go to, and why; and what was assumed of the host."""
+        """Return notes on offloads that went to another tier than planned, and on assumed speeds of the host."""
         found = [note for runtime in self._made.values() for note in (*runtime.notes, *runtime.spills())]
         hardware = self.clock.hardware
         if assumed := assumed_speeds(
@@ -76,7 +76,7 @@ class CountingRuntimes:
         return found
 
     def in_place_of(self, runtime: Runtime) -> Runtime:
-        """What a region uses here that would use `runtime`."""
+        """Return the counting runtime in place of `runtime`."""
         if runtime not in self._made:
             self._made[runtime] = CountingRuntime(runtime, self)
         return self._made[runtime]
@@ -158,7 +158,7 @@ class _FakeMemory(MappedTensors):
 
 @dataclass(frozen=True)
 class _Left:
-    """What was known when the bytes left: as in a `StorageRecord`, and the bytes if they were real."""
+    """The state of an offloaded storage's values: `guess` and `later` of its `StorageRecord`, and any real values."""
 
     guess: str
     later: LazyValue | None

@@ -335,7 +335,7 @@ class Simulation:
                         builder.death(number)
 
     def _place(self, module: nn.Module) -> int:
-        """Where a module stands in the tree; those that are in none come last."""
+        """Return the index of a module in the order of the tree; modules outside the tree come last."""
         return self._order.get(id(module), len(self._order))
 
     def _residents(self) -> dict[int, tuple[str, str]]:
@@ -386,7 +386,7 @@ class Simulation:
 
 
 def _device_type(storages: LiveStorages, simulated: str, tensor: torch.Tensor) -> str:
-    """Of the device that is simulated, but for what lies beside it."""
+    """Return the device type that code sees for `tensor`: the simulated one, ``"cpu"`` if offloaded, or ``"meta"``."""
     if tensor.is_meta:
         return "meta"
     while is_functorch_wrapped_tensor(tensor):

@@ -116,5 +116,5 @@ def with_storages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def wrapped(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a wrapper subclass is made of: tensors, and a DTensor's mesh."""
+    """Return the parts of a wrapper subclass, by name: its inner tensors, and the mesh of a DTensor."""
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}  # type: ignore[attr-defined]

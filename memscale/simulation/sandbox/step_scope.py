@@ -102,10 +102,10 @@ class StepScope(Captures):
                     self._visit_hooks(parameter._post_accumulate_grad_hooks)
 
     def replaced(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `tensors` that a module had as plain attributes, and has others for by now, and nothing else holds.
+        """Return the `tensors` that were plain attributes of modules, which the step replaced, and have no other holder.
 
-        A weight that a hook of `torch.nn.utils.weight_norm` makes is one: the first step of a loop lets go of the one
-        from before, and here the caller's stays. What may be in a container that the step made stays, too.
+        A weight made by a hook of `torch.nn.utils.weight_norm` is an example: the first step of a real loop frees the
+        weight from before. A tensor that may be in a container that the step made is not returned.
         """
         former: list[torch.Tensor] = []
         for place, content in zip(self.slots, self.contents, strict=True):
@@ -168,12 +168,12 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | type, str, Any]]:
-    """What the code of `functions`, and that of what it names, names: where it is, its name, and itself.
+    """Yield (holder, name, object) for each object that the code of `functions` names, directly or by other functions.
 
-    A name that the code assigns and that is not there yet is None.
+    The object is None for a name that the code assigns and that does not exist yet.
 
-    Functions, classes and modules are followed and are none of it; neither are numbers and the like of a file, which
-    code that changes them names as ``global``.
+    Functions, classes and modules are followed and not yielded. Numbers and other immutable globals are not yielded
+    unless the code declares them ``global``.
 
     >>> table = {}
     >>> def forward(x):

@@ -155,26 +155,29 @@ class Clock:
         )
 
     def begin_step(self) -> None:
-        """A step begins where the device has caught up with the host."""
+        """Begin a step, at the moment when the device has caught up with the host."""
         self._catch_up()
         self.steps.append(self._end)
 
     def end_step(self) -> None:
-        """It ends likewise. What is still on its way holds up the next one."""
+        """End a step, at the moment when the device has caught up with the host; running copies delay the next step."""
         self._catch_up()
         self._behind.clear()
         self._host_behind = 0.0
         self.end = self._free = self._end
 
     def calls(self, seconds: float) -> None:
-        """The host makes a call that takes it so long: see `HostSeconds`."""
+        """Advance the host by a call of `seconds`, see `HostSeconds`."""
         if self.is_host:
             self._between += seconds
         else:
             self.now += seconds
 
     def between(self) -> float:
-        """What a host that is the device did since this was asked before, which is part of its next operator."""
+        """Return the host's seconds since the last call of `between`, on a host that is the device, and reset them.
+
+        These seconds are a part of the next operator.
+        """
         seconds, self._between = self._between, 0.0
         return seconds
 

@@ -108,7 +108,7 @@ class Schedule:
 
     @property
     def exposed_seconds(self) -> dict[str, float]:
-        """How long the device stands still, by cause."""
+        """Cause -> seconds that the device waits."""
         found = dict.fromkeys(CAUSES, 0.0)
         for wait in self.waits:
             if wait.queue == "device":

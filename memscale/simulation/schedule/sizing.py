@@ -1,4 +1,4 @@
-"""How far ahead to load, and how much to let leave at once: the depth at which copies hide behind the compute."""
+"""The prefetch depth: the number of copies in flight, in each direction, that hides copies behind the compute."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from memscale.simulation.trace import Transfer
 
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-# A depth is deep enough where a larger one would not save this share of the step, nor more than what it keeps on the
-# device at the end of a pass and copies while the next one computes: that is no hiding, and has a price in memory.
+# A depth is deep enough if no larger one saves this share of the step, beyond the copies that the larger depth only
+# moves from the end of a pass into the next pass, which costs memory and hides nothing.
 _WORTH = 0.01
 _COPIES = 2
 
@@ -18,10 +18,10 @@ _COPIES = 2
 def prefetch_depth(
     seconds: Sequence[float], passes: Sequence[int], transfers: Sequence[Transfer], *, first: int
 ) -> int:
-    """The depth for `AsyncOffloadConfig.prefetch_depth` that hides the copies of a step, as far as they can be hidden.
+    """Return the `AsyncOffloadConfig.prefetch_depth` that hides the copies of a step as far as possible.
 
-    The step is run again with each depth, as queues: what leaves holds up the compute once more than `depth` are on
-    their way, and what comes back is asked for `depth` requests before its own. Requests of one moment are one.
+    The function replays the step as queues for each depth: the compute waits while more than `depth` copies out are in
+    flight, and each copy in starts `depth` requests ahead of its use. Requests at one moment count as one.
 
     Args:
         seconds: of each operator.
@@ -66,7 +66,7 @@ class DepthReplay:
         )
 
     def seconds(self, depth: int) -> float:
-        """How long the step takes with this depth."""
+        """Return the seconds of the step with this depth."""
         ends = {"out": 0.0, "in": 0.0, "disk": 0.0}
         stood_still = 0.0
         leaving: deque[float] = deque()
