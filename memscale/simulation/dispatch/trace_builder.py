@@ -9,13 +9,13 @@ from memscale.hardware import Hardware
 from memscale.simulation.dispatch.lazy_values import LazyValue
 from memscale.simulation.trace import OpCall, Phase, Storage, Times, Trace
 
-#: A choice among random activations: which expert, which token.
+#: The origin of indices chosen by random activations, such as of an expert or a token.
 CHOICE = "choice"
-#: A random number, of which one draw stands for all.
+#: The origin of a random number; one draw stands for all draws.
 DRAW = "draw"
-#: One number that stands for a loss, a norm or a flag, such that nothing unusual is seen in it.
+#: The origin of a stand-in for a loss, a norm or a flag, with a value in the usual range.
 SCALAR = "scalar"
-#: Computed from the batch, from what the step has changed, or from what stands for a tensor of another device.
+#: The origin of values computed from the batch, from state that the step has changed, or from other devices' tensors.
 GIVEN = "given"
 
 
@@ -26,8 +26,8 @@ class StorageRecord:
     Attributes:
         category: a member of `CATEGORIES`; "" until the end of the step, which tells activations from temporaries.
         known: whether the storage has real values, rather than address space without memory.
-        guess: the origin of known values: `CHOICE`, `SCALAR` or `DRAW` for stand-ins, `GIVEN` for values computed from
-            the caller's, "" for values computed from constants.
+        guess: the origin of known values: `CHOICE`, `SCALAR` or `DRAW` for stand-ins, `GIVEN` for computed values, ""
+            for values that follow from constants alone.
         later: the lazy value of the storage, if its values are known and not computed yet.
         used_at: the last use, in bytes that the step had processed by then; -1 before any use.
     """

@@ -74,36 +74,37 @@ def never(args: Sequence[Any], card: CardTraits) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class OpRule:
-    """What is known of an operator. Each family's file names the source of what its rules say.
+    """The facts about an operator beyond its schema and fake kernel. Each family's file names the source of its rules.
 
     Attributes:
-        program: what its kernel on a card does with the allocator, by its arguments, its results and the card.
-        order: the results, by number, in the order in which that kernel takes them; ``()`` is that of the schema.
-        on_host: the results, by number, that lie on the CPU beside the card.
-        results: makes results that lie as the kernel's, where PyTorch has no fake kernel or one that differs.
+        program: (arguments, results, card) -> the allocations of the kernel on a card.
+        order: the indices of the results in the order in which the kernel on a card allocates them; ``()`` means the
+            order of the schema.
+        on_host: the indices of the results that are on the CPU although the operator runs on a card.
+        results: makes results with the layouts of the kernel's, where PyTorch's fake kernel is missing or differs.
         results_on: the devices on which `results` is used.
-        layout: corrects what the fake kernel says: the layout, the arguments, the card, None of a CPU.
-        faked_in: the only dtype that its fake kernel takes, where its kernel takes others.
-        runs: whether its CPU kernel is run on zeros for the layout, which it alone knows.
-        computed: computes values where a CPU has the operator for other dtypes only.
-        composed_on: the devices on which it is a composition of other operators below autograd.
-        deciding: how many of its first arguments decide what a call takes and returns; None is all of them.
-        values: ``"reads"`` of an operator that gives a value to Python, ``"lengths"`` where shapes follow from lengths
-            among its arguments, ``"constant"`` where its results depend on the shape of its argument only, ``"choice"``
-            where its integer results decide what a model does next: which expert, which beam, which token.
-        method: the method of tensors that is this view, which takes a quarter of the time of calling it by its name.
-        repeats: whether over all of a tensor its result is the same however often a row is repeated in it.
-        scratch: what its kernel on a CPU takes beside its results: ``""`` is whatever it is found to take,
-            ``"nothing"`` of one that moves numbers, ``"copies"`` of what is not contiguous, ``"sums"`` in a wider
-            dtype, ``"converts"`` operands of another dtype, as element-wise operators do.
-        batched: how many of its first arguments have the batch, with which that grows, as their first dimension.
-        rows: the argument whose rows a product in 16 bits has a buffer for, of some hundred of them at most.
-        by_place: whether each number of its result is computed by itself, though PyTorch has no tag that says so.
-        in_place: whether PyTorch writes into an argument instead where no dispatch mode is active, as in the formulas
-            of autograd (FunctionsManual.cpp, ``areAnyTensorSubclassLike``).
-        time: the work that takes a card as long as this call: its arguments, and its work by shapes.
-        extra: what it takes besides: launches, and the time of moving so many bytes.
-        uses_cublas: whether its kernel on a card is one of cuBLAS, with a handle and its workspace.
+        layout: (layout, arguments, card or None for a CPU) -> the corrected layout of the fake kernel's results.
+        faked_in: the only dtype that the fake kernel takes, where the real kernel takes others.
+        runs: whether the CPU kernel runs on zeros to find the layout, since no fake kernel knows it.
+        computed: computes values in place of the operator, where a CPU lacks the operator for some dtypes.
+        composed_on: the devices on which the operator is a composition of other operators below autograd.
+        deciding: the number of first arguments that decide the allocations and the results of a call; None means all.
+        values: ``"reads"`` if the operator gives a value to Python, ``"lengths"`` if shapes follow from lengths among
+            the arguments, ``"constant"`` if the results depend on the argument's shape only, ``"choice"`` if integer
+            results decide the control flow of a model (which expert, beam or token).
+        method: the tensor method of this view, since a call by the operator's name is slower.
+        repeats: whether the result over a whole tensor is independent of how often a row is repeated.
+        scratch: the scratch memory of the CPU kernel: ``""`` is found by a probe, ``"nothing"`` for an operator that
+            moves numbers, ``"copies"`` for copies of non-contiguous arguments, ``"sums"`` for sums in a wider dtype,
+            ``"converts"`` for conversions of operands of another dtype, as by element-wise operators.
+        batched: the number of first arguments whose first dimension is the batch, with which scratch memory grows.
+        rows: the index of the argument whose rows (some hundred at most) a 16-bit product buffers; None for no product.
+        by_place: whether each element of the result is computed independently, where PyTorch has no tag for this.
+        in_place: whether PyTorch writes into an argument where no dispatch mode is active, as in the formulas of
+            autograd (FunctionsManual.cpp, ``areAnyTensorSubclassLike``).
+        time: (arguments, work, card) -> the work that takes a card as long as this call.
+        extra: (arguments, work, card) -> (extra launches, extra bytes to move).
+        uses_cublas: whether the kernel on a card is cuBLAS's, with a handle and a workspace.
     """
 
     program: Callable[[Sequence[Any], Any, CardTraits], Program] = plain

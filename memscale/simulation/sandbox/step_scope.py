@@ -102,7 +102,7 @@ class StepScope(Captures):
                     self._visit_hooks(parameter._post_accumulate_grad_hooks)
 
     def replaced(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the `tensors` that were plain attributes of modules, which the step replaced, and have no other holder.
+        """Return the `tensors` that the step replaced as plain attributes of modules, and that have no other holder.
 
         A weight made by a hook of `torch.nn.utils.weight_norm` is an example: the first step of a real loop frees the
         weight from before. A tensor that may be in a container that the step made is not returned.
