@@ -1,1 +1,1 @@
-"""What a simulation uses and shields of its process: address space, patches of PyTorch, generators, the collector."""
+"""The process around a simulation: address space, patches of PyTorch, random generators, the garbage collector."""

@@ -1,6 +1,6 @@
-"""What a simulated step draws from, and what where random numbers decide what it does: typical ones, least, or most.
+"""The random numbers of a simulated step: generators of its own, and the least or the largest draws on request.
 
-The generators of PyTorch's CPU, of `random` and of NumPy are all threads': a simulation has others in their place.
+All threads share the generators of PyTorch's CPU, of `random` and of NumPy, so a simulation draws from other ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch._ops import OpOverload
 from memscale.core import internals, simulated
 from memscale.simulation.process.process_state import patched
 
-_SEED = 0  # any would do
-_TORCHS = torch.default_generator  # by whatever name the step has it
-_MOST_NUMBERS = 256  # one for each layer, and not a mask
+_SEED = 0  # arbitrary
+_TORCHS = torch.default_generator  # the process's generator, under whatever name the step knows it
+_MOST_NUMBERS = 256  # the most elements of a drawn decision, such as one for each layer; a mask has more
 
 
 class Draws(enum.Enum):
-    """Which numbers a step draws."""
+    """The choice of the numbers that a step draws: by its generators, the least, or the largest."""
 
     SEEDED = "as its generators give them"
     LEAST = "the least that each could be"
@@ -34,9 +34,9 @@ class Draws(enum.Enum):
 
 
 def settle(drawn: Any, op: Any, args: Sequence[Any], draws: Draws) -> None:
-    """Give `drawn`, what `op` returned, the values of `draws`.
+    """Fill `drawn`, the result of `op`, with the values of `draws`, if it is a single number or a short list.
 
-    That is for one number, or for a list of them: of a mask, no draw makes all elements alike.
+    A mask stays as drawn, since no real draw makes all its elements equal.
     """
     if draws is Draws.SEEDED or not isinstance(drawn, torch.Tensor) or drawn.dim() > 1 or drawn.numel() > _MOST_NUMBERS:
         return
@@ -69,9 +69,9 @@ PYTHON_DRAWN = (
 
 @contextmanager
 def drawing(draws: Draws) -> Iterator[Callable[[], bool]]:
-    """Run the body, in which single numbers of Python's and NumPy's own generators are those of `draws`, too.
+    """Make Python's and NumPy's generators return the numbers of `draws` in the body, for single numbers.
 
-    It is given what says whether any was drawn so far.
+    The context manager yields a function that says whether a number was drawn so far.
 
     >>> with drawing(Draws.LEAST) as drawn:
     ...     drawn(), random.random(), random.uniform(2, 3), np.random.rand(), drawn()
@@ -112,10 +112,12 @@ def drawing(draws: Draws) -> Iterator[Callable[[], bool]]:
 
 
 class StepRandomness:
-    """Generators of a step's own, the same for each simulation.
+    """The random generators of a simulated step, with the same seed for each simulation.
 
     Attributes:
-        torch, python, numpy: in place of PyTorch's for the CPU, of that of `random` and of NumPy's.
+        torch: replaces PyTorch's generator for the CPU.
+        python: replaces the generator of `random`.
+        numpy: replaces NumPy's global generator.
     """
 
     def __init__(self) -> None:
@@ -126,16 +128,16 @@ class StepRandomness:
 
     @contextmanager
     def installed(self, *, counts: bool) -> Iterator[None]:
-        """Have the step find them by the names of the process's own.
+        """Patch the functions of the process's generators to use these generators in the body.
 
-        If it `counts`, states that `torch.utils.checkpoint` keeps are tensors of the step.
+        With `counts`, generator states that `torch.utils.checkpoint` saves count as tensors of the step.
         """
         with ExitStack() as stack:
             for owner, own, mine in ((random, _PYTHON, self.python), (np.random, _numpys(), self.numpy)):
                 for name, value in list(vars(owner).items()):
                     if getattr(value, "__self__", None) is own:
                         stack.enter_context(patched(owner, name, getattr(mine, value.__name__)))
-            for name in ("random", "getrandbits"):  # of which its other methods are made, whoever imported these before
+            for name in ("random", "getrandbits"):  # the other methods call these two, also where imported before
                 stack.enter_context(patched(_PYTHON, name, getattr(self.python, name)))
             functions: dict[str, Callable[..., Any]] = {
                 "manual_seed": lambda seed: self.torch.manual_seed(int(seed)),
@@ -152,13 +154,13 @@ class StepRandomness:
 
     def _counted(self) -> torch.Tensor:
         state = self.torch.get_state()
-        found = torch.zeros(state.shape, dtype=state.dtype)  # an operator, which the generator's own function is not
+        found = torch.zeros(state.shape, dtype=state.dtype)  # an operator, so the mode sees it; `get_state` is none
         with internals.disable_current_modes():
             return found.copy_(state)
 
 
 def drawing_from(op: OpOverload) -> Callable[..., Any] | None:
-    """`op`, which draws, from a generator that it is given first; None where no operator does that.
+    """Return the random operator `op` with a generator as first argument; None if no overload takes a generator.
 
     >>> drawing_from(torch.ops.aten.rand_like.default)(torch.Generator().manual_seed(0), torch.empty(1))
     tensor([0.4963])

@@ -1,9 +1,8 @@
-"""What a simulated step may touch of the process that it runs in, in one place, and how each is put back.
+"""The process state that a simulated step may change, and its restoration.
 
-A simulation patches PyTorch, and the step that it runs is the caller's: either may leave something for whoever computes
-next, or show something to who computes meanwhile in another thread. So each patch (`patched`) answers the threads of
-the simulation and hands all others on, and what a thread has for itself is put back for the thread. What has no form of
-its own for each thread is this:
+NOTE: a simulation patches PyTorch and runs the caller's step. Neither may change later computations, or those of other
+threads. So each patch (`patched`) applies to the threads of the simulation only, and thread-local state is restored for
+the thread. State that all threads share is handled as follows:
 
 =================================  ==================================================================================
 generators of PyTorch's CPU,       the step draws from others, made for it (`draws`): those of the process stay where
@@ -59,7 +58,7 @@ SETTINGS: _Settings = {**_OF_THREAD, **_OF_PROCESS}
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """Run the body, a simulation, as in a process that did nothing before, and leave this one as it was.
+    """Run a simulation in the body with the default process state, and restore the state afterwards.
 
     >>> with process_kept():
     ...     torch.set_grad_enabled(False)
@@ -69,8 +68,8 @@ def process_kept() -> Iterator[None]:
     """
     settings = SETTINGS if is_alone() else _OF_THREAD
     before = {name: read() for name, (read, _) in settings.items()}
-    # Under the caller's autocast weights are cast once and kept: real ones are not for the simulation, and its fake
-    # ones, which have no values, not for the caller.
+    # Autocast caches casts of weights: the simulation must not read the caller's real casts, nor the caller the
+    # simulation's fake casts, which have no values.
     casts = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "mps", "xpu"))
     if casts:
         torch.clear_autocast_cache()
@@ -86,9 +85,9 @@ def process_kept() -> Iterator[None]:
 
 
 def begin_alike() -> None:
-    """Let a step order its nodes as in every other process: autograd numbers the nodes of a thread.
+    """Make one autograd node, so that the step's first node has a number above 0, as in any process but a new one.
 
-    The first is 0, below which there is no place for one that has to wait.
+    Autograd numbers the nodes of a thread from 0. A node that has to wait takes a lower number, and 0 has none below.
     """
     with torch.enable_grad():
         torch.zeros((), requires_grad=True).sum()
@@ -96,8 +95,8 @@ def begin_alike() -> None:
 
 @contextmanager
 def placed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is `value`, whoever asks; afterwards it is what it was, if nobody else has set it meanwhile."""
-    own = vars(owner).get(name, _MISSING)  # an attribute of a base, such as the C++ class of a tensor, shows again
+    """Set ``owner.name`` to `value` for all threads in the body, and restore it unless other code has set it."""
+    own = vars(owner).get(name, _MISSING)  # missing: the attribute is a base class's, and deletion uncovers it
     setattr(owner, name, value)
     try:
         yield
@@ -112,10 +111,10 @@ def placed(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """``owner.name`` is `replacement` for the threads of the simulation, who look it up when they call it.
+    """Replace ``owner.name`` by `replacement` in the body, for the threads of the simulation.
 
-    All others get what it was, and so does everybody afterwards. A function of ours is called in a frame of its own,
-    below the one of whoever asks. Not by a mode: those are off while ``Tensor.backward`` runs, and so while a
+    Other threads get the original, and all threads do after the body. A replacement function runs in a frame directly
+    below its caller's. A function mode cannot serve here: modes are off during ``Tensor.backward``, and so while a
     checkpoint recomputes.
 
     >>> from concurrent.futures import ThreadPoolExecutor
@@ -167,7 +166,7 @@ def _by_thread_read(original: Any, replacement: property) -> property:
 
 
 class _Method:
-    """A method in place of `original`, which it is equal to: PyTorch hands it to subclasses, who look it up."""
+    """A replacement of the method `original` that compares equal to it: subclasses of tensors look methods up by it."""
 
     def __init__(self, original: Any, run: Callable[..., Any]) -> None:
         self._original = original
@@ -189,7 +188,7 @@ class _Method:
 
 @contextmanager
 def _value_patched(module: types.ModuleType, name: str, value: Any) -> Iterator[None]:
-    """``module.name``, which is no function, is `value` for those threads: by a class of the module's own."""
+    """Make ``module.name`` read as `value` for the simulation's threads, by a property on a new class of the module."""
     kind, own = type(module), vars(module)
 
     def read(_: Any) -> Any:
@@ -211,7 +210,7 @@ def _value_patched(module: types.ModuleType, name: str, value: Any) -> Iterator[
 
 @contextmanager
 def answers_asked_again() -> Iterator[None]:
-    """Have libraries ask in the body what they asked about CUDA devices and keep: it differs in a simulation."""
+    """Bypass, in the body, the ``lru_cache`` of libraries' questions about CUDA: a simulation has other answers."""
     with ExitStack() as stack:
         for module, name, question in _kept_answers(len(sys.modules)):
             if id(vars(module).get(name)) == id(question):
@@ -221,7 +220,10 @@ def answers_asked_again() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def _kept_answers(modules: int) -> list[tuple[types.ModuleType, str, Any]]:
-    """Functions such as ``transformers.utils.is_torch_cuda_available``, wherever one of as many modules has them."""
+    """Return (module, name, function) of cached functions such as ``transformers.utils.is_torch_cuda_available``.
+
+    The argument is the number of loaded modules: a new module makes a new search.
+    """
     found: list[Any] = []
     for name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or name.partition(".")[0] in ("torch", "memscale"):

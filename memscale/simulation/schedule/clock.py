@@ -16,23 +16,24 @@ from memscale.hardware import (
 )
 from memscale.simulation.trace import CollectiveRun, Stall, Times, Transfer
 
-#: Why the device stands still: what an operator reads is not back yet, memory that is to be used again is not out yet,
-#: either of them because of the disk, or the host has not handed over the next operator; what another stream of the
-#: device computes is not ready, or a collective is not over.
+#: The causes of a wait of the device: "input", a copy in of an operator's input; "room", a copy out of memory that is
+#: used again; "disk", such a copy to or from the disk; "host", the host's next launch; "stream", another stream of the
+#: device; or a collective.
 CAUSES = ("input", "room", "disk", "host", "stream", *COLLECTIVES)
 
 _NO_SECONDS = HostSeconds(**dict.fromkeys(HostSeconds.__annotations__, 0.0))
 
-# A launch waits while so many are queued: the size of CUDA's queue on the cards that it was tried on.
+# A launch waits while this many launches are queued: the measured size of CUDA's queue.
 _MOST_QUEUED = 1024
 
 
 class Mark(NamedTuple):
-    """When something will be over, and why whoever waits for it stands still.
+    """The end of a piece of work in seconds, and the cause of a wait for it.
 
     Attributes:
-        end, cause: of the last part of it.
-        before: what that part began right behind, where anything: until then it is that which is waited for.
+        end: the end of the last part of the work.
+        cause: the cause of a wait for the last part.
+        before: the part that the last part began directly after; until the end of `before`, a wait is for `before`.
     """
 
     end: float
@@ -41,13 +42,13 @@ class Mark(NamedTuple):
 
     @classmethod
     def behind(cls, before: Mark, begin: float, end: float, cause: str) -> Mark:
-        """The end of something that could begin once `before` was over, and began then or later."""
+        """Return the mark of work from `begin` to `end` that had to begin after `before`."""
         if before.end < begin:
             return cls(end, cause)
         return cls(end, cause, before.before if before.cause == cause else before)
 
     def parts(self) -> list[tuple[float, str]]:
-        """The end and the cause of each part, in the order in which they are over."""
+        """Return the end and the cause of each part, in the order of their ends."""
         found: list[tuple[float, str]] = []
         mark: Mark | None = self
         while mark is not None:
@@ -58,11 +59,11 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SideStream:
-    """A stream of the device beside the main one, which runs while that computes.
+    """A stream of the device that runs concurrently with the main stream.
 
     Attributes:
-        mark: when it is through with what it was given.
-        cause: why whoever waits for what it computes stands still.
+        mark: the end of all work that the stream was given.
+        cause: the cause of a wait for this stream.
     """
 
     mark: Mark = field(default_factory=lambda: Mark(0.0, "stream"))
@@ -70,14 +71,14 @@ class SideStream:
 
     @property
     def end(self) -> float:
-        """When it is through with what it was given."""
+        """The end in seconds of all work that the stream was given."""
         return self.mark.end
 
 
 class Clock:
-    """Times in seconds since the clock was made. Queues work in order, so each time is known when it is asked for.
+    """A clock of simulated seconds since its creation. Queues work in order, so the end of each work is known at once.
 
-    On a CPU the host is the device: what waits, waits at once.
+    On a CPU the host is the device, so a wait takes effect immediately.
 
     >>> clock = Clock(Hardware(name="card", device_type="cuda", memory_bytes=1, host_to_device_bytes_per_second=1e9,
     ...                        device_to_host_bytes_per_second=1e9, measured=True))
@@ -90,17 +91,17 @@ class Clock:
     ('3.03 ms', ['host', 'input'])
 
     Args:
-        hardware: what it is the clock of.
-        charges: whether calls of the host take their time; not where that is measured.
+        hardware: the simulated device.
+        charges: whether calls of the host take time; false where the host's time is measured.
 
     Attributes:
-        host: what those take.
+        host: the seconds of the host's calls.
         is_host: whether the device is the host itself, a CPU.
-        now: where the host is.
-        timed, end, steps, issued, begins, ends, stalls, held_up, transfers, collectives: as of `Times`.
+        now: the host's time in seconds.
+        timed, end, steps, issued, begins, ends, stalls, held_up, transfers, collectives: as in `Times`.
         on_host: the numbers of the operators that run on the host.
-        stream: the one that operators are given to; None is the main one.
-        beside: begin and end of each operator of another stream, by its number.
+        stream: the stream that receives operators; None is the main stream.
+        beside: number of an operator on another stream -> its begin and end.
     """
 
     def __init__(self, hardware: Hardware, *, charges: bool = True) -> None:
@@ -216,7 +217,7 @@ class Clock:
         self._free_ends.append(self._free)
 
     def mark(self, side: SideStream | None) -> Mark:
-        """When a stream will be through with all that it was given so far."""
+        """Return the mark of the end of all work that a stream was given so far."""
         return Mark(self.point(), "host") if side is None else side.mark
 
     def wait(self, mark: Mark, side: SideStream | None) -> None:
@@ -247,7 +248,7 @@ class Clock:
         return mark
 
     def host_operator(self, seconds: float) -> None:
-        """The host itself computes."""
+        """Advance the host by an operator that it computes itself."""
         self.now += seconds
         self.on_host.add(len(self.ends))
         self.issued.append(self.now)
@@ -267,7 +268,7 @@ class Clock:
         return transfer.end - transfer.begin
 
     def point(self) -> float:
-        """When the device is through with all that it was given so far."""
+        """Return the end in seconds of all work that the device was given so far."""
         return max(self._end, self.now, *(mark.end for mark in self._awaited))
 
     def come_after(self, transfer: Transfer) -> None:
@@ -280,12 +281,12 @@ class Clock:
             self._awaited.append(Mark(transfer.end, transfer.cause))
 
     def hold_up_for(self, mark: Mark) -> None:
-        """Let the host wait for all parts of `mark`."""
+        """Make the host wait for all parts of `mark`."""
         for end, cause in mark.parts():
             self.hold_up(end, cause)
 
     def hold_up(self, end: float, cause: str) -> None:
-        """Let the host wait until `end`."""
+        """Make the host wait until `end` in seconds."""
         if end > self.now:
             self.held_up.append(Stall(self.now, end, cause, len(self.ends)))
             self.now = end
