@@ -38,19 +38,20 @@ class Streams:
             self._known = {}
             for device in devices:
                 if device.type == "cuda":
-                    self._see(device.index)
+                    self._add(device.index, _current(device.index))
         self._begun = list((self._known or {}).values())
 
     def see(self, tensor: torch.Tensor) -> None:
         """Adds the current stream of the device of `tensor`, which an operator is using."""
         if self._known is not None and tensor.is_cuda:
-            self._see(tensor.get_device())
+            index = tensor.get_device()
+            if (index, handle := _current(index)) not in self._known:
+                self._add(index, handle)
 
-    def _see(self, index: int) -> None:
+    def _add(self, index: int, handle: int) -> None:
         assert self._known is not None
-        if (key := (index, _current(index))) not in self._known:
-            self.are_several = self.are_several or any(other == index for other, _ in self._known)
-            self._known[key] = torch.cuda.current_stream(index)
+        self.are_several = self.are_several or any(other == index for other, _ in self._known)
+        self._known[index, handle] = torch.cuda.current_stream(index)
 
     def enter(self, undo: list[Callable[[], Any]]) -> Streams:
         """Switches to the streams on which the run began. Returns the streams of the run and of the caller.

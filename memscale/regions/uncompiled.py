@@ -117,11 +117,15 @@ class OperatorWatch(internals.TorchDispatchMode):
         raise NotImplementedError
 
 
-@functools.lru_cache(maxsize=4096)
+_known: dict[int, tuple[Any, bool]] = {}  # by id, since operators hash in Python, in a microsecond
+
+
 def _changes_lists(func: Any) -> bool:
-    return (
-        isinstance(func, internals.OpOverload) and re.fullmatch(r"aten::_foreach_\w+_", func._schema.name) is not None
-    )
+    if (found := _known.get(id(func))) is None:
+        is_operator = isinstance(func, internals.OpOverload)
+        changes = is_operator and re.fullmatch(r"aten::_foreach_\w+_", func._schema.name) is not None
+        found = _known[id(func)] = func, changes  # the reference keeps the id from being used again
+    return found[1]
 
 
 @contextmanager
