@@ -32,7 +32,7 @@ class Interconnect:
 
 @dataclass(frozen=True)
 class Card:
-    """One row of the table, in the units of data sheets.
+    """A row of the table of cards, in the units of data sheets.
 
     Args:
         name: the name in this table; `aliases` are further names.

@@ -1,4 +1,4 @@
-"""`record`: a training step, simulated under a plan for a device. Nothing is left of it in the process."""
+"""`record`: the simulation of a training step under a plan for a device. The process is restored afterwards."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from memscale.simulation.trace import Trace
 from memscale.telemetry import uncounted
 
 _STEPS = 2  # the first makes the optimizer's states, the second has them
-# Of a probe, so that the step's own Python is timed more than once.
+# The most timed steps of a probe, and their seconds: several, so that the step's own Python is timed more than once.
 _TIMED_STEPS, _TIMING_SECONDS = 4, 0.5
 
 
 class _Steps(NamedTuple):
-    """Steps of one loop as functions, and where the loop keeps its output."""
+    """The steps of one loop as functions, and the list in which the loop keeps its output."""
 
     functions: Sequence[Callable[[], object]]
     kept: list[Any]
 
 
 def record(step: TrainingStep, plan: Plan, target: Target, *, holds_gradients: bool = False) -> Trace:
-    """The step under a plan, simulated on the target.
+    """Return the trace of the step under a plan, simulated on the target.
 
     Args:
-        step: with its batch.
+        step: the step, with its batch.
         plan: the transforms of the model and of the optimizer.
-        target: the device.
-        holds_gradients: forward and backward alone are simulated, and the gradients are there at the end.
+        target: the simulated device.
+        holds_gradients: simulates forward and backward alone, and keeps the gradients to the end.
 
     Raises:
-        ConfigError, NeedsValues, or what the model raises: the step cannot be simulated.
+        ConfigError, NeedsValues, or an error of the model: the step cannot be simulated.
     """
     with under(step, plan) as one:
         kept: list[Any] = []
@@ -60,14 +60,14 @@ def record(step: TrainingStep, plan: Plan, target: Target, *, holds_gradients: b
 
 
 def record_in_a_row(steps: Sequence[TrainingStep], plan: Plan, target: Target) -> Trace:
-    """Steps with several batches in their order, in one loop: what the allocator keeps of one need not suit the next.
+    """Return the trace of one loop over several batches: blocks cached for one batch may not fit the next.
 
     Args:
-        steps: at least one; they differ in their batches alone.
+        steps: at least one step; the steps differ in their batches alone.
         plan, target: as in `record`.
 
     Raises:
-        ConfigError, NeedsValues, or what the model raises: a step cannot be simulated.
+        ConfigError, NeedsValues, or an error of the model: a step cannot be simulated.
     """
     with under(steps[0], plan) as one:
         kept: list[Any] = []
@@ -80,12 +80,12 @@ def record_in_a_row(steps: Sequence[TrainingStep], plan: Plan, target: Target) -
 
 @contextmanager
 def under(step: TrainingStep, plan: Plan) -> Iterator[TrainingStep]:
-    """The step as it runs under `plan`: its model transformed, one process's part of it, its optimizer transformed.
+    """Yield the step under `plan`: its model transformed, one rank's part of the model, its optimizer transformed.
 
-    Only in the body, for some transforms of optimizers act on parameters as long as they are there.
+    The step is valid in the body only, since some transforms of optimizers hook parameters until the body ends.
 
     Raises:
-        PlanError, TransformError: the plan does not suit the model.
+        PlanError, TransformError: the plan does not fit the model.
     """
     with one_at_a_time(), ExitStack() as stack:
         model = step.module
@@ -94,7 +94,7 @@ def under(step: TrainingStep, plan: Plan) -> Iterator[TrainingStep]:
             return
         functions, rules = plan.of_functions(), plan.of_optimizers()
         if functions and step.is_distributed:
-            # FSDP2 gathers parameters in the very modules that it sharded, as wrap() finds them.
+            # FSDP2 gathers parameters in the modules that it sharded, so these modules are transformed in place.
             stack.callback(uninstall, install(model, functions))
             check_places(model)
         elif functions:

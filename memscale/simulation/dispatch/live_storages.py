@@ -23,15 +23,15 @@ class LiveStorages:
     """The live storages of a simulation.
 
     Args:
-        builder: where births and deaths are recorded.
-        residents: the category and the name of storages of before the step, by address of their storage object.
-        beside_cpu: whether the device has a CPU beside it, whose memory is not its own.
-        caches: of the device; None where nobody asks what is in them.
-        stream: the stream that is the current one, None for the step's own.
+        builder: the trace builder that records births and deaths.
+        residents: address of a storage object from before the step -> (category, path).
+        beside_cpu: whether the device has memory of its own besides a CPU's.
+        caches: the caches of the device; None if no time depends on them.
+        stream: returns the current stream; None is the step's main stream.
 
     Attributes:
-        given: the addresses of storages that stand for others, of before the step.
-        live: the number of the record of each storage that lives, by the address of the storage object.
+        given: the addresses of storages from before the step that are stand-ins for other tensors.
+        live: address of the storage object -> number of the record, for each live storage.
     """
 
     def __init__(
@@ -49,24 +49,24 @@ class LiveStorages:
         self.beside_cpu = beside_cpu
         self._caches = None if caches is None else CacheContents(caches)
         self._memory = None if beside_cpu else NewMemory()
-        self.offloaded = False  # whether what is made now is made on another memory tier
+        self.offloaded = False  # whether new storages are on another memory tier
         self.counts = False  # whether an operator is of single numbers: what a CPU takes for these is its call
         self._residents = residents
         self.given: frozenset[int] = frozenset()
-        self._beside: set[int] = set()  # of the runtimes of the simulation
-        self.live: dict[int, int] = {}  # storage -> its record
-        self._sizes: dict[int, int] = {}  # of those that were resized
+        self._beside: set[int] = set()  # addresses of storages that `enter_offloaded` recorded
+        self.live: dict[int, int] = {}  # address of the storage object -> number of its record
+        self._sizes: dict[int, int] = {}  # address -> bytes, of storages that were resized
         self._deaths: dict[int, _Death] = {}
         self._waits = 0  # the thread that collects, in which deaths wait
-        self._waiting: list[int] = []  # the records of storages that are gone, and do not count as that yet
-        self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # real tensors of the caller's, with copies
+        self._waiting: list[int] = []  # numbers of dead storages whose deaths are not recorded yet
+        self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # (the caller's real tensor, its copy)
 
     def record(self, tensor: torch.Tensor) -> StorageRecord:
-        """The record of the storage under `tensor`, made as a resident's if it is seen for the first time."""
+        """Return the record of the storage under `tensor`; a new storage is recorded as from before the step."""
         return self.builder.records[self.number(tensor)]
 
     def of_arguments(self, tensors: list[torch.Tensor]) -> list[StorageRecord]:
-        """The records of an operator's arguments; what it makes now is offloaded if all of these do."""
+        """Return the records of an operator's arguments; set `offloaded` if the host computes its results."""
         live, known = self.live, self.builder.records
         records, some_offloaded = [], False
         for tensor in tensors:
@@ -74,13 +74,13 @@ class LiveStorages:
             record = known[self.number(tensor) if number is None else number]
             records.append(record)
             some_offloaded = some_offloaded or record.offloaded
-        # What the CPU beside an accelerator computes from its own tensors is its own. On a host, all is RAM.
+        # Next to an accelerator, the CPU computes from offloaded tensors, and its results are offloaded too.
         self.offloaded = some_offloaded and self.beside_cpu and all(map(_may_be_offloaded, records))
         self.counts = not (self.offloaded and any(record.shape for record in records))
         return records
 
     def missing_share(self, used: Sequence[tuple[StorageRecord, int]], made: Sequence[int]) -> float:
-        """The share of an operator's bytes that is in no cache; see `CacheContents.missing_share`."""
+        """Return the share of an operator's bytes that is in no cache; see `CacheContents.missing_share`."""
         return 1.0 if self._caches is None else self._caches.missing_share(used, made)
 
     def new_bytes(self, nbytes: int) -> int:
@@ -88,13 +88,13 @@ class LiveStorages:
         return 0 if self._memory is None else self._memory.new_bytes(nbytes)
 
     def trim(self, if_grown: bool = False) -> None:
-        """Record that the device is given back what its allocator only caches."""
+        """Record that the allocator gives its cached memory back to the device."""
         self.builder.trim(if_grown=if_grown)
         if self._memory is not None and not if_grown:
             self._memory.trim()
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The number of that record in the trace."""
+        """Return the number in the trace of the record of the storage under `tensor`."""
         storage = tensor.untyped_storage()
         number = self.live.get(storage._cdata)
         if number is None:
@@ -129,14 +129,14 @@ class LiveStorages:
         return number
 
     def enter_offloaded(self, tensor: torch.Tensor) -> None:
-        """Record a storage of a parameter or a gradient that lies on another memory tier."""
+        """Record a new storage of a parameter or a gradient on another memory tier."""
         before, self.offloaded = self.offloaded, True
         self.enter(tensor.untyped_storage(), tensor, len(self.builder.ops) - 1, "", "", False)
         self._beside.add(tensor.untyped_storage()._cdata)
         self.offloaded = before
 
     def put_together(self, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
-        """Record that the contents of these moved to one storage of `nbytes`: theirs take up nothing from here on."""
+        """Record that the contents of `tensors` moved to one new storage of `nbytes`; their own storages take 0."""
         first = self.record(tensors[0])
         self.builder.birth(dataclasses.replace(first, nbytes=nbytes, shape=(nbytes // tensors[0].itemsize,)))
         for tensor in tensors:
@@ -146,7 +146,7 @@ class LiveStorages:
             self.builder.death(number)
 
     def mark_offloaded(self, tensor: torch.Tensor) -> None:
-        """Record that a storage of before the step lies on another memory tier."""
+        """Record that a storage from before the step is on another memory tier."""
         record = self.record(tensor)
         record.nbytes, record.offloaded = 0, True
 

@@ -183,7 +183,7 @@ class Clock:
         return seconds
 
     def operator(self, seconds: float | None) -> None:
-        """The host has issued an operator that takes so long; nothing is launched for one that takes no time."""
+        """Issue an operator of `seconds` (None if unknown) on the current stream; 0 seconds launch no kernel."""
         if seconds is None:
             self.timed, seconds = False, 0.0
         if seconds and self.stream is not None:
@@ -204,7 +204,7 @@ class Clock:
         self.ends.append(end)
         self._free_ends.append(self._free)
         if self.is_host:
-            self.now = max(self.now, end)  # it may have waited, which what takes time comes after
+            self.now = max(self.now, end)  # after a wait the host's time may be past the operator's end
         self.issued.append(self.now)
 
     def _beside(self, side: SideStream, seconds: float) -> None:
@@ -221,7 +221,7 @@ class Clock:
         return Mark(self.point(), "host") if side is None else side.mark
 
     def wait(self, mark: Mark, side: SideStream | None) -> None:
-        """Let what a stream is given from here on come after something."""
+        """Make all later work of the stream `side` (None is the main stream) begin after `mark`."""
         if side is not None:
             side.mark = mark if mark.end > side.end else side.mark
         elif self.is_host:
@@ -230,12 +230,13 @@ class Clock:
             self._awaited.append(mark)
 
     def collective(self, kind: str, group: str, size: int, nbytes: int, seconds: float) -> Mark:
-        """The host issues a collective on the present stream, which runs behind those that its group has still to do.
+        """Issue a collective on the current stream, which runs after the earlier collectives of its group.
 
         Args:
             kind, nbytes: see `collective_seconds`.
-            group, size: the name of its processes' group, and how many they are.
-            seconds: how long it takes.
+            group: the name of the process group.
+            size: the number of processes of the group.
+            seconds: the seconds of the collective.
         """
         self.now += self.host.operator
         given = self.mark(self.stream)
@@ -257,7 +258,7 @@ class Clock:
         self._free_ends.append(self._free)
 
     def across(self, direction: Direction, nbytes: int) -> float:
-        """The host copies between the device and memory of its own, behind all that the device was given, and waits.
+        """Copy `nbytes` between device and host after all work of the device, and make the host wait for the copy.
 
         Returns:
             The seconds of the copy.
@@ -272,7 +273,7 @@ class Clock:
         return max(self._end, self.now, *(mark.end for mark in self._awaited))
 
     def come_after(self, transfer: Transfer) -> None:
-        """Let what the device is given from here on come after a copy. Where the CPU takes part, the host waits."""
+        """Make all later work of the device begin after a copy; for a copy that the CPU carries, the host waits too."""
         if self.transfers[transfer.number].awaited is None:
             self.transfers[transfer.number] = transfer._replace(awaited=len(self.ends))
         if transfer.carried:
@@ -294,18 +295,18 @@ class Clock:
     def copy(
         self, direction: Direction, tier: str, nbytes: int, *, ready: float, asked: int, new_bytes: int = 0
     ) -> Transfer:
-        """A copy that may start when it is `ready`, and not before the ones that were asked for earlier.
+        """Issue a copy that starts at `ready` at the earliest, and after all earlier copies in its direction.
 
         Args:
             direction, tier, nbytes, asked: see `Transfer`.
-            ready: when that is.
-            new_bytes: what a CPU gets from the system for it, as it is written.
+            ready: the moment in seconds from which the copy may run.
+            new_bytes: the bytes that a CPU has to get from the system for the copy's target.
         """
         begin = max(ready, self.now, self._link_ends[direction], self._carried_ends[direction])
         if tier == "disk":
             begin = max(begin, self._disk_end)
         self.calls(self.host.copy)
-        # What comes behind a copy that the CPU carries is carried, too, so that it does not overtake.
+        # The CPU also carries a copy that follows a carried one, since it must not overtake.
         carried = self.is_host or tier != "pinned" or self._carried_ends[direction] > self.now
         end = begin + copy_seconds(nbytes, tier, direction, self.hardware)
         end += new_memory_seconds(new_bytes, self.hardware)
@@ -319,7 +320,7 @@ class Clock:
         return self.transfers[-1]
 
     def copy_in_stream(self, direction: Direction, tier: str, nbytes: int) -> None:
-        """A copy on the present stream, behind what that has to do and before what it is given from here on."""
+        """Issue a copy on the current stream, after its earlier work and before its later work."""
         side = self.stream
         ready = self.point() if side is None else side.end
         transfer = self.copy(direction, tier, nbytes, ready=ready, asked=len(self.ends))
@@ -331,7 +332,7 @@ class Clock:
             self.hold_up(transfer.end, transfer.cause)
 
     def _catch_up(self) -> None:
-        """Let the device stand still until the host is there, and then for what it has to come after."""
+        """Make the device wait until the host's present time, and then for all marks that its next work comes after."""
         at = self._end
         if not (self._awaited or self._behind) and self._accounted == len(self.held_up):  # the host is all it waits for
             if self.now > at:
@@ -364,10 +365,10 @@ class Clock:
         return begin
 
     def _would_stand_still(self, end: float, cause: str, still: float) -> None:
-        """Without the collectives that it waited for the device would stand still until `end`, and does for `still`.
+        """Charge earlier waits for collectives to `cause` as far as the device would have waited without collectives.
 
-        So much of the waits for these cost nothing: it waited for the `cause`, as a host that is late would have had it
-        do. Without that a step that the host alone slows down seems to wait for its links.
+        Without collectives the device would wait until `end`; with them it waits `still` seconds. The difference moves
+        from the collectives to `cause`: else a step that only the host slows down would seem to wait for its links.
         """
         seconds = end - self._free - still
         self._free = max(self._free, end)
