@@ -26,7 +26,7 @@ from memscale.simulation.trace import Trace
 
 
 class MemoryProfiler:
-    """Profiles steps of one model with different batches.
+    """A profiler of steps of one model with different batches.
 
     Static first: the step is simulated, operators without a rule for their shapes run on zeros. If the step reads
     values that only a real run computes, it is measured on ``config.warmup_steps`` real steps and one more, and
@@ -77,7 +77,7 @@ class MemoryProfiler:
         self.target = Target.of(self.hardware, probe=probe)
 
     def profile(self, batch: Any = None, *, accumulate: int = 1, capacity_bytes: int | None = None) -> Profile:
-        """The memory of a step with this batch; arguments and errors as in `memscale.profile`.
+        """Return the profile of a step with this batch; arguments and errors as in `memscale.profile`.
 
         `capacity_bytes` is what a simulated CUDA device gives to the step, where that is less than all it can
         (``hardware.usable_bytes``): PyTorch gives back cached memory before it goes beyond.
@@ -108,7 +108,7 @@ class MemoryProfiler:
 def profile_of(
     step: TrainingStep, plan: Plan, target: Target, config: Config, capacity_bytes: int | None = None
 ) -> Profile:
-    """The profile of a step under a plan: simulated, or measured on real steps where `config` allows that.
+    """Return the profile of a step under a plan: simulated, or measured on real steps where `config` allows that.
 
     Args:
         step: with its batch.

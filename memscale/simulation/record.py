@@ -103,7 +103,7 @@ def under(step: TrainingStep, plan: Plan) -> Iterator[TrainingStep]:
         if step.parallel is not None:
             model, optimizer = stack.enter_context(one_rank(model, optimizer, step.parallel))
         if rules:
-            # States that the caller has would be moved, or copied for there are two optimizers: a step makes them anew.
+            # Without states: the transforms would move or copy the caller's; the first simulated step makes new ones.
             given = None if optimizer is None else without_states(optimizer)
             transformed: Any = uncounted(transform)(model, rules, optimizer=given)
             optimizer = transformed[1]
@@ -113,11 +113,11 @@ def under(step: TrainingStep, plan: Plan) -> Iterator[TrainingStep]:
 
 
 def check_plan(step: TrainingStep, plan: PlanLike | None) -> Plan:
-    """The plan for the step's model; None is one without rules.
+    """Return `plan` as a `Plan` for the step's model; None means a plan without rules.
 
     Raises:
         ConfigError: the step is a function.
-        PlanError: it is no plan, or names what the model has not.
+        PlanError: `plan` is no plan, or names modules that the model lacks.
     """
     if plan is None:
         return Plan()
@@ -129,7 +129,7 @@ def check_plan(step: TrainingStep, plan: PlanLike | None) -> Plan:
 
 
 def about(step: TrainingStep, plan: Plan) -> tuple[str, ...]:
-    """A note where the plan was made for other processes than those of the step."""
+    """Return a note if the plan was made for another parallel spec than the step's."""
     if plan.parallel in (None, step.parallel):
         return ()
     already = None if step.parallel is not None else Parallel.of_distributed(step.model)
@@ -140,13 +140,13 @@ def about(step: TrainingStep, plan: Plan) -> tuple[str, ...]:
 
 
 def _forward_and_backward(step: TrainingStep) -> _Steps:
-    """The step without its update, twice.
+    """Return the step without its update, twice; the second keeps its gradients.
 
-    The first step is no step like others: regions copy their inputs until they know what they write to. Gradients that
-    are still there after the last are known for what they are.
+    One step is not enough: in their first run regions copy their inputs, until they know what they write to. The
+    gradients that live at the end are recognised as gradients.
     """
     assert isinstance(step.model, nn.Module), "a function's own step updates what it updates"
-    # What steps in backward counts on the step that ends it.
+    # An optimizer that steps in backward needs its `step()` call, which ends the step.
     ends = isinstance(step.optimizer, TransformedOptimizer) and step.optimizer.steps_in_backward
     one = step if ends else dataclasses.replace(step, optimizer=None)
     kept: list[Any] = []
@@ -154,7 +154,7 @@ def _forward_and_backward(step: TrainingStep) -> _Steps:
 
 
 def _with_the_draws_that_take_most(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...]) -> Trace:
-    """The last of `steps`, simulated once for each way to draw random numbers that decides what it does."""
+    """Return the trace with the most taken bytes among those of all `Draws`; of one if no random number was read."""
     found: list[Trace] = []
     for draws in Draws:
         try:
@@ -162,7 +162,7 @@ def _with_the_draws_that_take_most(steps: _Steps, step: TrainingStep, target: Ta
         except Exception as error:
             if not found:
                 raise
-            # A step may wait for a number that is never drawn this way.
+            # A loop may wait for a number that these draws never give.
             note = (
                 f"with the {draws.name.lower()} of random numbers the step fails ({as_text(error)}) and does not count"
             )
@@ -174,13 +174,13 @@ def _with_the_draws_that_take_most(steps: _Steps, step: TrainingStep, target: Ta
 
 @dataclass
 class _Attempt:
-    """A way to follow the code of a step, and what the code did on that way.
+    """A simulation's options, and the findings of one attempt with these options.
 
     Attributes:
-        as_graphs: whether compiled modules run as their graphs, or as they are written.
-        answers: whether the code is told that its tensors are on the device, or where they are: on a CPU.
-        followed: the compiled modules that ran as graphs.
-        asked: what the code asked about its device.
+        as_graphs: whether compiled modules run as their graphs, or as written.
+        answers: whether code sees its tensors on the simulated device; false shows the CPU.
+        followed: the ids of the compiled modules that ran as graphs.
+        asked: the attributes and functions by which the code read its device.
     """
 
     as_graphs: bool
@@ -190,9 +190,9 @@ class _Attempt:
 
 
 def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...], draws: Draws) -> Trace:
-    """The step as its device and its compiler have it; where that cannot be followed, as a CPU has it, or as written.
+    """Return the trace of the step with device spoofing and compiled graphs, or without them where the step fails.
 
-    The notes say which way it is.
+    The notes of the trace name each fallback.
     """
     said: tuple[str, ...] = ()
     fault: Exception
@@ -206,7 +206,7 @@ def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[st
                     return _simulated(steps, step, target, (*notes, *said), draws, attempt)
             except ConfigError:
                 raise
-            except Exception as error:  # the step's own: raised below, unless it goes on another way
+            except Exception as error:  # an error of the step, raised below unless a fallback succeeds
                 followed |= attempt.followed
                 faults.append(error)
                 if not attempt.asked:
@@ -215,7 +215,7 @@ def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[st
                     f"the step asks for {', '.join(attempt.asked)} and goes where it cannot be simulated on a CUDA "
                     f"device ({as_text(error)}); simulated is the way that it goes on a CPU",
                 )
-        fault = faults[0]  # on the way of the device: the other one is not the step's own
+        fault = faults[0]  # the error with device spoofing: on the real device the step would fail with this one
         if not followed:
             break
         said = (f"what the compiler makes of this step fails in the simulation ({as_text(fault)})",)
@@ -230,7 +230,7 @@ def _simulated(
     draws: Draws,
     attempt: _Attempt,
 ) -> Trace:
-    """The last of `steps`, on one way to follow their code."""
+    """Return the trace of `steps`, simulated with the options of `attempt`, and note its findings there."""
     functions, kernels = steps.functions, target.kernels
     host = HostTime(own_cost()) if kernels.is_timed else None
     simulation = Simulation(
@@ -248,7 +248,7 @@ def _simulated(
         with simulation, drawing(draws) as is_drawn:
             for function in functions:
                 simulation.step(function)
-            # A policy whose results are changed in place goes another way, and DDP has other buckets after a step.
+            # One more step where two differ: a policy may change after an in-place write, and DDP rebuilds its buckets.
             is_one = all(each is functions[-1] for each in functions)
             if not simulation.mode.recorder.settled or (is_one and not simulation.mode.builder.repeats()):
                 simulation.step(functions[-1])

@@ -1,4 +1,4 @@
-"""`Trace`: what a simulated step did, as immutable data. All that is said of a step is a function of its trace."""
+"""`Trace`: the events of a simulated step, as immutable data. Every result about a step is a function of its trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHOWN = 40  # operators of a printed trace
 
 
 class Phase(str, enum.Enum):
-    """The part of a step that an operator runs in."""
+    """The phase of a step in which an operator runs."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -87,7 +87,7 @@ class OpCall(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """The device, or the host, stands still from `begin` to `end`, before operator number `op`."""
+    """A wait of the device, or of the host, from `begin` to `end` in seconds, before operator number `op`."""
 
     begin: float
     end: float
@@ -119,7 +119,7 @@ class Transfer(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """Why whoever waits for it stands still."""
+        """The cause of a wait for this copy."""
         return "disk" if self.tier == "disk" else "room" if self.direction == "out" else "input"
 
 
@@ -135,7 +135,7 @@ class CollectiveRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """When everything in a trace happens, in seconds from its beginning.
+    """The times of the events of a trace, in seconds from its beginning.
 
     Attributes:
         timed: whether all that the operators take is known.
@@ -211,7 +211,7 @@ class Trace:
         return self.ops[self.steps[-1][1] :]
 
     def computes_in(self) -> frozenset[str]:
-        """The dtypes that the last step multiplies in."""
+        """Return the dtypes in which the last step computes products."""
         return frozenset(op.dtype for op in self.last_operators if op.flops)
 
     def digest(self) -> str:

@@ -1,4 +1,4 @@
-"""The runtimes of a simulated step: each says what the one in whose place it is would move, and when; nothing moves."""
+"""The runtimes of a simulated step: each records the copies and the bytes of a real runtime, and moves nothing."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class CountingRuntimes:
     """The counting runtimes of a simulation: one in place of each runtime that the step uses.
 
     Args:
-        clock: of the device that is simulated, whatever the tensors say.
-        make_offloaded: makes a uint8 CPU tensor of so many bytes that takes up no memory of the simulated device.
-        references: how many tensors refer to a storage for the simulation's own sake.
-        on_trim: called where a runtime has the device give back what it only caches, with whether only if it has grown.
+        clock: the clock of the simulated device.
+        make_offloaded: makes a uint8 CPU tensor of so many bytes, which takes no memory of the simulated device.
+        references: storage -> the number of the simulation's own tensors that refer to it.
+        on_trim: called where a runtime would empty the device's cache; its argument says: only if memory has grown.
         on_copy: called with the source and the target of each copy, a tensor of bytes and a buffer.
-        new_bytes: how much of a tensor of so many bytes a process on a CPU would have to get from the system now.
+        new_bytes: bytes of a tensor -> bytes that a CPU process would have to get from the system for it now.
 
     Attributes:
-        at_home: what lives on another tier in the simulation, by storage.
+        at_home: address of a storage -> the host parameter, for storages on another tier in the simulation.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CountingRuntimes:
         self._made: dict[Runtime, CountingRuntime] = {}
 
     def high_water_bytes(self) -> dict[str, int]:
-        """The most bytes that each tier held, without those that held none."""
+        """Return tier -> the most bytes that the tier held, without empty tiers."""
         found: dict[str, int] = {}
         for engine in self.engines:
             for tier, nbytes in engine.stats().high_water_bytes.items():
@@ -83,7 +83,7 @@ class CountingRuntimes:
 
 
 class CountingRuntime(Runtime):
-    """A runtime with the caps of another one, on a device where nothing has values."""
+    """A runtime that has the caps of a real one, on a device whose tensors have no values."""
 
     def __init__(self, real: Runtime, step: CountingRuntimes) -> None:
         super().__init__(real.config)
@@ -93,7 +93,7 @@ class CountingRuntime(Runtime):
         self.notes: list[str] = []
 
     def tell(self, what: str) -> None:
-        """See `Runtime.tell`: here it becomes a note."""
+        """Add the message to the notes, in place of `Runtime.tell`."""
         self.notes.append(what)
 
     @property
@@ -110,7 +110,7 @@ class CountingRuntime(Runtime):
         return backend
 
     def spills(self) -> Iterator[str]:
-        """For each tier that took what one above it had no room for: how much, and why."""
+        """Yield a note for each tier that received bytes because a tier above it was full, with the reason."""
         for backend in self._backends:
             for tier, nbytes in backend.spilled_bytes.items():
                 yield f"{format_bytes(nbytes)} of what moves lies on {tier} at most, since {self._limit(tier)}"
@@ -134,7 +134,7 @@ class CountingRuntime(Runtime):
 
 
 class _FakeHostParameters(HostParameters):
-    """Parameters that have sizes and no values."""
+    """Host parameters with sizes and without values."""
 
     def __init__(self, engine: Engine, step: CountingRuntimes) -> None:
         self._step = step
@@ -166,10 +166,10 @@ class _Left:
 
 
 class CarriedValues:
-    """Follows what the runtimes of a simulation move; they move no byte themselves.
+    """The values of tensors that the counting runtimes would move; the runtimes themselves move no bytes.
 
-    Without it what comes back would have whatever the memory had that it comes back to, and a step that reads it (an
-    index, a mask, which expert) would go another way each time.
+    Without this class a fetched tensor would have arbitrary values, and a step that reads these (an index, a mask, the
+    number of an expert) would take another path in each simulation.
     """
 
     def __init__(self, storages: LiveStorages) -> None:
