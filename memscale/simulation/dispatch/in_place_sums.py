@@ -17,32 +17,32 @@ from memscale.simulation.trace import Phase
 
 aten = torch.ops.aten
 
-# The formula of this derivative multiplies and subtracts in place, but for what it starts with, which is somebody's.
+# The formula of this derivative multiplies and subtracts in place, except into its first operand, a tensor of others.
 # Source: ``binary_cross_entropy_with_logits_backward`` in FunctionsManual.cpp.
 _FORMULAS = {"BinaryCrossEntropyWithLogitsBackward0"}
 _ZEROS = {"aten::zeros", "aten::new_zeros", "aten::zeros_like"}
-# By Python, as a mode does that has seen the operator.
+# The frame of an operator that Python calls, as a dispatch mode does when it redispatches.
 _CALLED = type(aten.add.Tensor).__call__.__code__
 
 
 class InPlaceSums:
-    """Notes those of a step in its builder, which has them happen in place: see `TraceBuilder.add_in_place`.
+    """A detector of a step's in-place sums, which `TraceBuilder.add_in_place` later makes happen in place.
 
     Args:
-        storages: those that are added.
+        storages: the live storages of the step.
     """
 
     def __init__(self, storages: LiveStorages) -> None:
         self._storages = storages
         self._builder = storages.builder
-        self._sum: Sum | None = None  # the last one
+        self._sum: Sum | None = None  # the last candidate
 
     def maybe_in_place(
         self, op: OpOverload, operands: list[torch.Tensor], total: torch.Tensor, first_of_node: int
     ) -> None:
-        """Note a sum that PyTorch makes in place where no mode is active: its engine's, its attention's.
+        """Note a sum that PyTorch makes in place where no mode is active: the autograd engine's, or attention's.
 
-        `first_of_node` is the index of the first operator of the autograd node that runs.
+        `first_of_node` is the index of the first operator of the running autograd node.
         """
         self._sum = None
         if op is aten.mul.Tensor or op is aten.sub.Tensor:
@@ -56,7 +56,7 @@ class InPlaceSums:
             return
         frame: Any = sys._getframe(1)
         within = frame.f_code.co_filename
-        while frame.f_code.co_filename == within:  # the mode that answers; what comes before it asked for the sum
+        while frame.f_code.co_filename == within:  # skip the dispatch mode's frames, up to the caller of the sum
             frame = frame.f_back
         if (
             by_autocast := frame.f_code is _CALLED
@@ -64,28 +64,28 @@ class InPlaceSums:
             and frame.f_back.f_code is below.__code__
         ):
             frame = frame.f_back
-        # Another mode that sees it first is there for real, too: one that watches what a region's first run writes to.
+        # A mode above the simulation's is active in a real step too: it watches the writes of a region's first run.
         if len(operands) < 2 or frame.f_code is _CALLED:
             return
         self._sum = self._noted(operands[0], total)
-        # By the engine where two gradients of one value meet: not by a backward written in Python, nor by the user.
+        # The engine adds where two gradients of one value meet; a backward in Python and users add out of place.
         caller = frame.f_code
         if caller is linear.__code__ or (by_autocast and frame.f_locals["op"] is aten.linear.default):
-            self._builder.sums.append(self._sum)  # of a product that nobody else has and a bias
+            self._builder.sums.append(self._sum)  # `linear` adds a bias to its own product in place
             return
         by_engine = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
         if not by_engine or caller.co_name != "_engine_run_backward":
             return
-        # The engine adds into the first only if that is whole and nobody else's; a view keeps its base alive.
+        # The engine adds into the first gradient only if that is dense and unshared; a view shares its base's storage.
         if operands[0]._is_view() or not aten.is_non_overlapping_and_dense(operands[0]):
             return
         born = self._storages.record(operands[0]).op
         if op is aten.add.Tensor:
-            # It adds what a node gives to what another has given, or this one, of which a value is two arguments. Else
-            # a sum of what the node itself has made is a part of its formula.
+            # The engine adds a gradient of this node to one from another node, or to another gradient of this node for
+            # the same value. Any other sum of tensors that the node has made is a part of the node's formula.
             is_in_place = born < first_of_node or _gives_twice(torch._C._current_autograd_node())
         else:
-            # A formula writes into zeros of its own. Into a gradient (that of `index_put`, `scatter`, `put`) none does.
+            # A formula writes in place into zeros that it has made, and never into a gradient (`index_put`, `scatter`).
             is_in_place = born >= first_of_node and self._builder.ops[born].name in _ZEROS
         if is_in_place:
             self._builder.sums.append(self._sum)
@@ -102,11 +102,11 @@ class InPlaceSums:
         return Sum(born, operand, number)
 
     def mask_added_in_place(self, scores: torch.Tensor) -> None:
-        """Note that the sum just made was attention's, of scores and mask: only that goes into a safe softmax."""
+        """Note that the last sum was attention's, of `scores` and mask: no other sum goes into a safe softmax."""
         if self._sum is not None and self._sum.total == self._storages.number(scores):
             self._builder.sums.append(self._sum)
 
 
 def _gives_twice(node: Any) -> bool:
-    """Whether two of the gradients that `node` gives are of one value."""
+    """Whether two of the gradients that `node` returns belong to one value."""
     return node is not None and len(set(node.next_functions)) < len(node.next_functions)

@@ -24,7 +24,7 @@ from memscale.simulation.trace import OpCall
 
 
 class StepRecorder:
-    """Enters operators, and the storages that they make, in a `TraceBuilder`.
+    """A recorder of operators, and of the storages that they make, in a `TraceBuilder`.
 
     Args:
         storages: those that live.
@@ -66,7 +66,7 @@ class StepRecorder:
         self.traces = False
 
     def calls(self, kind: str) -> None:
-        """The host makes a call, of the kinds of `HostSeconds`."""
+        """Record a call of the host, of a kind of `HostSeconds`."""
         if not self.traces:
             self._clock.calls(getattr(self._clock.host, kind))
 
@@ -178,7 +178,7 @@ class StepRecorder:
         return result
 
     def _new(self, operator: Operator, result: Any) -> list[tuple[torch.UntypedStorage, torch.Tensor]]:
-        """The storages that an operator returns and made, each with a tensor over it, in the order it takes them in."""
+        """Return the storages that an operator made, each with a tensor over it, in the order of their allocation."""
         results, live = results_of(result), self._storages.live
         if operator.order and len(results) > 1:
             results = in_order(operator.order, results)

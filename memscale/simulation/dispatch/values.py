@@ -21,12 +21,12 @@ from memscale.simulation.dispatch.trace_builder import CHOICE, DRAW, GIVEN, SCAL
 from memscale.simulation.kernels.shapes import results_of
 from memscale.simulation.process.fake_storages import FakeStorages
 
-_MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
+_MOST_READS = 512  # reads of stand-ins by one line; reads in torch's code (an optimizer's loop) are not counted
 _TORCH = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(os.path.dirname(__file__))  # all of the simulation
-# Whatever this file reads is whether arguments are valid, and it raises where they are not.
+_HERE = os.path.dirname(os.path.dirname(__file__))  # the folder memscale/simulation
+# This file of PyTorch reads values only to check that arguments are valid, and raises for invalid ones.
 _VALIDATES = os.path.join(_TORCH, "distributions", "distribution.py")
-# What stands for values that are not computed, the one that says least about them first.
+# The notes about stand-ins for values that are not computed, the least certain origin first.
 _ASSUMED = {
     SCALAR: "reads a number computed by the step: one without overflow was assumed",
     CHOICE: "chooses by activations: random ones were assumed",
@@ -45,14 +45,14 @@ class NeedsValues(MemscaleError):
 
 
 class Values:
-    """The values of one step, as far as they are known.
+    """The known values of one step.
 
     Args:
-        storages: whose contents they are.
-        alike: whether all random numbers are alike.
+        storages: the live storages of the step.
+        alike: whether all random numbers are equal.
 
     Attributes:
-        assumptions: what was assumed of stand-ins, each once.
+        assumptions: notes on the assumptions about stand-ins, each once.
         goes_by_draws: whether the step has read a random number.
     """
 
@@ -64,7 +64,7 @@ class Values:
         self._sites: dict[Any, int] = {}  # how often a line of this step has read stand-ins
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A tensor with the values that `tensor` has, None where they are not known."""
+        """Return a tensor with the values of `tensor`; None if the values are unknown."""
         record = self._storages.record(tensor)
         if record.later is None:
             return tensor if record.known else None
