@@ -74,7 +74,7 @@ class StepOptions(TrainingOptions):
         return {"accumulate": self.accumulate, "keeps_output": self.keeps_output}
 
     def check(self) -> None:
-        """Raise ConfigError for what is wrong whatever the model is."""
+        """Raises ConfigError for what is wrong whatever the model is."""
         for name, value in (("batch", self.batch), ("seq", self.seq), ("accumulate", self.accumulate)):
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} must be at least 1, got {value}")

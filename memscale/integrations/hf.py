@@ -125,7 +125,7 @@ def wrap_trainer(
 
 
 def unwrap_trainer(trainer: Trainer) -> None:
-    """Undo `wrap_trainer`."""
+    """Undoes `wrap_trainer`."""
     for callback in [each for each in trainer.callback_handler.callbacks if isinstance(each, MemScaleCallback)]:
         callback.wrapping.end()
         trainer.callback_handler.callbacks.remove(callback)

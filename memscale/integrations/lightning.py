@@ -123,7 +123,7 @@ def wrap_trainer(
 
 
 def unwrap_trainer(trainer: lightning.Trainer) -> None:
-    """Undo `wrap_trainer`."""
+    """Undoes `wrap_trainer`."""
     for callback in [each for each in trainer.callbacks if isinstance(each, MemScaleCallback)]:
         callback.end()
         trainer.callbacks.remove(callback)

@@ -66,7 +66,7 @@ def _module(storage: Storage) -> str:
 
 
 def _positions(trace: Trace) -> tuple[list[float], list[float]]:
-    """Return when each operator of the last step begins and ends: in seconds, or by its index if times are unknown."""
+    """Returns when each operator of the last step begins and ends: in seconds, or by its index if times are unknown."""
     first_op, times = trace.steps[-1][1], trace.times
     if not times.timed:
         count = len(trace.ops) - first_op
@@ -76,7 +76,7 @@ def _positions(trace: Trace) -> tuple[list[float], list[float]]:
 
 
 def _prefetch_depth(trace: Trace) -> int | None:
-    """Return the prefetch depth that hides the copies of the last step; None if the step has no copies."""
+    """Returns the prefetch depth that hides the copies of the last step; None if the step has no copies."""
     ops, first_op, times = trace.last_operators, trace.steps[-1][1], trace.times
     moved = [transfer for transfer in times.transfers if transfer.begin >= times.steps[-1]]
     if not moved:
@@ -89,7 +89,7 @@ def _prefetch_depth(trace: Trace) -> int | None:
 
 
 def _unlike_cuda(hardware: Hardware) -> list[str]:
-    """Return notes on bytes that are uncertain on a device other than a CPU or an NVIDIA card with its own memory.
+    """Returns notes on bytes that are uncertain on a device other than a CPU or an NVIDIA card with its own memory.
 
     >>> _unlike_cuda(Hardware.named("t4")), [note[:32] for note in _unlike_cuda(Hardware.named("mi300x"))]
     ([], ['blocks and reserved memory are t'])
@@ -113,7 +113,7 @@ def _unlike_cuda(hardware: Hardware) -> list[str]:
 
 
 def _untimed(trace: Trace) -> list[str]:
-    """Return a note if the hardware's rates lack a dtype in which the step computes, so the step has no time."""
+    """Returns a note if the hardware's rates lack a dtype in which the step computes, so the step has no time."""
     hardware = trace.hardware
     if not hardware.flops_per_second:
         return []

@@ -85,7 +85,7 @@ class Shares:
 
 
 def shares(trace: Trace, paths: Sequence[str]) -> Shares:
-    """Return the `Shares` of the last step; a part inside another part counts for itself only."""
+    """Returns the `Shares` of the last step; a part inside another part counts for itself only."""
     begin, first_op = trace.steps[-1]
     owners = _Owners(paths)
     of_op = [owners.of(op.path) for op in trace.ops[first_op:]]
@@ -103,7 +103,7 @@ def shares(trace: Trace, paths: Sequence[str]) -> Shares:
 
 
 def _waiting(trace: Trace, begin: int) -> set[int]:
-    """Return the storages alive when backward begins, without parameters, buffers, states and gradients."""
+    """Returns the storages alive when backward begins, without parameters, buffers, states and gradients."""
     ops = trace.event_ops
     until = next((at for at in range(max(begin, 0), len(ops)) if _is_backward(trace, ops[at])), len(ops))
     alive = _alive(trace.events[:until])
@@ -111,7 +111,7 @@ def _waiting(trace: Trace, begin: int) -> set[int]:
 
 
 def attribute(trace: Trace, paths: Sequence[str]) -> Attribution:
-    """Return the `Attribution` of the last step in `trace` to the parts at `paths`.
+    """Returns the `Attribution` of the last step in `trace` to the parts at `paths`.
 
     Args:
         trace: the trace of a step; on CUDA each storage counts with its bytes rounded up to blocks of 512.
@@ -158,7 +158,7 @@ def attribute(trace: Trace, paths: Sequence[str]) -> Attribution:
 
 
 def _intervals(ops: Sequence[OpCall], of_op: Sequence[int]) -> tuple[tuple[Interval, ...], list[int]]:
-    """Return the intervals of a step (at least one), and the index of each operator's interval."""
+    """Returns the intervals of a step (at least one), and the index of each operator's interval."""
     intervals: dict[Interval, int] = {}
     interval_of: list[int] = []
     last = (Phase.FORWARD, OUTSIDE)
@@ -194,7 +194,7 @@ class _Events(NamedTuple):
         return cls(numbers, deltas, trace.steps[-1][0], np.array([0, *intervals], dtype=np.int64))
 
     def levels(self, rows: npt.NDArray[np.int64], count: int) -> Bytes:
-        """Return the bytes held, [row, 1 + events of the step], where event i changes row ``rows[i]`` of `count`."""
+        """Returns the bytes held, [row, 1 + events of the step], where event i changes row ``rows[i]`` of `count`."""
         levels = np.zeros((count, len(self.numbers) - self.begin + 1), dtype=np.int64)
         np.add.at(levels[:, 0], rows[: self.begin], self.deltas[: self.begin])
         levels[rows[self.begin :], np.arange(1, levels.shape[1])] = self.deltas[self.begin :]
@@ -204,7 +204,7 @@ class _Events(NamedTuple):
 def _held(
     events: _Events, rows: npt.NDArray[np.int64], makers: npt.NDArray[np.int64], shape: tuple[int, int]
 ) -> tuple[Bytes, Bytes, dict[tuple[int, int], Bytes]]:
-    """Return ``held_bytes``, ``slack_bytes`` and ``handed_bytes`` of an `Attribution`.
+    """Returns ``held_bytes``, ``slack_bytes`` and ``handed_bytes`` of an `Attribution`.
 
     Args:
         events: the births and deaths of storages.
@@ -217,7 +217,7 @@ def _held(
     runs = events.intervals[starts]
 
     def most(levels: Bytes) -> Bytes:
-        """Return the maximum over the events of each interval: [..., event] -> [..., interval]."""
+        """Returns the maximum over the events of each interval: [..., event] -> [..., interval]."""
         found = np.zeros((*levels.shape[:-1], intervals), dtype=np.int64)
         np.maximum.at(found.T, runs, np.maximum.reduceat(levels, starts, axis=-1).T)
         return found
@@ -237,7 +237,7 @@ def _held(
 
 
 def _waits(times: Times, of_op: Sequence[int], first_op: int, parts: int) -> npt.NDArray[np.float64]:
-    """Return [part] the seconds that the device waits for the part's copies."""
+    """Returns [part] the seconds that the device waits for the part's copies."""
     copies = {transfer.end: transfer for transfer in times.transfers}
     waits = np.zeros(parts)
     for stall in times.stalls:
@@ -251,7 +251,7 @@ def _waits(times: Times, of_op: Sequence[int], first_op: int, parts: int) -> npt
 
 
 def _alive(events: Sequence[int]) -> set[int]:
-    """Return the numbers of the storages that are alive after `events`."""
+    """Returns the numbers of the storages that are alive after `events`."""
     alive: set[int] = set()
     for event in events:
         (alive.add if event > 0 else alive.discard)(abs(event) - 1)
@@ -266,7 +266,7 @@ class _Owners:
         self._known: dict[str, int] = {}
 
     def of(self, path: str) -> int:
-        """Return the number of the part that holds the module or parameter at `path`; `OUTSIDE` if no part does."""
+        """Returns the number of the part that holds the module or parameter at `path`; `OUTSIDE` if no part does."""
         if path not in self._known:
             head = path
             while head and head not in self._numbers:
@@ -276,7 +276,7 @@ class _Owners:
 
 
 def _rows(trace: Trace, owners: _Owners, of_op: list[int], first_op: int, begin: int) -> list[int]:
-    """Return [storage] the part that the storage counts to.
+    """Returns [storage] the part that the storage counts to.
 
     A storage freed in backward counts to the part whose operator freed it: a block's input is the output of the block
     before it, and it is alive in backward because this block saved it. Other storages count to the part that made them.
@@ -296,7 +296,7 @@ def _is_backward(trace: Trace, op: int) -> bool:
 
 
 def _op_seconds(trace: Trace) -> list[float]:
-    """Return the seconds of each operator of the last step, plus the device's waits for the host, without copies.
+    """Returns the seconds of each operator of the last step, plus the device's waits for the host, without copies.
 
     An operator that runs on the host of a card counts only with the seconds that the card waits for it.
     """

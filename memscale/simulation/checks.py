@@ -16,7 +16,7 @@ from memscale.simulation.sandbox.compiled_modules import CompiledModules, compil
 
 
 def check_followed(model: Any) -> None:
-    """Raise ConfigError for a model with scripted modules, whose forward runs in C++, or with lazy parameters."""
+    """Raises ConfigError for a model with scripted modules, whose forward runs in C++, or with lazy parameters."""
     if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         raise ConfigError(
             f"this is a {type(model).__name__}, which holds scripted modules: their forward runs in "
@@ -31,7 +31,7 @@ def check_followed(model: Any) -> None:
 
 
 def about_compiled(modules: Iterable[nn.Module], graphs: CompiledModules | None) -> tuple[str, ...]:
-    """Return notes on compiled modules: how many are simulated as graphs, and how many as written, and why."""
+    """Returns notes on compiled modules: how many are simulated as graphs, and how many as written, and why."""
     compiled, followed = len(compiled_of(modules)), 0 if graphs is None else len(graphs.followed)
 
     def those(count: int) -> str:
@@ -53,7 +53,7 @@ def about_compiled(modules: Iterable[nn.Module], graphs: CompiledModules | None)
 
 
 def check_call(model: Any, batch: Any) -> None:
-    """Raise ConfigError for a batch that does not fit the model, a layout without fixed sizes, or nothing to train."""
+    """Raises ConfigError for a batch that does not fit the model, a layout without fixed sizes, or nothing to train."""
     if not isinstance(model, nn.Module):
         if batch is not None:
             raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
@@ -77,7 +77,7 @@ def check_call(model: Any, batch: Any) -> None:
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:
-    """Raise ConfigError for an `optimizer` of another type or model, or whose ``step`` requires arguments."""
+    """Raises ConfigError for an `optimizer` of another type or model, or whose ``step`` requires arguments."""
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -112,7 +112,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def about_key_values(outputs: Iterable[Any]) -> tuple[str, ...]:
-    """Return a note on the bytes of key-value caches in `outputs`, which models of transformers return by default.
+    """Returns a note on the bytes of key-value caches in `outputs`, which models of transformers return by default.
 
     >>> keys = torch.ones(2, 512)
     >>> about_key_values([{"logits": keys}]), about_key_values([{"past_key_values": ((keys, keys),)}])[0][:48]
@@ -132,7 +132,7 @@ def _has_cache(output: Any) -> bool:
 
 
 def _cached_bytes(cache: Any) -> int:
-    """Return the bytes of the tensors in a key-value cache of any version of transformers."""
+    """Returns the bytes of the tensors in a key-value cache of any version of transformers."""
     found: dict[int, int] = {}
     to_see: list[Any] = [cache]
     while to_see:

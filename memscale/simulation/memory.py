@@ -115,7 +115,7 @@ def _advice(
 
 
 def _allocator_events(trace: Trace) -> list[tuple[int, int]]:
-    """Return the events for `replay`: all steps of the trace, and the last step once more.
+    """Returns the events for `replay`: all steps of the trace, and the last step once more.
 
     A step that begins among the blocks of the previous step may get other blocks and reserve more, so the last step is
     repeated. A storage of the repeated step has its number plus the number of storages.
@@ -137,7 +137,7 @@ def _allocator_events(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _once_more(step: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return the events of `step` again, with storage `n` renamed to ``n + count``.
+    """Returns the events of `step` again, with storage `n` renamed to ``n + count``.
 
     Where `step` frees storages of the previous step, such as gradients, the repetition frees those that `step` leaves.
     The result is empty if the two lists of storages differ in their sizes.
@@ -153,7 +153,7 @@ def _once_more(step: list[tuple[int, int]], count: int) -> list[tuple[int, int]]
 
 
 def _peaks(trace: Trace, sizes: Sequence[int]) -> Iterator[Peak]:
-    """Yield the peak of each step; where several events reach it, the first one."""
+    """Yields the peak of each step; where several events reach it, the first one."""
     bounds = [event for event, _ in trace.steps] + [len(trace.events)]
     live = 0
     alive: dict[int, None] = {}
@@ -170,7 +170,7 @@ def _peaks(trace: Trace, sizes: Sequence[int]) -> Iterator[Peak]:
 
 
 def applied(events: Sequence[int], alive: dict[int, None], sizes: Sequence[int]) -> int:
-    """Apply `events` to the set `alive` of storage numbers, and return the bytes that they add."""
+    """Applies `events` to the set `alive` of storage numbers, and returns the bytes that they add."""
     added = 0
     for event in events:
         if event > 0:

@@ -30,7 +30,7 @@ def pack_weights(model: nn.Module) -> None:
 
 
 def packed(model: nn.Module) -> nn.Module:
-    """Return `model` with its bitsandbytes layers packed: a copy that shares all other parameters.
+    """Returns `model` with its bitsandbytes layers packed: a copy that shares all other parameters.
 
     A model without layers to pack is returned itself.
 
@@ -48,7 +48,7 @@ def packed(model: nn.Module) -> nn.Module:
 
 
 def beside_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the scales and tables with which a bitsandbytes layer unpacks its weight, by name in its state dict."""
+    """Returns the scales and tables with which a bitsandbytes layer unpacks its weight, by name in its state dict."""
     if not isinstance(module, _kinds()):
         return {}
     layer: Any = module
@@ -66,7 +66,7 @@ def beside_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def about_experts(model: nn.Module | None) -> tuple[str, ...]:
-    """Return a note if a model with quantized layers has 3-D weights, such as fused experts.
+    """Returns a note if a model with quantized layers has 3-D weights, such as fused experts.
 
     Neither bitsandbytes nor transformers packs 3-D weights, and neither warns about them.
     """
@@ -90,7 +90,7 @@ def about_experts(model: nn.Module | None) -> tuple[str, ...]:
 
 
 def _kinds() -> tuple[type, ...]:
-    """Return the layer classes of bitsandbytes that pack their weights; none if bitsandbytes is not imported."""
+    """Returns the layer classes of bitsandbytes that pack their weights; none if bitsandbytes is not imported."""
     loaded = sys.modules.get("bitsandbytes.nn")
     return () if loaded is None else (loaded.Linear4bit, loaded.Linear8bitLt)
 
@@ -100,7 +100,7 @@ def _is_of_4_bits(layer: Any) -> bool:
 
 
 def _unpacked(model: nn.Module) -> list[Any]:
-    """Return the bitsandbytes layers whose weight is on meta and not packed.
+    """Returns the bitsandbytes layers whose weight is on meta and not packed.
 
     Raises:
         ConfigError: a weight with data is not packed.

@@ -77,7 +77,7 @@ class MemoryProfiler:
         self.target = Target.of(self.hardware, probe=probe)
 
     def profile(self, batch: Any = None, *, accumulate: int = 1, capacity_bytes: int | None = None) -> Profile:
-        """Return the profile of a step with this batch; arguments and errors as in `memscale.profile`.
+        """Returns the profile of a step with this batch; arguments and errors as in `memscale.profile`.
 
         `capacity_bytes` is what a simulated CUDA device gives to the step, where that is less than all it can
         (``hardware.usable_bytes``): PyTorch gives back cached memory before it goes beyond.
@@ -108,7 +108,7 @@ class MemoryProfiler:
 def profile_of(
     step: TrainingStep, plan: Plan, target: Target, config: Config, capacity_bytes: int | None = None
 ) -> Profile:
-    """Return the profile of a step under a plan: simulated, or measured on real steps where `config` allows that.
+    """Returns the profile of a step under a plan: simulated, or measured on real steps where `config` allows that.
 
     Args:
         step: with its batch.

@@ -42,7 +42,7 @@ class _Steps(NamedTuple):
 
 
 def record(step: TrainingStep, plan: Plan, target: Target, *, holds_gradients: bool = False) -> Trace:
-    """Return the trace of the step under a plan, simulated on the target.
+    """Returns the trace of the step under a plan, simulated on the target.
 
     Args:
         step: the step, with its batch.
@@ -60,7 +60,7 @@ def record(step: TrainingStep, plan: Plan, target: Target, *, holds_gradients: b
 
 
 def record_in_a_row(steps: Sequence[TrainingStep], plan: Plan, target: Target) -> Trace:
-    """Return the trace of one loop over several batches: blocks cached for one batch may not fit the next.
+    """Returns the trace of one loop over several batches: blocks cached for one batch may not fit the next.
 
     Args:
         steps: at least one step; the steps differ in their batches alone.
@@ -80,7 +80,7 @@ def record_in_a_row(steps: Sequence[TrainingStep], plan: Plan, target: Target) -
 
 @contextmanager
 def under(step: TrainingStep, plan: Plan) -> Iterator[TrainingStep]:
-    """Yield the step under `plan`: its model transformed, one rank's part of the model, its optimizer transformed.
+    """Yields the step under `plan`: its model transformed, one rank's part of the model, its optimizer transformed.
 
     The step is valid in the body only, since some transforms of optimizers hook parameters until the body ends.
 
@@ -113,7 +113,7 @@ def under(step: TrainingStep, plan: Plan) -> Iterator[TrainingStep]:
 
 
 def check_plan(step: TrainingStep, plan: PlanLike | None) -> Plan:
-    """Return `plan` as a `Plan` for the step's model; None means a plan without rules.
+    """Returns `plan` as a `Plan` for the step's model; None means a plan without rules.
 
     Raises:
         ConfigError: the step is a function.
@@ -129,7 +129,7 @@ def check_plan(step: TrainingStep, plan: PlanLike | None) -> Plan:
 
 
 def about(step: TrainingStep, plan: Plan) -> tuple[str, ...]:
-    """Return a note if the plan was made for another parallel spec than the step's."""
+    """Returns a note if the plan was made for another parallel spec than the step's."""
     if plan.parallel in (None, step.parallel):
         return ()
     already = None if step.parallel is not None else Parallel.of_distributed(step.model)
@@ -140,7 +140,7 @@ def about(step: TrainingStep, plan: Plan) -> tuple[str, ...]:
 
 
 def _forward_and_backward(step: TrainingStep) -> _Steps:
-    """Return the step without its update, twice; the second keeps its gradients.
+    """Returns the step without its update, twice; the second keeps its gradients.
 
     One step is not enough: in their first run regions copy their inputs, until they know what they write to. The
     gradients that live at the end are recognised as gradients.
@@ -154,7 +154,7 @@ def _forward_and_backward(step: TrainingStep) -> _Steps:
 
 
 def _with_the_draws_that_take_most(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...]) -> Trace:
-    """Return the trace with the most taken bytes among those of all `Draws`; of one if no random number was read."""
+    """Returns the trace with the most taken bytes among those of all `Draws`; of one if no random number was read."""
     found: list[Trace] = []
     for draws in Draws:
         try:
@@ -190,7 +190,7 @@ class _Attempt:
 
 
 def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...], draws: Draws) -> Trace:
-    """Return the trace of the step with device spoofing and compiled graphs, or without them where the step fails.
+    """Returns the trace of the step with device spoofing and compiled graphs, or without them where the step fails.
 
     The notes of the trace name each fallback.
     """
@@ -230,7 +230,7 @@ def _simulated(
     draws: Draws,
     attempt: _Attempt,
 ) -> Trace:
-    """Return the trace of `steps`, simulated with the options of `attempt`, and note its findings there."""
+    """Returns the trace of `steps`, simulated with the options of `attempt`, and notes its findings there."""
     functions, kernels = steps.functions, target.kernels
     host = HostTime(own_cost()) if kernels.is_timed else None
     simulation = Simulation(

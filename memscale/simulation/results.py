@@ -180,7 +180,7 @@ class Profile:
         return self.by_tier.get("pinned", 0)
 
     def runtime(self, *, max_cpu_offload_gb: float | None = None) -> Runtime:
-        """Return a runtime with pinned memory and a prefetch depth for this step, to pass to `transform`.
+        """Returns a runtime with pinned memory and a prefetch depth for this step, to pass to `transform`.
 
         Args:
             max_cpu_offload_gb: the most host memory that the runtime may take, in GB of 10**9 bytes, as in `Config`.
@@ -216,7 +216,7 @@ class Profile:
         return MemoryTimeline(position, self.position_unit, live_bytes, self.phases)
 
     def to_json(self) -> str:
-        """Return the profile as JSON text, with a schema version."""
+        """Returns the profile as JSON text, with a schema version."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["hardware"] = json.loads(self.hardware.to_json())
         fields["moment"] = dataclasses.asdict(self.moment)
@@ -226,7 +226,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Return the profile that `to_json` wrote.
+        """Returns the profile that `to_json` wrote.
 
         Raises:
             ConfigError: the text is not JSON, is of another schema version, or lacks a field.
@@ -246,11 +246,11 @@ class Profile:
             return cls(**data)
 
     def diff(self, other: Profile) -> ProfileDiff:
-        """Return the change from this profile to `other`; negative bytes are bytes that `other` saves."""
+        """Returns the change from this profile to `other`; negative bytes are bytes that `other` saves."""
         return ProfileDiff(self, other)
 
     def table(self, *, by: str = "bytes", rows: int = 10) -> str:
-        """Return a text table of each module's bytes at the peak and seconds, with equal layers in one row.
+        """Returns a text table of each module's bytes at the peak and seconds, with equal layers in one row.
 
         >>> import torch, memscale as ms
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1))
@@ -268,7 +268,7 @@ class Profile:
         return str(_reports().module_text(self, by, rows))
 
     def trace(self, path: str | PathLike[str]) -> None:
-        """Write the schedule, with live bytes over it, as JSON that ``chrome://tracing`` and Perfetto open.
+        """Writes the schedule, with live bytes over it, as JSON that ``chrome://tracing`` and Perfetto open.
 
         Raises:
             ConfigError: the step has no schedule, the suffix is not ``.json``, or the folder does not exist.
@@ -276,7 +276,7 @@ class Profile:
         _reports().write_trace(self, path)
 
     def plot(self, path: str | PathLike[str], *, budget_bytes: int | None = None) -> None:
-        """Draw live bytes over the step, stacked by category with the peak marked, as PNG or SVG by the suffix.
+        """Draws live bytes over the step, stacked by category with the peak marked, as PNG or SVG by the suffix.
 
         Args:
             path: the path of the picture, with the suffix ``.png`` or ``.svg``.
@@ -289,7 +289,7 @@ class Profile:
         _reports().plot_profile(self, path, budget_bytes)
 
     def html(self, path: str | PathLike[str]) -> None:
-        """Write a report as one self-contained HTML file, which loads nothing from the network or from disk.
+        """Writes a report as one self-contained HTML file, which loads nothing from the network or from disk.
 
         The report shows the step as a picture with the numbers under the pointer; the bytes at the peak by category, by
         module (a tree with sums) and by tensor; the notes and the hardware.
@@ -341,12 +341,12 @@ class ProfileDiff:
 
 
 def differences(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return ``after[key] - before[key]`` for each key of either; a missing key counts as 0."""
+    """Returns ``after[key] - before[key]`` for each key of either; a missing key counts as 0."""
     return {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}}
 
 
 def _reports() -> ModuleType:
-    """Return the module `memscale.reports`, imported at the first use: `reports` itself imports profiles.
+    """Returns the module `memscale.reports`, imported at the first use: `reports` itself imports profiles.
 
     This import is the only one against the direction of the layers; the architecture test lists it.
     """

@@ -20,7 +20,7 @@ _TIMED_STEPS = 4
 
 @functools.cache
 def own_cost() -> Own:
-    """Return the simulator's own cost in this process; the measurement takes some tenths of a second, once."""
+    """Returns the simulator's own cost in this process; the measurement takes some tenths of a second, once."""
     x, y = torch.ones(8, requires_grad=True), torch.ones(8)
     # With a probe, as real profiles have: probed operator times include the call from Python.
     kernels = Kernels(Hardware.detect("cpu"), probe=True)
@@ -45,7 +45,7 @@ def own_cost() -> Own:
 
 
 def _excess(step: Callable[[], None], kernels: Kernels, own: Own) -> float:
-    """Return the simulated minus the real seconds of `step`."""
+    """Returns the simulated minus the real seconds of `step`."""
     simulated, real = [], []
     with torch.enable_grad():
         for _ in range(_REPEATS):

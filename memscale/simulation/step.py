@@ -83,7 +83,7 @@ class TrainingStep:
         tensor: int | None = None,
         caller: str = "profile",
     ) -> TrainingStep:
-        """Return the step that the arguments of `caller` describe, without its batch; arguments as in `profile`.
+        """Returns the step that the arguments of `caller` describe, without its batch; arguments as in `profile`.
 
         Raises:
             ConfigError: an argument is invalid, or contradicts another one.
@@ -108,7 +108,7 @@ class TrainingStep:
         return cls(model, None, optimizer, loss, Loop(accumulate, keeps_output), spec)
 
     def on(self, batch: Any) -> TrainingStep:
-        """Return the step with `batch`.
+        """Returns the step with `batch`.
 
         Raises:
             ConfigError: the model cannot be called with `batch`, or has no parameter that requires a gradient.
@@ -127,7 +127,7 @@ class TrainingStep:
         return self.parallel is None and Parallel.of_distributed(self.model) is not None
 
     def function(self, kept: list[Any], *, drops: bool = True) -> Callable[[], object]:
-        """Return the step as a function without arguments.
+        """Returns the step as a function without arguments.
 
         Args:
             kept: the list that holds the output until the next output, with ``loop.keeps_output``.
@@ -170,17 +170,17 @@ class Target:
 
     @classmethod
     def of(cls, hardware: Hardware, *, probe: bool = False) -> Target:
-        """Return the target for `hardware`; with `probe`, kernels run for real to be measured."""
+        """Returns the target for `hardware`; with `probe`, kernels run for real to be measured."""
         return cls(hardware, Kernels(hardware, probe=probe))
 
 
 def hardware_for(model: Any, hardware: Hardware | str | None) -> Hardware:
-    """Return the hardware of a ``hardware=`` argument, as `as_hardware`; None means the device of `model`."""
+    """Returns the hardware of a ``hardware=`` argument, as `as_hardware`; None means the device of `model`."""
     return as_hardware(hardware, _device_type(model))
 
 
 def as_hardware(hardware: Any, device_type: str) -> Hardware:
-    """Return the hardware of a ``hardware=`` argument: a `Hardware`, the name of a card, or None for this machine's.
+    """Returns the hardware of a ``hardware=`` argument: a `Hardware`, the name of a card, or None for this machine's.
 
     Raises:
         ConfigError: `hardware` has another type, or no card has this name.

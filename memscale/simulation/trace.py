@@ -211,7 +211,7 @@ class Trace:
         return self.ops[self.steps[-1][1] :]
 
     def computes_in(self) -> frozenset[str]:
-        """Return the dtypes in which the last step computes products."""
+        """Returns the dtypes in which the last step computes products."""
         return frozenset(op.dtype for op in self.last_operators if op.flops)
 
     def digest(self) -> str:

@@ -151,7 +151,7 @@ class CudaBackend:
         self._tiers.free(buffer, after=after)
 
     def map(self, buffer: Buffer) -> Bytes:
-        """See `Backend.map` and `DiskSlab.map`, which says when it raises `RuntimeUnavailable`."""
+        """Sees `Backend.map` and `DiskSlab.map`, which says when it raises `RuntimeUnavailable`."""
         assert isinstance(buffer, HostBuffer)
         return self._tiers.map(buffer)
 

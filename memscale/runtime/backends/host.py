@@ -113,7 +113,7 @@ class HostBackend:
             self._trims.now()
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """See `Backend.lend`."""
+        """Sees `Backend.lend`."""
 
     def compute_stream(self) -> int:
         """Returns 0: the calling thread is its own compute stream, and has no work queued."""

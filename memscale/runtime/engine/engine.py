@@ -50,7 +50,7 @@ class Follower(Protocol):
         """Called when a backward has ended."""
 
     def settle(self) -> None:
-        """See `Engine.settle`."""
+        """Sees `Engine.settle`."""
 
 
 class Engine:

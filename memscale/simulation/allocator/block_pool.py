@@ -71,7 +71,7 @@ class Pool:
             del self.unmapped[block.address]
 
     def merge(self, block: Block) -> None:
-        """Merge ``block`` with its free neighbours, as ``try_merge_blocks`` does; ``block`` itself is not inserted."""
+        """Merges ``block`` with its free neighbours, as ``try_merge_blocks`` does; ``block`` itself is not inserted."""
         before, after = block.prev, block.next
         if before is not None and before.free and before.mapped == block.mapped:
             self.remove(before)
@@ -89,5 +89,5 @@ class Pool:
 
 
 def round_up(nbytes: int, step: int) -> int:
-    """Return the smallest multiple of ``step`` that is at least ``nbytes``."""
+    """Returns the smallest multiple of ``step`` that is at least ``nbytes``."""
     return -(-nbytes // step) * step

@@ -73,7 +73,7 @@ def replay(
     streams: Mapping[int, int] = _ONE_STREAM,
     torch_version: tuple[int, int] = internals.TORCH_VERSION,
 ) -> Replay:
-    """Return the bytes that PyTorch's caching allocator would hand out and reserve for ``events``.
+    """Returns the bytes that PyTorch's caching allocator would hand out and reserve for ``events``.
 
     A 1 KiB and a 3 MiB tensor come from two segments, of 2 and of 20 MiB:
 
@@ -267,7 +267,7 @@ class _Allocator:
         return True
 
     def _new_segment(self, pool: Pool, nbytes: int, *, mapped: bool = True) -> Block:
-        """Return the block of a new segment: above all others with `older_first`, else at the highest free address.
+        """Returns the block of a new segment: above all others with `older_first`, else at the highest free address.
 
         The address is aligned, so that the pages of an expandable segment begin at multiples of the page size.
         """
@@ -298,7 +298,7 @@ class _Allocator:
         self.segments -= 1
 
     def _release_available_cached_blocks(self, pool: Pool, size: int) -> bool:
-        """Release one unsplittable block that is large enough, or the largest ones until they add up to ``size``."""
+        """Releases one unsplittable block that is large enough, or the largest ones until they add up to ``size``."""
         if self.max_split is None or self.expandable:
             return False
         wanted = max(size, self.max_split)
@@ -314,7 +314,7 @@ class _Allocator:
         return released >= wanted
 
     def _release_blocks(self, pool: Pool) -> None:
-        """Give back the memory that no block in use shares: whole segments, or whole pages of expandable segments."""
+        """Gives back the memory that no block in use shares: whole segments, or whole pages of expandable segments."""
         for block in [pool.blocks[key] for key in pool.keys]:
             if self.expandable:
                 self._unmap_block(block)
@@ -344,7 +344,7 @@ class _Allocator:
             whole = kept
 
     def _find_expandable_block(self, pool: Pool, size: int) -> Block:
-        """Return the block at the lowest address from which free and unmapped neighbours add up to ``size``."""
+        """Returns the block at the lowest address from which free and unmapped neighbours add up to ``size``."""
         for address in pool.unmapped_at:
             candidate = pool.unmapped[address]
             if candidate.prev is not None and candidate.prev.free:

@@ -97,7 +97,7 @@ class AllocatorSettings:
 
     @classmethod
     def from_env(cls, text: str) -> AllocatorSettings:
-        """Read the text of ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``, as PyTorch 2.13 reads it.
+        """Reads the text of ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``, as PyTorch 2.13 reads it.
 
         Raises:
             ConfigError: an option is unknown, a value is malformed or out of range, or the text selects
@@ -124,7 +124,7 @@ class AllocatorSettings:
         return cls(**found)
 
     def rounded_bytes(self, nbytes: int) -> int:
-        """Return the bytes to which the allocator rounds up a request of ``nbytes`` (at least 1)."""
+        """Returns the bytes to which the allocator rounds up a request of ``nbytes`` (at least 1)."""
         if nbytes < MIN_BLOCK_BYTES:
             return MIN_BLOCK_BYTES
         if self.roundup_power2_divisions:
@@ -137,7 +137,7 @@ class AllocatorSettings:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """Read ``4`` (all intervals), or interval sizes in MiB with a step count each: ``[256:1,512:2,>:4]``."""
+    """Reads ``4`` (all intervals), or interval sizes in MiB with a step count each: ``[256:1,512:2,>:4]``."""
     if not value.startswith("["):
         if int(value) < 1:
             raise ValueError(value)

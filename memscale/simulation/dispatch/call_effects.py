@@ -109,7 +109,7 @@ class CallEffects:
         return FakeKernels(self._kernels.card)
 
     def operator(self, op: OpOverload) -> Operator:
-        """Return the facts about `op`, which is new to this simulation, and remember them."""
+        """Returns the facts about `op`, which is new to this simulation, and remember them."""
         found = self.operators[id(op)] = Operator.of(op, self._kernels)
         if op.namespace == "aten":  # a custom operator may be registered again with other behaviour
             self._shared[id(op)] = found
@@ -118,7 +118,7 @@ class CallEffects:
     def find(
         self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any, path: str
     ) -> CallEffect:
-        """Return the effect of a call in the module at `path`, for a new signature `key`; None means: not cacheable.
+        """Returns the effect of a call in the module at `path`, for a new signature `key`; None means: not cacheable.
 
         Raises:
             DynamicOutputShapeException, DataDependentOutputException: the layout depends on values.
@@ -148,11 +148,11 @@ class CallEffects:
         return effect
 
     def by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> CallEffect:
-        """Return the effect of a call whose result shapes follow from the values in `args`, without its seconds."""
+        """Returns the effect of a call whose result shapes follow from the values in `args`, without its seconds."""
         return dataclasses.replace(NOTHING, program=self._kernels.program_by_values(op, args, kwargs, result))
 
     def by_probe(self, tensors: list[torch.Tensor], probe: ScratchProbe) -> CallEffect:
-        """Return the effect of a call on `tensors` that was probed on the CPU: scratch bytes, and seconds of traffic.
+        """Returns the effect of a call on `tensors` that was probed on the CPU: scratch bytes, and seconds of traffic.
 
         For a card the scratch bytes are 0, since the CPU's kernel says nothing about the card's.
         """
@@ -214,7 +214,7 @@ def run_sparse(
     written: list[torch.Tensor],
     fakes: FakeStorages,
 ) -> tuple[Any, ScratchProbe]:
-    """Run `op` on sparse tensors, and return its results and the allocations of its kernel.
+    """Runs `op` on sparse tensors, and returns its results and the allocations of its kernel.
 
     Args:
         tensors: the tensors among the arguments; dense ones may be fake, and a kernel reads zeros from these.

@@ -227,7 +227,7 @@ class FakeMode(TorchDispatchMode):
         return tuple.__new__(Call, (operator, args, kwargs, tensors, records, known))
 
     def _effect(self, call: Call, key: Any) -> CallEffect:
-        """Return the effect of the call, which is looked up once for all calls with the same `key`."""
+        """Returns the effect of the call, which is looked up once for all calls with the same `key`."""
         operator, args, kwargs, tensors, *_ = call
         try:
             effect = operator.effects.get(key)
@@ -253,7 +253,7 @@ class FakeMode(TorchDispatchMode):
         return result
 
     def _run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
-        """Run an operator that touches no data."""
+        """Runs an operator that touches no data."""
         op = operator.op
         # New ones here came from Python (`torch.tensor`), so their values are real.
         self.storages.offloaded = self.storages.counts = op is _FROM_PYTHON and self._counts_beside(list(args[0].shape))
@@ -279,7 +279,7 @@ class FakeMode(TorchDispatchMode):
         )
 
     def _check_indices(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
-        """Refuse what the kernel would refuse: no fake kernel looks at values."""
+        """Refuses what the kernel would refuse: no fake kernel looks at values."""
         where = f" ({path})" if (path := self.recorder.path()) else ""
         if indices.is_floating_point():
             raise ConfigError(
@@ -316,7 +316,7 @@ class FakeMode(TorchDispatchMode):
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
     def _resize(self, tensor: torch.Tensor, shape: Any) -> torch.Tensor:
-        """Resize `tensor` to fake contents: the caller's storage stays as it is."""
+        """Resizes `tensor` to fake contents: the caller's storage stays as it is."""
         storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
         nbytes = (math.prod(shape) + offset) * tensor.itemsize
         grows = nbytes > storage.nbytes()
@@ -341,7 +341,7 @@ class FakeMode(TorchDispatchMode):
         return result
 
     def _call_real(self, operator: Operator, args: Any, kwargs: Any) -> Any:
-        """Return the real results of the operator, drawn from the step's own generator if it is random."""
+        """Returns the real results of the operator, drawn from the step's own generator if it is random."""
         if operator.drawing is not None:
             return operator.drawing(self.randomness.torch, *args, **kwargs)
         compute: Callable[..., Any] = operator.rule.computed or operator.op

@@ -32,7 +32,7 @@ class Graphs:
         self._ran[backward] = weakref.ref(root, self.gone.append), deque()
 
     def let_go(self) -> None:
-        """Let go of the graphs that the step has let go of."""
+        """Lets go of the graphs that the step has let go of."""
         if not self.gone:
             return
         self.gone.clear()
@@ -41,7 +41,7 @@ class Graphs:
                 self._drop(backward)
 
     def end(self) -> None:
-        """Let go of all: a step that failed has let go of none, and what hangs on them would be searched for."""
+        """Lets go of all: a step that failed has let go of none, and what hangs on them would be searched for."""
         for backward in [*self._ran]:
             self._drop(backward)
 

@@ -35,21 +35,21 @@ class NewMemory:
         self._used_bytes = self._most_bytes = self._given_back_bytes = 0
 
     def trim(self) -> None:
-        """Note that malloc gives back what is free."""
+        """Notes that malloc gives back what is free."""
         self._given_back_bytes = self._most_bytes
 
     def new_bytes(self, nbytes: int) -> int:
-        """Return the bytes of a new storage of `nbytes` that malloc would have to get from the system."""
+        """Returns the bytes of a new storage of `nbytes` that malloc would have to get from the system."""
         return min(int(nbytes * _NEW_SHARE), self._given_back_bytes)
 
     def born(self, nbytes: int) -> None:
-        """Note that a storage was allocated."""
+        """Notes that a storage was allocated."""
         self._given_back_bytes -= self.new_bytes(nbytes)
         self._used_bytes += nbytes
         self._most_bytes = max(self._most_bytes, self._used_bytes)
 
     def died(self, nbytes: int) -> None:
-        """Note that a storage was freed."""
+        """Notes that a storage was freed."""
         self._used_bytes -= nbytes
 
 
@@ -98,11 +98,11 @@ class CacheContents:
         return missing / total if total else 0.0
 
     def born(self, record: StorageRecord) -> None:
-        """Note that `record` was made by the operator that just ran."""
+        """Notes that `record` was made by the operator that just ran."""
         record.used_at = self._passed_bytes
         if places := self._places.get(record.nbytes):
             places.pop()
 
     def died(self, record: StorageRecord) -> None:
-        """Note that `record` is gone."""
+        """Notes that `record` is gone."""
         self._places.setdefault(record.nbytes, []).append(record.used_at)

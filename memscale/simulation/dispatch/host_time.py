@@ -63,13 +63,13 @@ class HostTime:
         self._since = self._clock()
 
     def stands(self) -> None:
-        """Stop the watch: an operator begins, or code that only a simulation runs."""
+        """Stops the watch: an operator begins, or code that only a simulation runs."""
         if self._since is not None:
             self._passed += self._clock() - self._since
             self._since = None
 
     def views(self) -> None:
-        """Count a view, which the simulation runs for real."""
+        """Counts a view, which the simulation runs for real."""
         self._views += 1
 
     def taken(self, op: str) -> float:
@@ -88,7 +88,7 @@ class HostTime:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Let the body not count."""
+        """Lets the body not count."""
         self.stands()
         try:
             yield

@@ -40,7 +40,7 @@ class InPlaceSums:
     def maybe_in_place(
         self, op: OpOverload, operands: list[torch.Tensor], total: torch.Tensor, first_of_node: int
     ) -> None:
-        """Note a sum that PyTorch makes in place where no mode is active: the autograd engine's, or attention's.
+        """Notes a sum that PyTorch makes in place where no mode is active: the autograd engine's, or attention's.
 
         `first_of_node` is the index of the first operator of the running autograd node.
         """
@@ -102,7 +102,7 @@ class InPlaceSums:
         return Sum(born, operand, number)
 
     def mask_added_in_place(self, scores: torch.Tensor) -> None:
-        """Note that the last sum was attention's, of `scores` and mask: no other sum goes into a safe softmax."""
+        """Notes that the last sum was attention's, of `scores` and mask: no other sum goes into a safe softmax."""
         if self._sum is not None and self._sum.total == self._storages.number(scores):
             self._builder.sums.append(self._sum)
 

@@ -104,7 +104,7 @@ def lazy_value(
     contents: Sequence[LazyValue | None] | None,
     result: torch.Tensor,
 ) -> LazyValue:
-    """Return the lazy value of `result`, which `op` returned for `tensors`.
+    """Returns the lazy value of `result`, which `op` returned for `tensors`.
 
     Args:
         contents: the lazy contents of the tensors' storages, with None for real contents; None if no values matter.
@@ -122,7 +122,7 @@ def lazy_value(
 def overwritten(
     op: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], contents: Sequence[LazyValue | None]
 ) -> LazyValue:
-    """Return the lazy value of the storage of ``args[0]`` after `op` has written to it; `contents` are from before."""
+    """Returns the lazy value of the storage of ``args[0]`` after `op` has written to it; `contents` are from before."""
     storage, dtype = args[0].untyped_storage(), args[0].dtype
     whole = FakeStorages.tensor(storage, dtype, (storage.nbytes() // dtype.itemsize,), (1,))
     written = lazy_value(op, args, kwargs, tensors, contents, whole)
@@ -207,7 +207,7 @@ _bounded = True
 
 @contextmanager
 def of_any_size() -> Iterator[None]:
-    """Compute values in the body whatever they take."""
+    """Computes values in the body whatever they take."""
     global _bounded
     _bounded = False
     try:

@@ -62,11 +62,11 @@ class LiveStorages:
         self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # (the caller's real tensor, its copy)
 
     def record(self, tensor: torch.Tensor) -> StorageRecord:
-        """Return the record of the storage under `tensor`; a new storage is recorded as from before the step."""
+        """Returns the record of the storage under `tensor`; a new storage is recorded as from before the step."""
         return self.builder.records[self.number(tensor)]
 
     def of_arguments(self, tensors: list[torch.Tensor]) -> list[StorageRecord]:
-        """Return the records of an operator's arguments; set `offloaded` if the host computes its results."""
+        """Returns the records of an operator's arguments; set `offloaded` if the host computes its results."""
         live, known = self.live, self.builder.records
         records, some_offloaded = [], False
         for tensor in tensors:
@@ -80,21 +80,21 @@ class LiveStorages:
         return records
 
     def missing_share(self, used: Sequence[tuple[StorageRecord, int]], made: Sequence[int]) -> float:
-        """Return the share of an operator's bytes that is in no cache; see `CacheContents.missing_share`."""
+        """Returns the share of an operator's bytes that is in no cache; see `CacheContents.missing_share`."""
         return 1.0 if self._caches is None else self._caches.missing_share(used, made)
 
     def new_bytes(self, nbytes: int) -> int:
-        """Return the bytes of a new storage of `nbytes` that a CPU process would have to get from the system."""
+        """Returns the bytes of a new storage of `nbytes` that a CPU process would have to get from the system."""
         return 0 if self._memory is None else self._memory.new_bytes(nbytes)
 
     def trim(self, if_grown: bool = False) -> None:
-        """Record that the allocator gives its cached memory back to the device."""
+        """Records that the allocator gives its cached memory back to the device."""
         self.builder.trim(if_grown=if_grown)
         if self._memory is not None and not if_grown:
             self._memory.trim()
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the number in the trace of the record of the storage under `tensor`."""
+        """Returns the number in the trace of the record of the storage under `tensor`."""
         storage = tensor.untyped_storage()
         number = self.live.get(storage._cdata)
         if number is None:
@@ -110,7 +110,7 @@ class LiveStorages:
     def enter(
         self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: int, category: str, path: str, known: bool
     ) -> int:
-        """Record that operator `op` made `storage`, with `tensor` over it."""
+        """Records that operator `op` made `storage`, with `tensor` over it."""
         offloaded = self.offloaded
         nbytes = 0 if offloaded else storage.nbytes()
         shape, dtype = tuple(tensor.shape), _name_of(tensor.dtype)
@@ -129,14 +129,14 @@ class LiveStorages:
         return number
 
     def enter_offloaded(self, tensor: torch.Tensor) -> None:
-        """Record a new storage of a parameter or a gradient on another memory tier."""
+        """Records a new storage of a parameter or a gradient on another memory tier."""
         before, self.offloaded = self.offloaded, True
         self.enter(tensor.untyped_storage(), tensor, len(self.builder.ops) - 1, "", "", False)
         self._beside.add(tensor.untyped_storage()._cdata)
         self.offloaded = before
 
     def put_together(self, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
-        """Record that the contents of `tensors` moved to one new storage of `nbytes`; their own storages take 0."""
+        """Records that the contents of `tensors` moved to one new storage of `nbytes`; their own storages take 0."""
         first = self.record(tensors[0])
         self.builder.birth(dataclasses.replace(first, nbytes=nbytes, shape=(nbytes // tensors[0].itemsize,)))
         for tensor in tensors:
@@ -146,7 +146,7 @@ class LiveStorages:
             self.builder.death(number)
 
     def mark_offloaded(self, tensor: torch.Tensor) -> None:
-        """Record that a storage from before the step is on another memory tier."""
+        """Records that a storage from before the step is on another memory tier."""
         record = self.record(tensor)
         record.nbytes, record.offloaded = 0, True
 
@@ -154,7 +154,7 @@ class LiveStorages:
         return self._streams.setdefault(self._current_stream(), len(self._streams))
 
     def gone(self, storage: torch.UntypedStorage) -> None:
-        """Record that nobody but the simulation holds `storage` any more."""
+        """Records that nobody but the simulation holds `storage` any more."""
         self._end_of(storage._cdata)
 
     def _died(self, death: _Death) -> None:
@@ -173,11 +173,11 @@ class LiveStorages:
             self._count_out(number)
 
     def wait(self, waits: bool) -> None:
-        """Let what dies in this thread from now on count as dead when it is settled, or at once again."""
+        """Lets what dies in this thread from now on count as dead when it is settled, or at once again."""
         self._waits = threading.get_ident() if waits else 0
 
     def settle(self) -> None:
-        """Count what died meanwhile as dead."""
+        """Counts what died meanwhile as dead."""
         waiting, self._waiting = self._waiting, []
         for number in sorted(waiting):
             self._count_out(number)
@@ -192,7 +192,7 @@ class LiveStorages:
         record.later = None
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Record that `storage` now has `nbytes` bytes: a new record at another address."""
+        """Records that `storage` now has `nbytes` bytes: a new record at another address."""
         number = self.live.get(storage._cdata)
         if number is None:
             return
@@ -207,11 +207,11 @@ class LiveStorages:
         self._sizes[storage._cdata] = nbytes
 
     def size(self, storage: torch.UntypedStorage) -> int:
-        """Return the bytes of `storage` after its last resize."""
+        """Returns the bytes of `storage` after its last resize."""
         return self._sizes.get(storage._cdata, storage.nbytes()) if self._sizes else storage.nbytes()
 
     def moved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        """Record that `tensor`, which grew, is over a new storage now, and `storage` free."""
+        """Records that `tensor`, which grew, is over a new storage now, and `storage` free."""
         old = self.builder.records[self.live[storage._cdata]]
         self.enter(tensor.untyped_storage(), tensor, len(self.builder.ops) - 1, old.category, old.path, False)
         self.gone(storage)
@@ -229,14 +229,14 @@ class LiveStorages:
         return number is not None and self.builder.records[number].offloaded
 
     def made(self) -> Iterator[tuple[weakref.ref[torch.UntypedStorage], StorageRecord]]:
-        """Yield a weak reference to each live storage that the simulation made, with its record."""
+        """Yields a weak reference to each live storage that the simulation made, with its record."""
         for key, number in self.live.items():
             record, storage = self.builder.records[number], self._deaths[key]()
             if storage is not None and (record.op >= 0 or key in self.given) and key not in self._beside:
                 yield weakref.ref(storage), record
 
     def end(self) -> None:
-        """Watch no more, and undo what real computation did to the caller's tensors."""
+        """Watches no more, and undoes what real computation did to the caller's tensors."""
         self._deaths.clear()  # each calls back: a cycle, in which the caller's tensors would wait for a collection
         with torch.no_grad():
             for tensor, before in self._untouched:

@@ -62,7 +62,7 @@ class Operator:
 
     @classmethod
     def of(cls, op: OpOverload, kernels: Kernels) -> Operator:
-        """Return the facts about `op` on the device of `kernels`."""
+        """Returns the facts about `op` on the device of `kernels`."""
         schema, name, rule = op._schema, op._opname, rule_of(op)
         kind = kind_of(op)
         reads_nothing = not any("Tensor" in str(value.type) for value in schema.returns) and rule.values != "reads"

@@ -66,19 +66,19 @@ class StepRecorder:
         self.traces = False
 
     def calls(self, kind: str) -> None:
-        """Record a call of the host, of a kind of `HostSeconds`."""
+        """Records a call of the host, of a kind of `HostSeconds`."""
         if not self.traces:
             self._clock.calls(getattr(self._clock.host, kind))
 
     def path(self) -> str:
-        """Return the path of the running module; in backward, of the module whose forward made the autograd node."""
+        """Returns the path of the running module; in backward, of the module whose forward made the autograd node."""
         if self.modules:
             return self.modules[-1]
         node = torch._C._current_autograd_node()
         return "" if node is None else self._path_of(node._sequence_nr())
 
     def _path_of(self, node: int) -> str:
-        """Return the path of the module that made autograd node number `node`; "" if no module of the step made it."""
+        """Returns the path of the module that made autograd node number `node`; "" if no module of the step made it."""
         node = self.made_as.get(node, node)
         place = bisect_right(self._first_nodes, node)
         return self._node_paths[place - 1] if place and node < self._next_node else ""
@@ -93,7 +93,7 @@ class StepRecorder:
         way: Direction | None = None,
         is_new: bool = False,
     ) -> Any:
-        """Record the operator, its scratch memory and the storages of its results that are new.
+        """Records the operator, its scratch memory and the storages of its results that are new.
 
         A copy between the device and memory of the CPU beside it goes a `way` over the link. Of a result that `is_new`
         it is known that it is one tensor over a storage of its own.
@@ -178,7 +178,7 @@ class StepRecorder:
         return result
 
     def _new(self, operator: Operator, result: Any) -> list[tuple[torch.UntypedStorage, torch.Tensor]]:
-        """Return the storages that an operator made, each with a tensor over it, in the order of their allocation."""
+        """Returns the storages that an operator made, each with a tensor over it, in the order of their allocation."""
         results, live = results_of(result), self._storages.live
         if operator.order and len(results) > 1:
             results = in_order(operator.order, results)
@@ -203,7 +203,7 @@ class StepRecorder:
         return seconds + clock.between() if clock.is_host else seconds
 
     def _leave(self, workspaces: Mapping[str, int], at: int, *, in_backward: bool) -> None:
-        """Record those of operator `at` that were not there in this thread."""
+        """Records those of operator `at` that were not there in this thread."""
         for library, nbytes in workspaces.items():
             if (library, in_backward) not in self._workspaces:
                 self._workspaces.add((library, in_backward))
@@ -218,7 +218,7 @@ class StepRecorder:
         path: str,
         known: bool,
     ) -> None:
-        """Record the storages that operator `at` returns."""
+        """Records the storages that operator `at` returns."""
         storages = self._storages
         if not operator.on_host:
             for storage, tensor in new:

@@ -113,7 +113,7 @@ class TraceBuilder:
     trims_if_grown: list[int] = field(default_factory=list)
 
     def birth(self, record: StorageRecord) -> int:
-        """Note that this storage is allocated now, and return its number."""
+        """Notes that this storage is allocated now, and returns its number."""
         self.records.append(record)
         number = len(self.records) - 1
         self.events.append(number + 1)
@@ -121,12 +121,12 @@ class TraceBuilder:
         return number
 
     def death(self, number: int) -> None:
-        """Note that storage `number` is freed now."""
+        """Notes that storage `number` is freed now."""
         self.events.append(-number - 1)
         self.event_ops.append(len(self.ops) - 1)
 
     def begin_step(self) -> None:
-        """Mark the beginning of a step."""
+        """Marks the beginning of a step."""
         self.steps.append((len(self.events), len(self.ops)))
 
     def repeats(self) -> bool:
@@ -153,7 +153,7 @@ class TraceBuilder:
         return left == former
 
     def trim(self, *, if_grown: bool = False) -> None:
-        """Note that the device is given back now what its allocator only caches."""
+        """Notes that the device is given back now what its allocator only caches."""
         (self.trims_if_grown if if_grown else self.trims).append(len(self.events))
 
     def trace(
@@ -199,7 +199,7 @@ class TraceBuilder:
             yield "activation" if in_forward[record.op] and lives_on else "temporary"
 
     def add_in_place(self) -> None:
-        """Let the additions of gradients happen in place where autograd would have done that.
+        """Lets the additions of gradients happen in place where autograd would have done that.
 
         A dispatch mode makes PyTorch add gradients out of place (`isTensorSubclassLike` is true under any mode).
         Without one it adds into the first operand if nobody else holds it, which shows here by its dying right after.

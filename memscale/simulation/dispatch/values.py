@@ -64,7 +64,7 @@ class Values:
         self._sites: dict[Any, int] = {}  # how often a line of this step has read stand-ins
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor with the values of `tensor`; None if the values are unknown."""
+        """Returns a tensor with the values of `tensor`; None if the values are unknown."""
         record = self._storages.record(tensor)
         if record.later is None:
             return tensor if record.known else None
@@ -74,14 +74,14 @@ class Values:
             return None
 
     def trust(self, result: Any, guess: str) -> None:
-        """Note that the values of what an operator returned are there: computed, or stand-ins by `guess`."""
+        """Notes that the values of what an operator returned are there: computed, or stand-ins by `guess`."""
         for tensor in results_of(result):
             if not tensor.is_meta:
                 record = self._storages.record(tensor)
                 record.known, record.guess = True, guess
 
     def follow(self, call: Call, result: Any) -> bool:
-        """Note how to compute `result`, if its values follow from known ones."""
+        """Notes how to compute `result`, if its values follow from known ones."""
         operator, args, kwargs, tensors, records, _ = call
         if not _follows(call, result):
             return False
@@ -93,7 +93,7 @@ class Values:
         return True
 
     def overwrite(self, call: Call, written: list[torch.Tensor]) -> None:
-        """Note that `written` were written to by values that are not computed now."""
+        """Notes that `written` were written to by values that are not computed now."""
         operator, args, kwargs, tensors, records, _ = call
         later = None
         if len(written) == 1 and written[0] is args[0] and _follows(call, args[0]):
@@ -105,7 +105,7 @@ class Values:
             record.known, record.later = record.known and later is None and stands_in(tensor), later
 
     def forget(self, written: list[torch.Tensor]) -> None:
-        """Note that `written` were written to by another process."""
+        """Notes that `written` were written to by another process."""
         for tensor in written:
             record = self._storages.record(tensor)
             record.known, record.later, record.guess = record.known and stands_in(tensor), None, SCALAR
@@ -117,7 +117,7 @@ class Values:
     def assume(
         self, operator: Operator, records: list[StorageRecord], path: str, *, decides: bool, reads: bool
     ) -> None:
-        """Note that a value is read which is a stand-in.
+        """Notes that a value is read which is a stand-in.
 
         Args:
             operator: that reads it.
@@ -178,7 +178,7 @@ def _follows(call: Call, result: Any) -> bool:
 
 
 def guess_of(records: list[StorageRecord]) -> str:
-    """Return the least certain `guess` of `records`; ``""`` if all values follow from constants."""
+    """Returns the least certain `guess` of `records`; ``""`` if all values follow from constants."""
     guesses = {record.guess for record in records}
     return next((guess for guess in (*_ASSUMED, GIVEN) if guess in guesses), "")
 
@@ -225,11 +225,11 @@ class Choices:
         self._taken = 0
 
     def get_state(self) -> int:
-        """Return the number of draws so far."""
+        """Returns the number of draws so far."""
         return self._taken
 
     def set_state(self, state: int) -> None:
-        """Let what comes next be what came then."""
+        """Lets what comes next be what came then."""
         self._taken = state
 
     def numbers(self, source: torch.Tensor, *, positive: bool = False) -> torch.Tensor:

@@ -62,7 +62,7 @@ class AttentionFlags:
 
     @classmethod
     def current(cls) -> AttentionFlags:
-        """Return the flags of this process; without CUDA, with the cuDNN version of this PyTorch's wheel on PyPI."""
+        """Returns the flags of this process; without CUDA, with the cuDNN version of this PyTorch's wheel on PyPI."""
         release = ".".join(torch.__version__.split(".")[:2])
         bundled = _BUNDLED_CUDNN.get(release, max(_BUNDLED_CUDNN.values()))
         return cls(
@@ -78,7 +78,7 @@ class AttentionFlags:
         )
 
     def ordered(self, capability: Capability) -> tuple[Kernel, ...]:
-        """Return the kernels in the order in which PyTorch tries them on a device of `capability`."""
+        """Returns the kernels in the order in which PyTorch tries them on a device of `capability`."""
         # check_prefer_cudnn_attention: cuDNN comes first on Hopper and data-center Blackwell, from cuDNN 9.15.1 on.
         # PyTorch replaces the default order only; an order that a user has set stays.
         fast = capability[0] in (9, 10) and capability[1] in (0, 3) and self.cudnn_version > 91500
@@ -138,7 +138,7 @@ def attention_kernel(
     capability: Capability,
     flags: AttentionFlags,
 ) -> Kernel:
-    """Return the kernel that ``F.scaled_dot_product_attention`` runs for these arguments on a CUDA device.
+    """Returns the kernel that ``F.scaled_dot_product_attention`` runs for these arguments on a CUDA device.
 
     >>> q = torch.empty(2, 8, 1024, 64, dtype=torch.bfloat16, device="meta")
     >>> [attention_kernel(q, q, q, None, 0.0, True, False, cc, AttentionFlags()) for cc in ((7, 5), (8, 0), (9, 0))]
@@ -263,7 +263,7 @@ _RULES: Mapping[Kernel, Callable[[_AttentionCall, Capability, AttentionFlags], b
 def cuda_attention(
     capability: Capability, flags: AttentionFlags | None = None, unfused: set[torch.dtype] | None = None
 ) -> Iterator[None]:
-    """Make ``F.scaled_dot_product_attention`` on CPU tensors run the operator of the CUDA device's kernel.
+    """Makes ``F.scaled_dot_product_attention`` on CPU tensors run the operator of the CUDA device's kernel.
 
     The operator saves for backward the tensors that it saves on the device (padded inputs, the log-sum-exp, the mask
     in the kernel's layout), and its gradients come from the kernel's backward operator.
@@ -371,7 +371,7 @@ def _run_cudnn(call: _AttentionCall, mask: torch.Tensor | None, scale: float | N
 
 
 def _run_math(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
-    """Return the result of ``_scaled_dot_product_attention_math``, with CUDA's dropout operator.
+    """Returns the result of ``_scaled_dot_product_attention_math``, with CUDA's dropout operator.
 
     On CPU tensors PyTorch's own function would run the CPU's dropout, which saves other tensors.
     """

@@ -46,7 +46,7 @@ class Caches(NamedTuple):
     shares: tuple[float, ...]
 
     def missing(self, nbytes: int) -> float:
-        """Return the missing share after `nbytes` of other memory, by linear interpolation."""
+        """Returns the missing share after `nbytes` of other memory, by linear interpolation."""
         above = bisect_right(self.nbytes, nbytes)
         if above == len(self.nbytes):
             return self.shares[-1]
@@ -54,7 +54,7 @@ class Caches(NamedTuple):
         return before + (after - before) * (nbytes - low) / (high - low)
 
     def lost(self, total: int, since: int) -> float:
-        """Return the share missing after `since` bytes, out of the share that a working set of `total` bytes keeps.
+        """Returns the share missing after `since` bytes, out of the share that a working set of `total` bytes keeps.
 
         The formula is (missing(since) - missing(total)) / (1 - missing(total)), at least 0.
         """
@@ -62,13 +62,13 @@ class Caches(NamedTuple):
         return max(0.0, self.missing(since) - always) / (1.0 - always) if always < 1.0 else 0.0
 
     def flush(self) -> torch.Tensor:
-        """Return a tensor whose read evicts at least half of a buffer from the caches."""
+        """Returns a tensor whose read evicts at least half of a buffer from the caches."""
         nbytes = next(nbytes for nbytes, share in zip(*self, strict=True) if share >= _TELLING)
         return torch.ones(nbytes // 4, device="cpu", dtype=torch.float32)
 
 
 def cpu_clock() -> Clock:
-    """Return a clock in seconds: this thread's CPU time with one thread of PyTorch, else wall time.
+    """Returns a clock in seconds: this thread's CPU time with one thread of PyTorch, else wall time.
 
     CPU time leaves out other processes of the machine, but counts one thread only.
     """
@@ -76,7 +76,7 @@ def cpu_clock() -> Clock:
 
 
 def own_caches() -> Caches:
-    """Return the caches of this machine, measured once for this number of threads and remembered on disk."""
+    """Returns the caches of this machine, measured once for this number of threads and remembered on disk."""
     return _remembered(torch.get_num_threads())
 
 
@@ -94,7 +94,7 @@ def _from_json(both: Any) -> Caches:
 
 
 def tried(now: Clock) -> Caches:
-    """Measure the caches: time reads of a buffer after reads of more and more other memory.
+    """Measures the caches: times reads of a buffer after reads of more and more other memory.
 
     Args:
         now: a clock in seconds.

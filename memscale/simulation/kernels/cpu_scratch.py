@@ -67,16 +67,16 @@ class ScratchProbe:
 
     @classmethod
     def from_json(cls, data: Any) -> ScratchProbe:
-        """Return the probe that `as_json` wrote."""
+        """Returns the probe that `as_json` wrote."""
         changes, returned_bytes = data
         return cls(tuple(changes), returned_bytes)
 
     def as_json(self) -> Any:
-        """Return the probe as JSON data."""
+        """Returns the probe as JSON data."""
         return self.changes, self.returned_bytes
 
     def extended(self, more: ScratchProbe, steps: float) -> ScratchProbe:
-        """Return the linear extrapolation ``more + (more - self) * steps`` of each allocated size."""
+        """Returns the linear extrapolation ``more + (more - self) * steps`` of each allocated size."""
         if len(self.changes) != len(more.changes):  # the two runs chose different algorithms: only sums are comparable
             returned = _further(self.returned_bytes, more.returned_bytes, steps)
             scratch = max(0, _further(self.scratch_bytes, more.scratch_bytes, steps))
@@ -101,7 +101,7 @@ class CpuScratch:
         self._cache = KernelCache("probes", ScratchProbe.from_json, ScratchProbe.as_json)
 
     def nbytes(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
-        """Return the bytes that ``op(*args, **kwargs)``, of `flops` FLOPs, allocates beyond its results."""
+        """Returns the bytes that ``op(*args, **kwargs)``, of `flops` FLOPs, allocates beyond its results."""
         if op is _EXPONENTIAL:
             return _most_for_exponential(args[0])
         if self._probe:
@@ -138,7 +138,7 @@ class CpuScratch:
         return 0
 
     def nbytes_by_values(self, op: OpOverload, args: Any, kwargs: Any) -> int:
-        """Return the bytes that a call allocates beyond its results where these depend on values, as with a mask.
+        """Returns the bytes that a call allocates beyond its results where these depend on values, as with a mask.
 
         The result is not remembered: the cache's keys hold layouts, not values.
         """
@@ -149,7 +149,7 @@ class CpuScratch:
         return 0
 
     def save(self) -> None:
-        """Write the measurements to disk."""
+        """Writes the measurements to disk."""
         self._cache.save()
 
     def _of_batch(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
@@ -174,7 +174,7 @@ class CpuScratch:
 
 
 def _first(args: Any, batched: int, count: int) -> Any:
-    """Return `args` with the first `count` samples of the first `batched` tensors, and with shapes cut likewise."""
+    """Returns `args` with the first `count` samples of the first `batched` tensors, and with shapes cut likewise."""
     whole = list(args[0].shape)
 
     def cut(arg: Any) -> Any:
@@ -185,7 +185,7 @@ def _first(args: Any, batched: int, count: int) -> Any:
 
 
 def _first_named(kwargs: Any, samples: int, count: int) -> Any:
-    """Return `kwargs` with the first `count` entries of tensors that have one entry for each sample (a mask may)."""
+    """Returns `kwargs` with the first `count` entries of tensors that have one entry for each sample (a mask may)."""
     return {
         name: value[:count] if isinstance(value, torch.Tensor) and value.shape[:1] == (samples,) else value
         for name, value in kwargs.items()
@@ -231,7 +231,7 @@ def _may_take_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
 
 
 def probe_scratch(op: OpOverload, args: Any, kwargs: Any) -> ScratchProbe:
-    """Run `op` once on zeros and return the bytes that it allocated.
+    """Runs `op` once on zeros and returns the bytes that it allocated.
 
     Fake zeros, which take no memory, replace the caller's floating-point tensors: `native_batch_norm` writes to
     running statistics although its schema does not say so. Real zeros replace the arguments that `op` writes to.
@@ -244,7 +244,7 @@ def probe_scratch(op: OpOverload, args: Any, kwargs: Any) -> ScratchProbe:
 
 
 def watched(run: Callable[[], Any], given: Sequence[torch.Tensor]) -> tuple[Any, ScratchProbe]:
-    """Return the result of the kernel `run` and its allocations; storages of `given` tensors count as not returned."""
+    """Returns the result of the kernel `run` and its allocations; storages of `given` tensors count as not returned."""
     known = {tensor.untyped_storage()._cdata for tensor in given}
     # The legacy profiler: Kineto takes milliseconds to start, and logs a line to the terminal each time.
     _profiler._enable_profiler_legacy(_RECORD_MEMORY)

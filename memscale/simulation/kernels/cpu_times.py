@@ -65,7 +65,7 @@ class CpuTimes:
         self.estimated: dict[str, None] = {}  # operators with a call that was not timed
 
     def get(self, op: OpOverload, args: Any, kwargs: Any, work: Work) -> Seconds | None:
-        """Return the seconds of ``op(*args, **kwargs)`` by its arguments' layouts; None if no call could be timed."""
+        """Returns the seconds of ``op(*args, **kwargs)`` by its arguments' layouts; None if no call could be timed."""
         if op.namespace in _NOT_RUN:
             return None
         size = work.flops or work.nbytes
@@ -94,7 +94,7 @@ class CpuTimes:
         return Seconds(taken, taken)
 
     def save(self) -> None:
-        """Write the times to disk."""
+        """Writes the times to disk."""
         self._cache.save()
 
     def _time(self, op: OpOverload, args: Any, kwargs: Any) -> Seconds:
@@ -127,7 +127,7 @@ class CallTimer:
         self._last: Any = None
 
     def seconds(self, op: OpOverload, args: Any, kwargs: Any) -> Seconds:
-        """Return the seconds of a call with arguments of these layouts, cached and uncached.
+        """Returns the seconds of a call with arguments of these layouts, cached and uncached.
 
         Raises:
             MemoryError: the arguments take more than a quarter of the free host memory.
@@ -178,7 +178,7 @@ class CallTimer:
         return taken
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the layout of `tensor`: positive floats, or a copy of `tensor`'s integers.
+        """Returns a tensor with the layout of `tensor`: positive floats, or a copy of `tensor`'s integers.
 
         Negative floats would take a slow path in roots and logarithms; integers are indices, which decide what a kernel
         reads.
@@ -203,7 +203,7 @@ class CallTimer:
 
 
 def _usual(taken: list[_Call]) -> float:
-    """Return the lower quartile of the seconds of the calls with the fewest page faults.
+    """Returns the lower quartile of the seconds of the calls with the fewest page faults.
 
     A disturbance only makes a call longer. glibc maps and unmaps a result above 32 MiB in every call, in a step too; a
     smaller result faults only where it happens to lie at the end of the heap.
@@ -220,7 +220,7 @@ def _page_faults() -> int:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element of `tensor` to the end of its last one."""
+    """Returns the bytes from the first element of `tensor` to the end of its last one."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -231,7 +231,7 @@ _Run = Callable[..., Any]
 
 
 def _from_no_generator_of_others(op: OpOverload) -> _Run:
-    """Return `op`, drawing from a new generator: one more draw would change every later draw of the process."""
+    """Returns `op`, drawing from a new generator: one more draw would change every later draw of the process."""
     drawing = drawing_from(op) if torch.Tag.nondeterministic_seeded in op.tags else None
     return op if drawing is None else partial(drawing, torch.Generator("cpu"))
 

@@ -59,7 +59,7 @@ class CudaAutocast:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Make CUDA's autocast cast the eligible tensors during the body."""
+        """Makes CUDA's autocast cast the eligible tensors during the body."""
         library, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
         enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
         registered = False
@@ -90,7 +90,7 @@ class CudaAutocast:
             yield
 
     def cast(self, tensor: Any) -> Any:
-        """Return `tensor` in autocast's narrow dtype, as an operator of the `LOWER` list receives it."""
+        """Returns `tensor` in autocast's narrow dtype, as an operator of the `LOWER` list receives it."""
         return self._to(torch.get_autocast_dtype("cuda"), tensor)
 
     def _register(self, library: torch.library.Library) -> None:
@@ -150,7 +150,7 @@ class CudaAutocast:
         )
 
     def _to(self, dtype: torch.dtype, value: Any) -> Any:
-        """Return `value` in `dtype`, as ``cached_cast``: a trained float32 leaf is cast once until autocast ends."""
+        """Returns `value` in `dtype`, as ``cached_cast``: a trained float32 leaf is cast once until autocast ends."""
         if not self._casts(value) or value.dtype == dtype:
             return value
         cached = (
@@ -165,19 +165,19 @@ class CudaAutocast:
 
 
 def _from_the_last(cast: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments, cast from the last to the first: the C++ evaluation order in PyTorch's builds."""
+    """Returns the arguments, cast from the last to the first: the C++ evaluation order in PyTorch's builds."""
     named = {name: tree_map(cast, value) for name, value in reversed(kwargs.items())}
     return [tree_map(cast, value) for value in reversed(args)][::-1], {name: named[name] for name in kwargs}
 
 
 def below(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Return the result of `op` on the cast arguments, below autocast, by its kernel in `FUSED` if it has one."""
+    """Returns the result of `op` on the cast arguments, below autocast, by its kernel in `FUSED` if it has one."""
     with torch._C._ExcludeDispatchKeyGuard(_BELOW):
         return FUSED.get(op, op)(*args, **kwargs)
 
 
 def _refused(op: OpOverload) -> Callable[..., Any]:
-    """Return PyTorch's own autocast kernel of `op`, which raises the error that tells the user the remedy."""
+    """Returns PyTorch's own autocast kernel of `op`, which raises the error that tells the user the remedy."""
     return lambda *args, **kwargs: op._op_dk(torch._C.DispatchKey.AutocastCUDA, *args, **kwargs)
 
 
@@ -190,7 +190,7 @@ _BELOW = torch._C.DispatchKeySet(AUTOCAST)
 
 
 def _overload(name: str) -> OpOverload | None:
-    """Return the overload called `name`; None if this PyTorch's CUDA autocast does not cast it."""
+    """Returns the overload called `name`; None if this PyTorch's CUDA autocast does not cast it."""
     packet, _, overload = name.partition(".")
     found: OpOverload | None = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -36,7 +36,7 @@ _AS_ON_CUDA = functools.reduce(
 
 @contextmanager
 def _known_to_autograd() -> Iterator[None]:
-    """Make autograd find the derivative of the fused RMS norm, which needs a kernel of some device for the operator.
+    """Makes autograd find the derivative of the fused RMS norm, which needs a kernel of some device for the operator.
 
     The kernel is registered for the IPU, a device that no build of PyTorch has: CPU builds lack CUDA, and no tensor of
     another thread can be on an IPU.
@@ -75,7 +75,7 @@ def lstm_cell(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``torch.lstm_cell`` of these arguments, by CUDA's fused operator."""
+    """Returns ``torch.lstm_cell`` of these arguments, by CUDA's fused operator."""
     gates = torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t())
     hy, cy, _ = _LSTM_CELL(*gates, hx[1], b_ih, b_hh)
     return hy, cy
@@ -89,13 +89,13 @@ def gru_cell(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``torch.gru_cell`` of these arguments, by CUDA's fused operator."""
+    """Returns ``torch.gru_cell`` of these arguments, by CUDA's fused operator."""
     hy: torch.Tensor = _GRU_CELL(torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()), hx, b_ih, b_hh)[0]
     return hy
 
 
 def _softmax(of: OpOverload, kernel: OpOverload) -> Callable[..., torch.Tensor]:
-    """Return a softmax that reads float16 and writes float32 in one CUDA kernel; a CPU casts its input first.
+    """Returns a softmax that reads float16 and writes float32 in one CUDA kernel; a CPU casts its input first.
 
     Source: ``softmax`` and ``log_softmax`` in aten/src/ATen/native/SoftMax.cpp; bfloat16 is cast first on CUDA too.
     """
@@ -120,7 +120,7 @@ FUSED: Mapping[OpOverload, Callable[..., Any]] = {
 
 @contextmanager
 def cuda_fused() -> Iterator[None]:
-    """Make the functions of `FUSED`, and batch norm, run CUDA's operators on CPU tensors.
+    """Makes the functions of `FUSED`, and batch norm, run CUDA's operators on CPU tensors.
 
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
     >>> with FakeTensorMode(), cuda_fused():

@@ -31,7 +31,7 @@ _AUTOCAST = torch._C.DispatchKeySet(AUTOCAST)
 
 @contextmanager
 def cuda_rnns(capability: Capability) -> Iterator[None]:
-    """Make ``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` on CPU tensors run cuDNN's operator.
+    """Makes ``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` on CPU tensors run cuDNN's operator.
 
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
     >>> kept = []
@@ -105,7 +105,7 @@ def _takes(dtype: torch.dtype, capability: Capability) -> bool:
 
 
 def recurrence_notes(modules: Iterable[nn.Module], capability: Capability) -> list[str]:
-    """Return notes on the uncertain byte counts of those `modules` that cuDNN runs on a card."""
+    """Returns notes on the uncertain byte counts of those `modules` that cuDNN runs on a card."""
     recurrent = (module for module in modules if isinstance(module, nn.RNNBase))
     found = [module for module in recurrent if _takes(next(module.parameters()).dtype, capability)]
     names = ", ".join(sorted({type(module).__name__ for module in found}))

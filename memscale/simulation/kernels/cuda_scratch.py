@@ -37,7 +37,7 @@ def cublas_workspace_bytes(
     environ: Mapping[str, str] = os.environ,
     torch_version: tuple[int, int] = internals.TORCH_VERSION,
 ) -> int:
-    """Return the bytes that PyTorch allocates for one cuBLAS handle and stream at its first matrix product.
+    """Returns the bytes that PyTorch allocates for one cuBLAS handle and stream at its first matrix product.
 
     A handle belongs to a thread, so a training step pays twice: in the caller's thread at the first product
     of the forward pass, and in autograd's device thread at the first product of the backward pass. The workspaces
@@ -70,7 +70,7 @@ def cublaslt_workspace_bytes(
     environ: Mapping[str, str] = os.environ,
     torch_version: tuple[int, int] = internals.TORCH_VERSION,
 ) -> int:
-    """Return the bytes that PyTorch allocates for cuBLASLt besides cuBLAS, for one handle and stream.
+    """Returns the bytes that PyTorch allocates for cuBLASLt besides cuBLAS, for one handle and stream.
 
     The allocation is at the first product that goes to cuBLASLt, see :func:`uses_cublaslt`. From PyTorch 2.12 on
     cuBLASLt shares the workspace of cuBLAS by default, and the result is 0.
@@ -129,7 +129,7 @@ def uses_cublaslt(op: str, args: Sequence[Any], *, environ: Mapping[str, str] = 
 
 @contextmanager
 def cuda_dropout() -> Iterator[None]:
-    """Make dropout on CPU tensors save a bool mask for backward (1 byte an element), as on CUDA.
+    """Makes dropout on CPU tensors save a bool mask for backward (1 byte an element), as on CUDA.
 
     On CUDA ``at::dropout`` becomes ``native_dropout``, whose backward pass needs a bool mask; on CPU it is a
     product with noise of the input's dtype.

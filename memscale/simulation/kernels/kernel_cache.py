@@ -51,7 +51,7 @@ class KernelCache(Generic[T]):
         measure: Callable[[], T],
         again: Callable[[str, T], T] | None = None,
     ) -> T:
-        """Return the measurement of a call with these arguments; `measure` makes it at the first call.
+        """Returns the measurement of a call with these arguments; `measure` makes it at the first call.
 
         For each later call with a measurement made by this object, ``again(key, measurement)`` returns the new one.
         """
@@ -63,7 +63,7 @@ class KernelCache(Generic[T]):
         return self.named(repr((op, *called)), measure, again)
 
     def named(self, key: str, measure: Callable[[], T], again: Callable[[str, T], T] | None = None) -> T:
-        """Return the measurement under `key`; `measure` and `again` act as in `get`."""
+        """Returns the measurement under `key`; `measure` and `again` act as in `get`."""
         known = self._read()
         if key not in known:
             known[key] = measure()
@@ -74,7 +74,7 @@ class KernelCache(Generic[T]):
         return known[key]
 
     def save(self) -> None:
-        """Write the measurements to disk if any were made since the last write."""
+        """Writes the measurements to disk if any were made since the last write."""
         if self._changed:
             self._changed = False
             self._disk.write(self._name, {key: self._as_json(one) for key, one in self._read().items()})

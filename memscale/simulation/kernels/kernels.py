@@ -77,7 +77,7 @@ class Kernels:
         return self._times is not None
 
     def program(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> Program:
-        """Return the allocations of one call of `op`, of `flops` FLOPs, in order, with the place of its results."""
+        """Returns the allocations of one call of `op`, of `flops` FLOPs, in order, with the place of its results."""
         # Recurrences cannot be probed: the simulation lacks the flat storage of all weights that cuDNN requires.
         if self._cuda is not None and op not in (RNN, RNN_BACKWARD, DROPOUT):
             # An operator may be for CPUs only, refuse zeros, or exceed the memory; the formulas below serve then.
@@ -88,13 +88,13 @@ class Kernels:
         return *taken(self._cpu.nbytes(op, args, kwargs, flops)), RESULTS
 
     def program_by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> Program:
-        """Return `program` of a call whose result shape follows from the values of `args`."""
+        """Returns `program` of a call whose result shape follows from the values of `args`."""
         if self.is_cuda:
             return self.program(op, args, kwargs, result, 0)
         return *taken(self._cpu.nbytes_by_values(op, args, kwargs)), RESULTS
 
     def seconds(self, op: OpOverload, args: Any, kwargs: Any, work: Work) -> Seconds | None:
-        """Return the device's seconds for this call of `op`, of `work`; None where the device's rates are unknown."""
+        """Returns the device's seconds for this call of `op`, of `work`; None where the device's rates are unknown."""
         measured = None if self._times is None else self._times.get(op, args, kwargs, work)
         if measured is not None:
             return measured
@@ -114,7 +114,7 @@ class Kernels:
         return Seconds(taken, taken)
 
     def save(self) -> None:
-        """Write the measurements of kernels to disk."""
+        """Writes the measurements of kernels to disk."""
         self._cpu.save()
         if self._times is not None:
             self._times.save()
@@ -132,7 +132,7 @@ class Kernels:
         return found
 
     def notes(self, modules: Iterable[nn.Module]) -> list[str]:
-        """Return notes on uncertain bytes of these modules' kernels, and on times that are estimates."""
+        """Returns notes on uncertain bytes of these modules' kernels, and on times that are estimates."""
         if self._times is not None and self._times.estimated:
             names = ", ".join(sorted(self._times.estimated))
             return [f"not all calls of {names} could be timed: their times follow from those of other calls"]
@@ -157,7 +157,7 @@ class Kernels:
 
     @contextmanager
     def chosen(self, is_below: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-        """Make PyTorch choose kernels as on the device: attention, dropout, recurrences, multi-tensor optimizer loops.
+        """Makes PyTorch choose kernels as on the device: attention, dropout, recurrences, multi-tensor optimizer loops.
 
         An optimizer loops over single tensors where `is_below` is true for one of them (it lives on the host).
         """
@@ -179,7 +179,7 @@ class Kernels:
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``F.linear`` of these arguments, from a Python frame that `InPlaceSums` recognises.
+    """Returns ``F.linear`` of these arguments, from a Python frame that `InPlaceSums` recognises.
 
     For non-contiguous rows PyTorch adds the bias to the product in place, unless a mode (such as the simulation's) is
     active or the bias is a wrapper of `torch.func`, which takes another frame.
@@ -194,7 +194,7 @@ def _linear_of_wrapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 
 def _with_loops(is_below: Callable[[torch.Tensor], bool]) -> list[str]:
-    """Return the devices with multi-tensor loops; an empty list where one of the caller's `params` is on the host."""
+    """Returns the devices with multi-tensor loops; an empty list where one of the caller's `params` is on the host."""
     asked = sys._getframe(2).f_locals.get("params", ())
     return [] if any(each is not None and is_below(each) for each in asked) else ["cpu", "cuda"]
 
@@ -214,7 +214,7 @@ class CudaProbe:
             )
 
     def nbytes(self, op: OpOverload, args: Any, kwargs: Any) -> int:
-        """Return the bytes of the caching allocator that ``op(*args, **kwargs)`` takes beyond its results.
+        """Returns the bytes of the caching allocator that ``op(*args, **kwargs)`` takes beyond its results.
 
         The arguments are fake or on the CPU; the kernel gets zeros with their layouts.
         """

@@ -44,7 +44,7 @@ def by_cells(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the output and the last states of ``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``.
+    """Returns the output and the last states of ``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``.
 
     >>> lstm, x = torch.nn.LSTM(8, 16, 2, device="meta"), torch.ones(10, 4, 8, device="meta")
     >>> h = torch.zeros(2, 4, 16, device="meta")
@@ -140,7 +140,7 @@ def _whole(
 def _packed(
     cell: Cell, rows: torch.Tensor, batch_sizes: Sequence[int], state: State, weights: Weights
 ) -> tuple[torch.Tensor, State]:
-    """Return the outputs and last states of a packed sequence, forward: rows leave the batch as sequences end."""
+    """Returns the outputs and last states of a packed sequence, forward: rows leave the batch as sequences end."""
     outputs: list[torch.Tensor] = []
     ended: list[State] = []
     begin, before = 0, batch_sizes[0]
@@ -160,7 +160,7 @@ def _packed(
 def _packed_back(
     cell: Cell, rows: torch.Tensor, batch_sizes: Sequence[int], first: State, weights: Weights
 ) -> tuple[torch.Tensor, State]:
-    """Return the outputs and last states of a packed sequence, backward: rows join the batch at their ends."""
+    """Returns the outputs and last states of a packed sequence, backward: rows join the batch at their ends."""
     outputs: list[torch.Tensor] = []
     end, before = rows.size(0), batch_sizes[-1]
     state = tuple(part.narrow(0, 0, before) for part in first)

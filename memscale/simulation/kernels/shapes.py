@@ -27,7 +27,7 @@ class Kind(enum.Enum):
 
 
 def kind_of(op: OpOverload) -> Kind:
-    """Return the treatment of `op`, by its schema and tags.
+    """Returns the treatment of `op`, by its schema and tags.
 
     >>> kind_of(torch.ops.aten.t.default).name, kind_of(torch.ops.aten.add_.Tensor).name
     ('RUN', 'IN_PLACE')
@@ -66,7 +66,7 @@ class FakeKernels:
         self._log = logging.getLogger(fake_tensor.__name__)
 
     def layout(self, op: OpOverload, args: Any, kwargs: Any, arguments: Sequence[torch.Tensor]) -> ResultLayout:
-        """Return the layout of the results of `op` for arguments with the layouts of `args` and `kwargs`.
+        """Returns the layout of the results of `op` for arguments with the layouts of `args` and `kwargs`.
 
         Raises:
             Exception: the error of the operator's fake kernel, such as for a shape that depends on values.
@@ -92,7 +92,7 @@ def _like(tensor: torch.Tensor, faked_in: torch.dtype | None) -> torch.Tensor:
 
 
 def exchanged(tree: Any, by_id: dict[int, Any]) -> Any:
-    """Return `tree`, an operator's arguments, with each tensor whose id is in `by_id` exchanged."""
+    """Returns `tree`, an operator's arguments, with each tensor whose id is in `by_id` exchanged."""
     if isinstance(tree, torch.Tensor):
         return by_id.get(id(tree), tree)
     if isinstance(tree, (list, tuple)):
@@ -103,7 +103,7 @@ def exchanged(tree: Any, by_id: dict[int, Any]) -> Any:
 
 
 def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return the position and the name of each argument that `op` writes to, by its schema."""
+    """Returns the position and the name of each argument that `op` writes to, by its schema."""
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(op._schema.arguments)
@@ -112,12 +112,12 @@ def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 def written_by(written: Sequence[tuple[int, str]], args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors that a call writes to, at the positions and names of `written_arguments`."""
+    """Returns the tensors that a call writes to, at the positions and names of `written_arguments`."""
     return list(_tensors(args[at] if at < len(args) else kwargs.get(name) for at, name in written))
 
 
 def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors among an operator's arguments; a tensor that appears twice has two entries."""
+    """Returns the tensors among an operator's arguments; a tensor that appears twice has two entries."""
     return [*_tensors(args), *(_tensors(kwargs.values()) if kwargs else ())]
 
 
@@ -144,7 +144,7 @@ def is_sparse(tensor: torch.Tensor) -> bool:
 
 
 def strided_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `tensors`, with each sparse tensor replaced by its strided indices and values."""
+    """Returns `tensors`, with each sparse tensor replaced by its strided indices and values."""
     found: list[torch.Tensor] = []
     for tensor in tensors:
         if tensor.layout is torch.sparse_coo:
@@ -157,14 +157,14 @@ def strided_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def results_of(result: Any) -> list[torch.Tensor]:
-    """Return the tensors in the `result` of an operator."""
+    """Returns the tensors in the `result` of an operator."""
     if result is None:
         return []
     return [result] if isinstance(result, torch.Tensor) else list(_tensors((result,)))
 
 
 def signature(args: Any, kwargs: Any, tensors: list[torch.Tensor], *, loose: bool) -> tuple[Any, ...]:
-    """Return a key of a call: calls of one operator with equal keys have results of equal layouts.
+    """Returns a key of a call: calls of one operator with equal keys have results of equal layouts.
 
     The key is hashable if all arguments other than tensors are.
 

@@ -102,7 +102,7 @@ def measure(
     device: torch.device | str = "cpu",
     roles: Roles | None = None,
 ) -> AllocatorTrace:
-    """Run ``step`` once and return every byte that the allocator of ``device`` handed out and took back.
+    """Runs ``step`` once and returns every byte that the allocator of ``device`` handed out and took back.
 
     The numbers come from PyTorch's real allocators: on CPU from the allocation events of ``torch.profiler``, on
     CUDA from ``torch.cuda.max_memory_allocated`` for the peak and from those events for the timeline. A block has
@@ -187,7 +187,7 @@ def measure(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep Kineto from logging the start and end of each recording to stderr, between the lines of a command.
+    """Keeps Kineto from logging the start and end of each recording to stderr, between the lines of a command.
 
     Kineto reads the variable when the first recording of a process starts.
     """
@@ -204,7 +204,7 @@ def _quietly() -> Iterator[None]:
 def training_roles(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, batch: object = None
 ) -> Roles:
-    """Return the ``roles`` of a usual training step: parameters, their gradients, states and the batch.
+    """Returns the ``roles`` of a usual training step: parameters, their gradients, states and the batch.
 
     >>> layer = torch.nn.Linear(4, 2, bias=False)
     >>> roles = training_roles(layer)
@@ -251,7 +251,7 @@ def _checked_device(device: torch.device | str) -> torch.device:
 
 
 def _held(roles: Roles | None, device: torch.device) -> dict[int, _Held]:
-    """Return the storages on ``device`` that have a role now, by address."""
+    """Returns the storages on ``device`` that have a role now, by address."""
     named = roles() if roles is not None else {}
     unknown = sorted(set(named) - set(ROLES))
     if unknown:
@@ -274,7 +274,7 @@ def _sum_by_role(held: Mapping[int, _Held]) -> dict[str, int]:
 
 
 def _read(recording: profile, device: torch.device) -> tuple[list[_Event], list[int]]:
-    """Return the allocator events of ``device`` and the start times of backward nodes (ns), both in order of time."""
+    """Returns the allocator events of ``device`` and the start times of backward nodes (ns), both in order of time."""
     results = recording.kineto_results
     assert results is not None
     events: list[_Event] = []
@@ -301,7 +301,7 @@ def _read(recording: profile, device: torch.device) -> tuple[list[_Event], list[
 
 
 def _written_events(recording: profile, device: torch.device) -> list[_Event]:
-    """Return the allocator events of a CUDA device, read from the profiler's trace file.
+    """Returns the allocator events of a CUDA device, read from the profiler's trace file.
 
     The profiler's event tree omits allocator events outside operators (a release by `del` is one), and its flat list
     has no addresses; the file has both.
@@ -326,7 +326,7 @@ def _deltas(
     backward_ns: list[int],
     device: torch.device,
 ) -> tuple[npt.NDArray[np.int64], set[int]]:
-    """Return the change in bytes by (category, event), column 0 empty, and the held addresses whose free was seen."""
+    """Returns the change in bytes by (category, event), column 0 empty, and the held addresses whose free was seen."""
     deltas = np.zeros((len(CATEGORIES), len(events) + 1), dtype=np.int64)
     row = {category: index for index, category in enumerate(CATEGORIES)}
     blocks: list[_Allocation] = []

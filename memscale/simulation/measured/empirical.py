@@ -25,7 +25,7 @@ from memscale.simulation.trace import CATEGORIES
 
 
 def measured_profile(training_step: TrainingStep, config: Config, hardware: Hardware, reason: str) -> Profile:
-    """Return the profile of a real step, measured after a first one and ``config.warmup_steps`` more.
+    """Returns the profile of a real step, measured after a first one and ``config.warmup_steps`` more.
 
     Raises:
         ConfigError: the step itself fails, or is one rank's part of a distributed step.
@@ -64,7 +64,7 @@ def measured_profile(training_step: TrainingStep, config: Config, hardware: Hard
 
 
 def _check_alone(scope: StepScope, reason: str) -> None:
-    """Raise ConfigError for a step whose collectives would wait for other processes, which do not run this step."""
+    """Raises ConfigError for a step whose collectives would wait for other processes, which do not run this step."""
     modules = nn.ModuleList(scope.modules)
     ranks = Parallel.of_distributed(modules)
     if is_distributed(modules) and not (ranks is not None and ranks.kind == "ddp" and ranks.world == 1):

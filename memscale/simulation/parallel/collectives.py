@@ -41,7 +41,7 @@ class Collective(NamedTuple):
     factor: int
 
     def compute(self) -> None:
-        """Write the result of the collective for ranks that all have this rank's values."""
+        """Writes the result of the collective for ranks that all have this rank's values."""
         for at, tensor in enumerate(self.written):
             source = self.given[min(at, len(self.given) - 1)].flatten()
             times = -(-tensor.numel() // max(1, source.numel()))
@@ -64,7 +64,7 @@ def is_wrap(op: Any) -> bool:
 
 
 def collective(op: Any, args: Any) -> Collective:
-    """Return the call of an operator of `NAMESPACE`.
+    """Returns the call of an operator of `NAMESPACE`.
 
     Raises:
         ConfigError: the operator receives data that only another process has computed.
@@ -81,7 +81,7 @@ def collective(op: Any, args: Any) -> Collective:
 
 
 def scratch_bytes(op: Any, args: Any, call: Collective) -> int:
-    """Return the scratch bytes of a collective beyond its tensors.
+    """Returns the scratch bytes of a collective beyond its tensors.
 
     Gloo copies all shards of an all-gather or a reduce-scatter into one buffer of its own; NCCL needs none.
     """
@@ -100,7 +100,7 @@ def _factor(args: Any) -> int:
 
 
 def _objects(args: Any) -> dict[str, Any]:
-    """Return the arguments that are C++ objects, by the name of their class."""
+    """Returns the arguments that are C++ objects, by the name of their class."""
     given: list[Any] = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
     return {arg._type().name(): arg for arg in given}
 
@@ -124,14 +124,14 @@ class Works:
         self._unawaited: list[Mark] = []  # collectives that this backward pass has started and not waited for
 
     def returned(self, op: Any, args: Any, call: Collective) -> Any:
-        """Return the result of this call of `op`: its tensors, and a work where its schema returns one."""
+        """Returns the result of this call of `op`: its tensors, and a work where its schema returns one."""
         mark = self._sent(op.name(), _objects(args).get("ProcessGroup"), _whole(call.given, call.written))
         work = self._work(call.written, mark)
         returned = [args[0] if "Tensor" in str(value.type) else work for value in op._schema.returns]
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def sent(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record a functional collective, whose `result` is complete after a wait."""
+        """Records a functional collective, whose `result` is complete after a wait."""
         group = kwargs.get("group_name", args[-1])
         if isinstance(group, str):
             distributed: Any = dist.distributed_c10d
@@ -143,13 +143,13 @@ class Works:
                 self._to_come[tensor.untyped_storage()._cdata] = mark
 
     def awaited(self, tensor: torch.Tensor) -> None:
-        """Wait for the functional collective that returned `tensor`."""
+        """Waits for the functional collective that returned `tensor`."""
         mark = self._to_come.pop(tensor.untyped_storage()._cdata, None)
         if mark is not None:
             self._clock.wait(mark, self._clock.stream)
 
     def notes(self) -> list[str]:
-        """Return notes about the step's collectives: assumed link speeds, and memory of NCCL that is not counted."""
+        """Returns notes about the step's collectives: assumed link speeds, and memory of NCCL that is not counted."""
         hardware = self._clock.hardware
         notes = list(dict.fromkeys(filter(None, (assumed_links(each, hardware) for each in self._spans.values()))))
         notes = notes if self._clock.timed and hardware.flops_per_second else []
@@ -196,7 +196,7 @@ class Works:
             self._clock.wait(mark, self._clock.stream)
 
     def _await_at_end(self, mark: Mark | None) -> None:
-        """Make the end of the current backward pass wait for `mark`, of DDP's reducer or of a communication hook."""
+        """Makes the end of the current backward pass wait for `mark`, of DDP's reducer or of a communication hook."""
         backward = torch._C._current_graph_task_id()
         if mark is None or backward == -1:
             return
@@ -215,7 +215,7 @@ class Works:
 
 
 def kind_of(name: str) -> str:
-    """Return the member of `COLLECTIVES` that an operator belongs to; the last one where no name matches.
+    """Returns the member of `COLLECTIVES` that an operator belongs to; the last one where no name matches.
 
     >>> kind_of("c10d::_allgather_base_"), kind_of("_c10d_functional::reduce_scatter_tensor")
     ('all-gather', 'reduce-scatter')
@@ -225,7 +225,7 @@ def kind_of(name: str) -> str:
 
 
 def _whole(given: list[torch.Tensor], returned: list[torch.Tensor]) -> int:
-    """Return the bytes of the larger side of a collective: the gathered tensor, or the tensor to be scattered."""
+    """Returns the bytes of the larger side of a collective: the gathered tensor, or the tensor to be scattered."""
     return max(sum(tensor.nbytes for tensor in side) for side in (given, returned))
 
 

@@ -17,7 +17,7 @@ _DTENSOR = "torch.distributed.tensor._sharding_prop"
 
 @contextmanager
 def propagating() -> Iterator[None]:
-    """Make DTensors propagate shapes outside the simulation's dispatch mode, and shardings once for each kind.
+    """Makes DTensors propagate shapes outside the simulation's dispatch mode, and shardings once for each kind.
 
     An optimizer passes lists with all parameters, and PyTorch's propagation loops over the whole list for each of its
     tensors: without the grouping by kind, propagation is quadratic in the number of parameters.

@@ -23,7 +23,7 @@ from memscale.simulation.process.process_state import placed
 def one_rank(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Parallel
 ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None]]:
-    """Yield rank 0's part of `model`, on meta, and an optimizer like `optimizer` over that part.
+    """Yields rank 0's part of `model`, on meta, and an optimizer like `optimizer` over that part.
 
     The arguments stay unchanged. FSDP2 shards each module of `spec.shard` and the root by itself; where shards differ
     in size, rank 0 has the largest.
@@ -55,7 +55,7 @@ def one_rank(
 
 @contextmanager
 def _of_these_threads() -> Iterator[None]:
-    """Hide the simulation's process group from other threads, which see no default group."""
+    """Hides the simulation's process group from other threads, which see no default group."""
     world: Any = type(dist.distributed_c10d._world)
     default = world.default_pg
 
@@ -83,7 +83,7 @@ def _part(
 
 
 def check_places(model: nn.Module) -> None:
-    """Raise TransformError for a region of `model` that moves parameters, which FSDP2 moves too."""
+    """Raises TransformError for a region of `model` that moves parameters, which FSDP2 moves too."""
     if placing := [path for path, each in model.named_modules() if placing_in(each)]:
         raise TransformError(
             f"the plan moves the parameters of {placing[0] or 'the model'!r} with offload(what='params'), and "
@@ -93,7 +93,7 @@ def check_places(model: nn.Module) -> None:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` with parameters on meta and buffers on the CPU, since control flow may read buffers."""
+    """Returns a copy of `model` with parameters on meta and buffers on the CPU, since control flow may read buffers."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -129,7 +129,7 @@ def _shard(model: nn.Module, mesh: Any, spec: Parallel) -> None:
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost repeated modules: children of a list that share their class, such as transformer layers."""
+    """Returns the outermost repeated modules: children of a list that share their class, such as transformer layers."""
     found = []
     children = list(module.children())
     alike = isinstance(module, (nn.ModuleList, nn.Sequential))

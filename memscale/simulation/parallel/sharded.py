@@ -82,7 +82,7 @@ class Sharded:
         return [parameter.sharded_param for parameter in self._parameters]
 
     def cut(self, module: nn.Module) -> Iterator[list[tuple[int, Any]]]:
-        """Yield a list of (bytes of the whole parameter, shard) for each group of parameters that was not on meta.
+        """Yields a list of (bytes of the whole parameter, shard) for each group of parameters that was not on meta.
 
         A model that was sharded on meta never has whole parameters on a device: `Module.to_empty` makes shards only.
         """
@@ -107,7 +107,7 @@ class Sharded:
 
     @contextmanager
     def on_streams(self, streams: SimulatedStreams | None) -> Iterator[None]:
-        """Make FSDP2 take its streams and events from `streams`; `as_it_was` restores the objects that FSDP2 keeps.
+        """Makes FSDP2 take its streams and events from `streams`; `as_it_was` restores the objects that FSDP2 keeps.
 
         None changes nothing, for a simulated CPU, which has no streams.
         """
@@ -132,7 +132,7 @@ class Sharded:
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Restore FSDP2's state after the body; DDP's Python state is restored with the attributes of its module."""
+        """Restores FSDP2's state after the body; DDP's Python state is restored with the attributes of its module."""
         places: list[tuple[StateSlot, Any]] = []
         _add(self._states, places, set())
         for parameter in self._parameters:
@@ -148,7 +148,7 @@ class Sharded:
                 write(place, content)
 
     def begin(self) -> None:
-        """Reset FSDP2's and DDP's state to that before a first step, so that later buffers are the simulation's."""
+        """Resets FSDP2's and DDP's state to that before a first step, so that later buffers are the simulation's."""
         for state in self._states:
             for group in fsdp_groups(state):
                 for parameter in group.fsdp_params:
@@ -172,7 +172,7 @@ def _put_together(piece: list[int]) -> Iterator[int]:
 
 
 def check_followed(module: nn.Module) -> None:
-    """Raise ConfigError for a module of FSDP1, DeepSpeed or another process, which one process cannot simulate."""
+    """Raises ConfigError for a module of FSDP1, DeepSpeed or another process, which one process cannot simulate."""
     name = type(module).__name__
     if _is_of(module, _FSDP1):
         raise ConfigError(
@@ -205,7 +205,7 @@ def _fsdp_states(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def mesh_of(module: nn.Module) -> Any:
-    """Return the mesh over which FSDP2 has sharded this module's own group; None if FSDP2 has not sharded it."""
+    """Returns the mesh over which FSDP2 has sharded this module's own group; None if FSDP2 has not sharded it."""
     for state in _fsdp_states([module]):
         for group in fsdp_groups(state):
             return group.mesh_info.mesh
@@ -213,7 +213,7 @@ def mesh_of(module: nn.Module) -> Any:
 
 
 def _add(thing: Any, places: list[tuple[StateSlot, Any]], seen: set[int]) -> None:
-    """Add to `places` the attributes of FSDP2's objects and the containers in these, with their contents."""
+    """Adds to `places` the attributes of FSDP2's objects and the containers in these, with their contents."""
     if id(thing) in seen:
         return
     if isinstance(thing, _CONTAINERS):
@@ -238,7 +238,7 @@ def _remembers(state: Any) -> bool:
 
 
 def _renew(replica: Any) -> None:
-    """Give a DDP module a new reducer, whose buckets are in the simulation.
+    """Gives a DDP module a new reducer, whose buckets are in the simulation.
 
     The module's own reducer is in C++, waits for gradients of the caller's parameters, and records the order in which
     gradients arrive; that order cannot be restored.

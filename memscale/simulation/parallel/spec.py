@@ -44,7 +44,7 @@ class Parallel:
 
     @classmethod
     def of(cls, model: Any, parallel: Any, world: Any, shard: Any, tensor: Any, *, caller: str) -> Parallel | None:
-        """Return the spec that the arguments of `caller` describe for `model`; None where `parallel` is None.
+        """Returns the spec that the arguments of `caller` describe for `model`; None where `parallel` is None.
 
         Raises:
             ConfigError: `parallel`, `world`, `shard`, `tensor` or `model` has a wrong type or value.
@@ -81,7 +81,7 @@ class Parallel:
 
     @classmethod
     def of_distributed(cls, model: Any) -> Parallel | None:
-        """Return the spec of a `model` that its owner has distributed by FSDP2 or DDP; None for any other model."""
+        """Returns the spec of a `model` that its owner has distributed by FSDP2 or DDP; None for any other model."""
         for module in model.modules() if isinstance(model, nn.Module) and dist.is_available() else ():
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 return cls("ddp", dist.get_world_size(module.process_group))
@@ -95,7 +95,7 @@ class Parallel:
         return other is not None and (self.kind, self.world) == (other.kind, other.world)
 
     def among(self, model: nn.Module) -> Parallel:
-        """Return this spec for `model`, which may lack modules: without the patterns that match nothing in `model`."""
+        """Returns this spec for `model`, which may lack modules: without the patterns that match nothing in `model`."""
         if self.shard is None:
             return self
         paths = [path for path, _ in model.named_modules()]
@@ -103,12 +103,12 @@ class Parallel:
         return dataclasses.replace(self, shard=kept)
 
     def to_data(self) -> dict[str, Any]:
-        """Return the spec as JSON data."""
+        """Returns the spec as JSON data."""
         return {"parallel": self.kind, "world": self.world, "shard": self.shard, "tensor": self.tensor}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Parallel:
-        """Return the spec that `to_data` wrote."""
+        """Returns the spec that `to_data` wrote."""
         shard = None if data["shard"] is None else tuple(data["shard"])
         return cls(data["parallel"], data["world"], shard, data.get("tensor") or 1)
 
@@ -121,7 +121,7 @@ def is_distributed(model: Any) -> bool:
 
 
 def _spread(model: nn.Module) -> list[Any]:
-    """Return the parameters of `model` that are DTensors."""
+    """Returns the parameters of `model` that are DTensors."""
     return [parameter for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
 
 
@@ -153,7 +153,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def check_tensor(model: nn.Module, parallel: str, world: int, tensor: Any, *, caller: str) -> None:
-    """Raise ConfigError where `tensor` processes cannot split the weights of `model`."""
+    """Raises ConfigError where `tensor` processes cannot split the weights of `model`."""
     asked = f"{caller}(parallel={parallel!r}, world={world}, tensor={tensor!r})"
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
         raise ConfigError(f"{asked} takes over how many processes each weight is split, an int above 0")
@@ -217,7 +217,7 @@ def split(model: nn.Module, mesh: Any) -> None:
 
 
 def _styles(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Yield (path, (module, style)) for each module that the model's ``tp_plan`` splits."""
+    """Yields (path, (module, style)) for each module that the model's ``tp_plan`` splits."""
     plan = getattr(model, "tp_plan", None) or {}
     for path, module in model.named_modules():
         for pattern, style in plan.items():

@@ -34,7 +34,7 @@ class Draws(enum.Enum):
 
 
 def settle(drawn: Any, op: Any, args: Sequence[Any], draws: Draws) -> None:
-    """Fill `drawn`, the result of `op`, with the values of `draws`, if it is a single number or a short list.
+    """Fills `drawn`, the result of `op`, with the values of `draws`, if it is a single number or a short list.
 
     A mask stays as drawn, since no real draw makes all its elements equal.
     """
@@ -69,7 +69,7 @@ PYTHON_DRAWN = (
 
 @contextmanager
 def drawing(draws: Draws) -> Iterator[Callable[[], bool]]:
-    """Make Python's and NumPy's generators return the numbers of `draws` in the body, for single numbers.
+    """Makes Python's and NumPy's generators return the numbers of `draws` in the body, for single numbers.
 
     The context manager yields a function that says whether a number was drawn so far.
 
@@ -128,7 +128,7 @@ class StepRandomness:
 
     @contextmanager
     def installed(self, *, counts: bool) -> Iterator[None]:
-        """Patch the functions of the process's generators to use these generators in the body.
+        """Patches the functions of the process's generators to use these generators in the body.
 
         With `counts`, generator states that `torch.utils.checkpoint` saves count as tensors of the step.
         """
@@ -160,7 +160,7 @@ class StepRandomness:
 
 
 def drawing_from(op: OpOverload) -> Callable[..., Any] | None:
-    """Return the random operator `op` with a generator as first argument; None if no overload takes a generator.
+    """Returns the random operator `op` with a generator as first argument; None if no overload takes a generator.
 
     >>> drawing_from(torch.ops.aten.rand_like.default)(torch.Generator().manual_seed(0), torch.empty(1))
     tensor([0.4963])

@@ -108,7 +108,7 @@ def is_from_before(thing: object) -> bool:
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Let collections in the body be rare, and go through nothing that was there before; one thread at a time.
+    """Lets collections in the body be rare, and go through nothing that was there before; one thread at a time.
 
     A simulation makes a hundred thousand objects, half of which stay or are in cycles, at each quarter more of which
     Python goes through all there are: half a million of PyTorch and the model, which took a tenth of a simulation.

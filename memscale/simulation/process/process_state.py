@@ -58,7 +58,7 @@ SETTINGS: _Settings = {**_OF_THREAD, **_OF_PROCESS}
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """Run a simulation in the body with the default process state, and restore the state afterwards.
+    """Runs a simulation in the body with the default process state, and restores the state afterwards.
 
     >>> with process_kept():
     ...     torch.set_grad_enabled(False)
@@ -85,7 +85,7 @@ def process_kept() -> Iterator[None]:
 
 
 def begin_alike() -> None:
-    """Make one autograd node, so that the step's first node has a number above 0, as in any process but a new one.
+    """Makes one autograd node, so that the step's first node has a number above 0, as in any process but a new one.
 
     Autograd numbers the nodes of a thread from 0. A node that has to wait takes a lower number, and 0 has none below.
     """
@@ -95,7 +95,7 @@ def begin_alike() -> None:
 
 @contextmanager
 def placed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set ``owner.name`` to `value` for all threads in the body, and restore it unless other code has set it."""
+    """Sets ``owner.name`` to `value` for all threads in the body, and restores it unless other code has set it."""
     own = vars(owner).get(name, _MISSING)  # missing: the attribute is a base class's, and deletion uncovers it
     setattr(owner, name, value)
     try:
@@ -111,7 +111,7 @@ def placed(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Replace ``owner.name`` by `replacement` in the body, for the threads of the simulation.
+    """Replaces ``owner.name`` by `replacement` in the body, for the threads of the simulation.
 
     Other threads get the original, and all threads do after the body. A replacement function runs in a frame directly
     below its caller's. A function mode cannot serve here: modes are off during ``Tensor.backward``, and so while a
@@ -220,7 +220,7 @@ def answers_asked_again() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def _kept_answers(modules: int) -> list[tuple[types.ModuleType, str, Any]]:
-    """Return (module, name, function) of cached functions such as ``transformers.utils.is_torch_cuda_available``.
+    """Returns (module, name, function) of cached functions such as ``transformers.utils.is_torch_cuda_available``.
 
     The argument is the number of loaded modules: a new module makes a new search.
     """

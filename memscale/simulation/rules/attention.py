@@ -126,7 +126,7 @@ def _by_its_traffic(times: float) -> Callable[[Sequence[Any], Work, CardTraits],
 
 
 def _cudnns(before: float, since: float, query: int) -> Time:
-    """Return the time of a kernel of cuDNN, which since Hopper pads the tokens of argument `query` to whole blocks."""
+    """Returns the time of a kernel of cuDNN, which since Hopper pads the tokens of argument `query` to whole blocks."""
     usual = share(before, since)
 
     def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:

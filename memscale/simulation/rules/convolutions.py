@@ -31,7 +31,7 @@ from memscale.simulation.rules.times import in_halves
 
 
 def _in_one_format(*images: torch.Tensor) -> list[int]:
-    """Return the bytes of the copies of `images` (and kernels) in one format: channels last if one of them has it.
+    """Returns the bytes of the copies of `images` (and kernels) in one format: channels last if one of them has it.
 
     Source: ``cudnn_conv_suggest_memory_format`` in aten/src/ATen/native/ConvUtils.h.
     """
@@ -42,7 +42,7 @@ def _in_one_format(*images: torch.Tensor) -> list[int]:
 
 
 def _as_forward_had(grad: torch.Tensor, image: torch.Tensor, kernel: torch.Tensor, *, with_weight: bool) -> list[int]:
-    """Return the bytes of the copies of the image and of the gradient in the format of the forward pass.
+    """Returns the bytes of the copies of the image and of the gradient in the format of the forward pass.
 
     The image is copied only for the weight's gradient; a gradient in another format, as after a permute, is copied.
 
@@ -224,7 +224,7 @@ _OF_LAST_GROUPS = _Shares(0.2, 0.1, 0.2), _Shares(0.1, 0.09, 0.007)
 
 
 def _time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
-    """Return `work` with as many FLOPs as take the convolution's time at the rate of matrix products.
+    """Returns `work` with as many FLOPs as take the convolution's time at the rate of matrix products.
 
     >>> image, kernel = torch.empty(64, 96, 56, 56, device="meta"), torch.empty(96, 1, 7, 7, device="meta")
     >>> call = (image, kernel, None, [1, 1], [3, 3], [1, 1], False, [0, 0], 96)

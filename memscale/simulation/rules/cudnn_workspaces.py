@@ -104,7 +104,7 @@ class Convolution:
         return 16 // self.image.itemsize * self._images_bytes + _DEPTH_SUMS_BYTES
 
     def _sums_bytes(self, multiprocessors: int) -> int:
-        """Return the bytes of the partial sums of the weight's gradient, one for each thread block."""
+        """Returns the bytes of the partial sums of the weight's gradient, one for each thread block."""
         one, padded = 4 * self.kernel.numel(), _padded(self.kernel) * 4 // self.kernel.itemsize
         if self.image.size(1) <= _FEW_CHANNELS:
             return self._sums_of_few_channels(padded)

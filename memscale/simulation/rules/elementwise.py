@@ -13,7 +13,7 @@ from memscale.simulation.rules.times import by_layouts, of_clone, passes
 
 
 def _norms(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Return the program of multi-tensor norms: one partial sum for each chunk, padded to the largest tensor's chunks.
+    """Returns the program of multi-tensor norms: one partial sum for each chunk, padded to the largest tensor's chunks.
 
     Source: ``foreach_tensor_norm_cuda`` in aten/src/ATen/native/cuda/ForeachReduceOp.cu (kChunkSize = 65536).
     """

@@ -29,14 +29,14 @@ def _sums_as_floats(args: Sequence[Any], results: Any, card: CardTraits) -> Prog
 
 
 def _without_outliers(rows: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Return the results of ``int8_vectorwise_quant`` for rows without outliers, whose number depends on values."""
+    """Returns the results of ``int8_vectorwise_quant`` for rows without outliers, whose number depends on values."""
     found = torch.empty(rows.shape, dtype=torch.int8, device="meta")
     scales = torch.empty(rows.numel() // rows.shape[-1], dtype=torch.float32, device="meta")
     return found, scales, torch.empty(0, dtype=torch.int64, device="meta") if threshold else None
 
 
 def notes_of_few_bits(modules: Iterable[nn.Module]) -> list[str]:
-    """Return a note on the assumption about 8-bit layers: no input exceeds the outlier threshold."""
+    """Returns a note on the assumption about 8-bit layers: no input exceeds the outlier threshold."""
     layers = [each for each in modules if type(each).__module__.startswith("bitsandbytes.")]
     thresholds: set[float] = {getattr(getattr(each, "state", None), "threshold", 0.0) for each in layers}
     if not any(thresholds):

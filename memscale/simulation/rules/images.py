@@ -18,7 +18,7 @@ def _patches(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 
 def _roll(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Return the program of ``roll``, which copies once for each dimension.
+    """Returns the program of ``roll``, which copies once for each dimension.
 
     Source: ``roll_cuda`` in aten/src/ATen/native/cuda/TensorTransformations.cu.
     """

@@ -121,7 +121,7 @@ def _index_put(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 
 def _index_put_checked(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Return the program of `index_put_`, which checks the bounds of each index before it writes.
+    """Returns the program of `index_put_`, which checks the bounds of each index before it writes.
 
     A backward pass calls the out-of-place operator with ``unsafe``, without checks.
     Source: ``index_backward`` in FunctionsManual.cpp.

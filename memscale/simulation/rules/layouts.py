@@ -41,7 +41,7 @@ class ResultLayout:
     is_view: bool = False
 
     def build(self, fakes: FakeStorages, arguments: Sequence[torch.Tensor]) -> Any:
-        """Return the results as fake tensors."""
+        """Returns the results as fake tensors."""
         return _build(self.outputs, fakes, [fakes.storage(nbytes) for nbytes in self.storage_bytes], arguments)
 
 

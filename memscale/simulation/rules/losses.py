@@ -28,7 +28,7 @@ def _softmax_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Pr
 
 
 def _safe_softmax(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Return the program of ``_safe_softmax``: masks of infinite scores and of wholly infinite rows, and a zero.
+    """Returns the program of ``_safe_softmax``: masks of infinite scores and of wholly infinite rows, and a zero.
 
     Source: ``_safe_softmax`` in aten/src/ATen/native/transformers/attention.cpp.
     """

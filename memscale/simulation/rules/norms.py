@@ -85,7 +85,7 @@ def _group_norm_backward(args: Sequence[Any], results: Any, card: CardTraits) ->
 
 
 def _copied_image(tensor: torch.Tensor) -> int:
-    """Return the bytes that ``contiguous(memory_format)`` allocates for the tensor's suggested memory format."""
+    """Returns the bytes that ``contiguous(memory_format)`` allocates for the tensor's suggested memory format."""
     return 0 if has_channels_last(tensor) else copied(tensor)
 
 
@@ -126,7 +126,7 @@ def _by_rows(x: torch.Tensor) -> bool:
 
 
 def _parts_of_rows(x: torch.Tensor, numbers: int) -> tuple[int, int]:
-    """Return the bytes of the partial results (`numbers` each) and of the semaphores of blocks that share a column.
+    """Returns the bytes of the partial results (`numbers` each) and of the semaphores of blocks that share a column.
 
     Source: ``flexible_launch_configs`` in aten/src/ATen/native/cuda/Normalization.cuh.
     """

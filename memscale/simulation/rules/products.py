@@ -30,7 +30,7 @@ def _always(args: Sequence[Any], card: CardTraits) -> bool:
 
 
 def _dense(left: int) -> OpRule:
-    """Return the rule of a matrix product of the arguments number `left` and ``left + 1``."""
+    """Returns the rule of a matrix product of the arguments number `left` and ``left + 1``."""
     return OpRule(program=_product, time=product(left), extra=half_of_result(left), uses_cublas=_always, rows=left)
 
 

@@ -52,7 +52,7 @@ class Recurrence:
 
     @classmethod
     def of(cls, args: Sequence[Any], *, backward: bool = False) -> Recurrence:
-        """Return the call with the positional arguments `args` of the operator."""
+        """Returns the call with the positional arguments `args` of the operator."""
         at = _RESULTS_AT if backward else 6
         mode, *widths, layers, batch_first, dropout, trains, bidirectional, batch_sizes, _ = args[at : at + 10]
         data, weights, stride, buffer, hx, cx = args[:6]
@@ -116,7 +116,7 @@ def reserve_bytes(call: Recurrence) -> int:
 
 
 def workspace_bytes(call: Recurrence, *, backward: bool = False) -> int:
-    """Return the bytes of cuDNN's workspace: 8 MiB a layer and direction, the weights, and arrays over all positions.
+    """Returns the bytes of cuDNN's workspace: 8 MiB a layer and direction, the weights, and arrays over all positions.
 
     The formula is fitted to the peaks of 24 networks in three dtypes, forward and backward
     (benchmarks/results/cudnn-rnns.json): exact for 72 of the 144, 33 kB above to 1 MB below for the others, within

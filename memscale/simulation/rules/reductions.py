@@ -29,7 +29,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
-    """Return how many threads a multiprocessor holds at once.
+    """Returns how many threads a multiprocessor holds at once.
 
     >>> [threads_per_multiprocessor(capability) for capability in ((7, 5), (8, 0), (8, 9), (9, 0))]
     [1024, 2048, 1536, 2048]
@@ -275,7 +275,7 @@ def _program(kernel: Reduction, args: Sequence[Any], results: Any, card: CardTra
 
 
 def _moments_program(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Return the program of a variance; for complex input that of its real and of its imaginary part, then the sum.
+    """Returns the program of a variance; for complex input that of its real and of its imaginary part, then the sum.
 
     Source: ``std_var_out`` and ``std_var_mean_out`` in aten/src/ATen/native/ReduceOps.cpp.
     """

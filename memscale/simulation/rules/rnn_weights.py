@@ -17,7 +17,7 @@ FLATTENED = (torch.float16, torch.float32, torch.float64)
 def halved_together(
     weights: Sequence[torch.Tensor], mode: int, hidden: int, directions: int
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """Return one flat float16 tensor for all weights, and each weight's copy as a view of it.
+    """Returns one flat float16 tensor for all weights, and each weight's copy as a view of it.
 
     Source: ``_cudnn_rnn_cast_reflatten`` in aten/src/ATen/cudnn/AutocastRNN.cpp, where autograd sees the copies.
     """
@@ -57,7 +57,7 @@ def are_flattened(weights: Sequence[torch.Tensor]) -> bool:
 
 
 def flattened_bytes(module: nn.Module) -> int:
-    """Return the bytes of the flat storage that ``Module.to`` makes for `module` on a card; 0 without a flat storage.
+    """Returns the bytes of the flat storage that ``Module.to`` makes for `module` on a card; 0 without a flat storage.
 
     Source: ``flatten_parameters`` in torch/nn/modules/rnn.py, ``copy_weights_to_flat_buf_views`` in cudnn/RNN.cpp.
     """
@@ -72,15 +72,15 @@ def flattened_bytes(module: nn.Module) -> int:
 
 
 def weights_of(module: nn.RNNBase) -> list[torch.Tensor]:
-    """Return the weights of a recurrence, in the order in which cuDNN takes them."""
+    """Returns the weights of a recurrence, in the order in which cuDNN takes them."""
     return [weight for weights in module.all_weights for weight in weights]
 
 
 def stand_in(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor in place of the flat storage of all weights: the first weight's data, without new memory."""
+    """Returns a tensor in place of the flat storage of all weights: the first weight's data, without new memory."""
     return weights[0].data
 
 
 def halved(tensor: Any) -> Any:
-    """Return `tensor` in float16, as autocast casts for cuDNN's RNNs whatever its own dtype; float64 and None stay."""
+    """Returns `tensor` in float16, as autocast casts for cuDNN's RNNs whatever its own dtype; float64 and None stay."""
     return tensor if tensor is None or tensor.dtype is torch.float64 else tensor.to(torch.float16)

@@ -50,7 +50,7 @@ PLAIN: Program = (RESULTS,)
 
 
 def plain(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Return the program of a kernel that allocates only its results."""
+    """Returns the program of a kernel that allocates only its results."""
     return PLAIN
 
 
@@ -58,12 +58,12 @@ Time = Callable[[Sequence[Any], Work, CardTraits], Work]
 
 
 def as_it_is(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
-    """Return `work` unchanged, for a kernel that reaches the usual rates."""
+    """Returns `work` unchanged, for a kernel that reaches the usual rates."""
     return work
 
 
 def nothing(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
-    """Return no extra launches and no extra bytes."""
+    """Returns no extra launches and no extra bytes."""
     return 0, 0
 
 
@@ -132,7 +132,7 @@ class OpRule:
 
 
 def most_held(program: Program) -> int:
-    """Return the most bytes of blocks that a kernel holds at once besides its results.
+    """Returns the most bytes of blocks that a kernel holds at once besides its results.
 
     >>> most_held((RESULTS, 1024, 100, -100, 2000))
     3072
@@ -147,12 +147,12 @@ def most_held(program: Program) -> int:
 
 
 def taken(*nbytes: int) -> tuple[int, ...]:
-    """Return `nbytes` without zeros: an allocation of 0 bytes takes no block."""
+    """Returns `nbytes` without zeros: an allocation of 0 bytes takes no block."""
     return tuple(size for size in nbytes if size)
 
 
 def briefly(*nbytes: int) -> tuple[int, ...]:
-    """Return the program that allocates `nbytes` and frees them, the last first.
+    """Returns the program that allocates `nbytes` and frees them, the last first.
 
     >>> briefly(512, 0, 1024)
     (512, 1024, -1024, -512)
@@ -162,7 +162,7 @@ def briefly(*nbytes: int) -> tuple[int, ...]:
 
 
 def in_order(order: tuple[int, ...], results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `results` in the order in which a kernel allocates them; results that `order` lacks come last.
+    """Returns `results` in the order in which a kernel allocates them; results that `order` lacks come last.
 
     >>> x = torch.empty(8, device="meta")
     >>> dropped, mask = torch.ops.aten.native_dropout.default(x, 0.5, True)
@@ -174,12 +174,12 @@ def in_order(order: tuple[int, ...], results: list[torch.Tensor]) -> list[torch.
 
 
 def copied(tensor: torch.Tensor) -> int:
-    """Return the bytes that ``tensor.contiguous()`` allocates."""
+    """Returns the bytes that ``tensor.contiguous()`` allocates."""
     return 0 if tensor.is_contiguous() else tensor.numel() * tensor.itemsize
 
 
 def copy_after(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Return the program of a kernel that allocates its results and then a contiguous copy of its first argument.
+    """Returns the program of a kernel that allocates its results and then a contiguous copy of its first argument.
 
     Source: ``host_softmax`` in aten/src/ATen/native/cuda/SoftMax.cu; UpSampleNearest2d.cu, col2im and others.
     """

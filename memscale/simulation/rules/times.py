@@ -35,12 +35,12 @@ def in_halves(work: Work) -> bool:
 
 
 def passes(halves: float, wide: float) -> Time:
-    """Return the time of a kernel with `halves` passes over its data in 16 bits, and `wide` passes in 32 bits."""
+    """Returns the time of a kernel with `halves` passes over its data in 16 bits, and `wide` passes in 32 bits."""
     return lambda args, work, card: _longer(work, halves if in_halves(work) else wide)
 
 
 def passes_by_width(halves: tuple[float, float], wide: tuple[float, float]) -> Time:
-    """Return the time of a norm: each pair is (passes of wide rows, extra passes of rows of one element)."""
+    """Returns the time of a norm: each pair is (passes of wide rows, extra passes of rows of one element)."""
 
     def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
         of_wide, of_one = halves if in_halves(work) else wide
@@ -50,7 +50,7 @@ def passes_by_width(halves: tuple[float, float], wide: tuple[float, float]) -> T
 
 
 def passes_of_rows(halves: float, wide: float) -> Time:
-    """Return the time of a softmax: one pass over short rows, else as `passes`."""
+    """Returns the time of a softmax: one pass over short rows, else as `passes`."""
     usual = passes(halves, wide)
 
     def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
@@ -62,7 +62,7 @@ def passes_of_rows(halves: float, wide: float) -> Time:
 
 
 def by_layouts(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
-    """Return the work of an element-wise kernel, with more passes where its operands' layouts differ."""
+    """Returns the work of an element-wise kernel, with more passes where its operands' layouts differ."""
     operands = [each for each in args if isinstance(each, torch.Tensor) and each.numel() > 1]
     if not operands:
         return work
@@ -72,7 +72,7 @@ def by_layouts(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
 
 
 def of_clone(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
-    """Return the work of a copy to a contiguous tensor, with more passes for a non-contiguous source."""
+    """Returns the work of a copy to a contiguous tensor, with more passes for a non-contiguous source."""
     source = args[0]
     if source.numel() <= 1 or source.is_contiguous():
         return work
@@ -81,7 +81,7 @@ def of_clone(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
 
 
 def share(before: float, since: float, wide: float = 1.0, *, tokens: tuple[int, int] | None = None) -> Time:
-    """Return the time of a kernel that reaches a share of the rate of products.
+    """Returns the time of a kernel that reaches a share of the rate of products.
 
     Args:
         before: the share in 16 bits on cards before Hopper (FlashAttention-2's paper has 73 % and 63 % of an A100's
@@ -99,7 +99,7 @@ def share(before: float, since: float, wide: float = 1.0, *, tokens: tuple[int, 
 
 
 def product(left: int) -> Time:
-    """Return the time of a matrix product of the arguments number `left` and ``left + 1``.
+    """Returns the time of a matrix product of the arguments number `left` and ``left + 1``.
 
     >>> factors = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((64, 1600), (1600, 50257))]
     >>> product(0)(factors, Work(16_000, 0, "bfloat16"), CardTraits((9, 0)))
@@ -117,7 +117,7 @@ def product(left: int) -> Time:
 
 
 def half_of_result(left: int) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
-    """Return the extra bytes of a product since Hopper: half of its result, which is written after the computation."""
+    """Returns the extra bytes of a product since Hopper: half of its result, which is written after the computation."""
 
     def extra(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
         rows, columns = args[left : left + 2]
@@ -127,7 +127,7 @@ def half_of_result(left: int) -> Callable[[Sequence[Any], Work, CardTraits], tup
 
 
 def of_columns(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
-    """Return the extra launches of a sum over rows, and no extra bytes.
+    """Returns the extra launches of a sum over rows, and no extra bytes.
 
     >>> table = torch.empty(25_216, 768, dtype=torch.bfloat16, device="meta")
     >>> work = Work(0, table.nbytes, "bfloat16")
@@ -143,7 +143,7 @@ def since_hopper(card: CardTraits) -> bool:
 
 
 def shared(work: Work, share: float) -> Work:
-    """Return `work` with its FLOPs divided by `share`, the share of the rate that a kernel reaches."""
+    """Returns `work` with its FLOPs divided by `share`, the share of the rate that a kernel reaches."""
     return work if share == 1.0 else replace(work, flops=round(work.flops / share))
 
 
@@ -173,7 +173,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def whole_share(query: torch.Tensor, block: int) -> float:
-    """Return the share of attention's padded (query, key) pairs that are real, with tokens padded to whole blocks."""
+    """Returns the share of attention's padded (query, key) pairs that are real, with tokens padded to whole blocks."""
     tokens = query.shape[-2]
     return float((tokens / (-(-tokens // block) * block)) ** 2)
 

@@ -47,7 +47,7 @@ class BackwardThread:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let every backward of the body make its nodes so."""
+        """Lets every backward of the body make its nodes so."""
         run = self._beside(torch.autograd.graph._engine_run_backward)
         with (
             patched(torch.autograd.graph, "_engine_run_backward", run),

@@ -31,7 +31,7 @@ _TENSOR = object()
 
 
 def compiled_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that `torch.compile` or `Module.compile` has compiled."""
+    """Returns the modules that `torch.compile` or `Module.compile` has compiled."""
     return [
         each for each in modules if "_orig_mod" in each._modules or vars(each).get("_compiled_call_impl") is not None
     ]
@@ -59,7 +59,7 @@ class CompiledModules:
 
     @contextmanager
     def installed(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Run them so in the body."""
+        """Runs them so in the body."""
         with ExitStack() as stack:
             for module in modules:
                 if (compiled := vars(module).get("_compiled_call_impl")) is not None:
@@ -205,7 +205,7 @@ def _check_compiler(module: nn.Module, compiled: Any) -> None:
 
 
 def _runs_fused(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    """Return the function that runs `graph` by fused kernels, or only makes its results while AOTAutograd traces."""
+    """Returns the function that runs `graph` by fused kernels, or only makes its results while AOTAutograd traces."""
     made = [_like(node) for node in cast(list[Any], graph.graph.output_node().args[0])]
     run = FusedGraph(graph)
 

@@ -72,7 +72,7 @@ class FusedGraph:
 
 
 def _fuse(step: _Step, reads: tuple[Node, ...], values: dict[Node, Any]) -> None:
-    """Let one kernel read buffers and make those of `step`."""
+    """Lets one kernel read buffers and make those of `step`."""
     for node in step.nodes:
         made = node.meta["val"]
         values[node] = list(map(_buffer, made)) if isinstance(made, (list, tuple)) else _buffer(made)

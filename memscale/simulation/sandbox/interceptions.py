@@ -25,7 +25,7 @@ from memscale.simulation.process.process_state import patched, placed
 
 @contextmanager
 def calls_followed(recorder: StepRecorder, paths: dict[int, str]) -> Iterator[None]:
-    """Keep ``recorder.modules`` at the modules that are running, and the host busy with modules, regions and hooks.
+    """Keeps ``recorder.modules`` at the modules that are running, and the host busy with modules, regions and hooks.
 
     Modules are not followed by forward hooks: they are not told of a forward that ends in an exception outside
     `Exception`, such as the one that ends a recompute early, and modules take another path while global hooks exist.
@@ -101,7 +101,7 @@ _Hook = Callable[[torch.optim.Optimizer, Any, Any], None]
 
 @contextmanager
 def optimizers_followed(before: _Hook, after: _Hook) -> Iterator[None]:
-    """Call `before` and `after` around each step of an optimizer in the threads of the simulation.
+    """Calls `before` and `after` around each step of an optimizer in the threads of the simulation.
 
     A hook of all optimizers would be in the table of all threads. This is one that an optimizer seems to have itself,
     where the wrapper of its `step` looks there.
@@ -146,7 +146,7 @@ _WRAPPER = torch.optim.Optimizer.profile_hook_step.__code__
 
 @contextmanager
 def reads_checked(mode: FakeMode) -> Iterator[None]:
-    """Make the ways to read a tensor that pass by the dispatcher raise for values that were not computed."""
+    """Makes the ways to read a tensor that pass by the dispatcher raise for values that were not computed."""
 
     def checked(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)

@@ -53,7 +53,7 @@ class LeftBehind:
         self._on_card = on_card
 
     def clear(self, *, refuses: bool) -> None:
-        """Leave none.
+        """Leaves none.
 
         Args:
             refuses: whether to raise for what stays; an error that is on its way has the step's frames with it.
@@ -108,7 +108,7 @@ def _is_right(record: StorageRecord) -> bool:
 
 
 def _tensors_over(alive: dict[int, Any]) -> dict[int, _Own]:
-    """Return the Python tensors over each storage of `alive`, by the storage's address."""
+    """Returns the Python tensors over each storage of `alive`, by the storage's address."""
     found: dict[int, _Own] = {}
     seen: set[int] = set()
     rest = _all_tensors() if alive else _Own()
@@ -127,7 +127,7 @@ def _tensors_over(alive: dict[int, Any]) -> dict[int, _Own]:
 
 
 def _all_tensors() -> _Own:
-    """Return all tensors that Python's garbage collector tracks; the filter runs no Python code of the objects."""
+    """Returns all tensors that Python's garbage collector tracks; the filter runs no Python code of the objects."""
     everything = gc.get_objects()
     return _Own(compress(everything, map(issubclass, map(type, everything), repeat(torch.Tensor))))
 
@@ -169,7 +169,7 @@ class _Wanted(NamedTuple):
 
 
 def _holders_of(things: _Own) -> dict[int, _Own]:
-    """Return id -> the objects that refer to each of `things`, without running frames and this file's own lists.
+    """Returns id -> the objects that refer to each of `things`, without running frames and this file's own lists.
 
     One pass over all tracked objects serves all `things`, since a pass takes as long for one as for many.
     """
@@ -193,7 +193,7 @@ def _refuse(tensors: _Own) -> None:
 
 
 def _keeper(tensors: _Own) -> tuple[torch.Tensor, Any] | None:
-    """Return one of `tensors` with an older object that holds it; None if only running code holds them."""
+    """Returns one of `tensors` with an older object that holds it; None if only running code holds them."""
     frontier, visited = _Own(_Wanted(id(each), each) for each in tensors), {id(each) for each in tensors}
     for _ in range(_DEEPEST):
         holders, above = _holders_of(_Own(each.thing for each in frontier)), _Own()
@@ -218,7 +218,7 @@ def _owner(holder: Any, thing: Any) -> Any:
 
 
 def _taken_out(tensors: _Own, *, attributes: bool) -> frozenset[int]:
-    """Take these out of all that has them: of `attributes` only if they may be None.
+    """Takes these out of all that has them: of `attributes` only if they may be None.
 
     Returns:
         The ids of those that somebody has still.
@@ -273,7 +273,7 @@ def _let_go(holder: Any, wanted: _Wanted, attributes: bool) -> bool | _Wanted:
 
 
 def _out_of_dict(wanted: _Wanted, holders: _Own, attributes: bool) -> _Own:
-    """Remove `wanted` from a dict, as `_let_go` does from other containers."""
+    """Removes `wanted` from a dict, as `_let_go` does from other containers."""
     root, table, entry = wanted
     owners = _Own(each for each in holders if _has_as_attributes(each, table, entry))
     if not owners:

@@ -23,7 +23,7 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard"
 def offloaded_shards(
     storages: LiveStorages, clock: Clock, like: Callable[..., torch.Tensor], *, pins: bool
 ) -> Iterator[None]:
-    """Make ``Tensor.to`` and ``Tensor.is_pinned`` act for FSDP2's code as if shards were on the host of a real card.
+    """Makes ``Tensor.to`` and ``Tensor.is_pinned`` act for FSDP2's code as if shards were on the host of a real card.
 
     FSDP2 copies a shard to the card in the all-gather stream, and the gradient back in the reduce-scatter stream, by
     ``Tensor.to``. In a simulation all tensors are on the CPU, where the original ``Tensor.to`` would copy nothing.
@@ -58,7 +58,7 @@ def offloaded_shards(
 
 
 def host_bytes(builder: TraceBuilder, *, pins: bool) -> dict[str, int]:
-    """Return the most host bytes that offloaded storages of the last step hold at once, by tier.
+    """Returns the most host bytes that offloaded storages of the last step hold at once, by tier.
 
     With `pins`, shards and gradients are ``pinned``, where PyTorch rounds each tensor up to a power of two bytes; all
     other offloaded storages are ``pageable``.

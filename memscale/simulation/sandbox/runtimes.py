@@ -56,7 +56,7 @@ class CountingRuntimes:
         self._made: dict[Runtime, CountingRuntime] = {}
 
     def high_water_bytes(self) -> dict[str, int]:
-        """Return tier -> the most bytes that the tier held, without empty tiers."""
+        """Returns tier -> the most bytes that the tier held, without empty tiers."""
         found: dict[str, int] = {}
         for engine in self.engines:
             for tier, nbytes in engine.stats().high_water_bytes.items():
@@ -64,7 +64,7 @@ class CountingRuntimes:
         return {tier: nbytes for tier, nbytes in found.items() if nbytes}
 
     def notes(self) -> list[str]:
-        """Return notes on offloads that went to another tier than planned, and on assumed speeds of the host."""
+        """Returns notes on offloads that went to another tier than planned, and on assumed speeds of the host."""
         found = [note for runtime in self._made.values() for note in (*runtime.notes, *runtime.spills())]
         hardware = self.clock.hardware
         if assumed := assumed_speeds(
@@ -76,7 +76,7 @@ class CountingRuntimes:
         return found
 
     def in_place_of(self, runtime: Runtime) -> Runtime:
-        """Return the counting runtime in place of `runtime`."""
+        """Returns the counting runtime in place of `runtime`."""
         if runtime not in self._made:
             self._made[runtime] = CountingRuntime(runtime, self)
         return self._made[runtime]
@@ -93,7 +93,7 @@ class CountingRuntime(Runtime):
         self.notes: list[str] = []
 
     def tell(self, what: str) -> None:
-        """Add the message to the notes, in place of `Runtime.tell`."""
+        """Adds the message to the notes, in place of `Runtime.tell`."""
         self.notes.append(what)
 
     @property
@@ -110,7 +110,7 @@ class CountingRuntime(Runtime):
         return backend
 
     def spills(self) -> Iterator[str]:
-        """Yield a note for each tier that received bytes because a tier above it was full, with the reason."""
+        """Yields a note for each tier that received bytes because a tier above it was full, with the reason."""
         for backend in self._backends:
             for tier, nbytes in backend.spilled_bytes.items():
                 yield f"{format_bytes(nbytes)} of what moves lies on {tier} at most, since {self._limit(tier)}"

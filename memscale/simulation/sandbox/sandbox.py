@@ -201,7 +201,7 @@ class Simulation:
         left.clear(refuses=error is None)
 
     def step(self, step: Callable[[], object]) -> None:
-        """Run `step` and record it as one step."""
+        """Runs `step` and records it as one step."""
         self.mode.builder.begin_step()
         self.clock.begin_step()
         self.mode.recorder.course = Course()
@@ -218,7 +218,7 @@ class Simulation:
             self.mode.storages.gone(tensor.untyped_storage())
 
     def let_go(self, kept: list[Any]) -> None:
-        """Drop what the loop keeps from step to step, as long as the runtimes are here that free what its graph saved.
+        """Drops what the loop keeps from step to step, as long as the runtimes are here that free what its graph saved.
 
         Its death is no part of a step.
         """
@@ -235,7 +235,7 @@ class Simulation:
                 self.mode.storages.gone(alias.untyped_storage())
 
     def _send_home(self) -> None:
-        """Let parameters that a region streams be at home before the step, as they are in every step but the first.
+        """Lets parameters that a region streams be at home before the step, as they are in every step but the first.
 
         As `Module.to` moves them there: what one region has on the device is free again when the next one's comes.
         """
@@ -280,7 +280,7 @@ class Simulation:
         return found
 
     def mark_gradients(self) -> None:
-        """Record the present gradients of everything reached as gradients."""
+        """Records the present gradients of everything reached as gradients."""
         storages = self.mode.storages
         for tensor in self._leaves:
             if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
@@ -288,7 +288,7 @@ class Simulation:
                     storages.mark(part, "gradient", storages.record(with_storages([tensor])[0]).path)
 
     def _record_residents(self) -> None:
-        """Record what is there before the step.
+        """Records what is there before the step.
 
         What modules have, in the order of `Module.to`: what lies beside what decides where there is room later.
         """
@@ -316,7 +316,7 @@ class Simulation:
             builder.death(number)
 
     def _record_shards(self) -> None:
-        """Record how shards came to the card that `fully_shard` cut from parameters with numbers.
+        """Records how shards came to the card that `fully_shard` cut from parameters with numbers.
 
         It brings the whole parameters of a group, cuts this process's shards, and lets the whole ones go: the next
         group's find the memory that these leave, and so does the step.
@@ -335,7 +335,7 @@ class Simulation:
                         builder.death(number)
 
     def _place(self, module: nn.Module) -> int:
-        """Return the index of a module in the order of the tree; modules outside the tree come last."""
+        """Returns the index of a module in the order of the tree; modules outside the tree come last."""
         return self._order.get(id(module), len(self._order))
 
     def _residents(self) -> dict[int, tuple[str, str]]:
@@ -386,7 +386,7 @@ class Simulation:
 
 
 def _device_type(storages: LiveStorages, simulated: str, tensor: torch.Tensor) -> str:
-    """Return the device type that code sees for `tensor`: the simulated one, ``"cpu"`` if offloaded, or ``"meta"``."""
+    """Returns the device type that code sees for `tensor`: the simulated one, ``"cpu"`` if offloaded, or ``"meta"``."""
     if tensor.is_meta:
         return "meta"
     while is_functorch_wrapped_tensor(tensor):

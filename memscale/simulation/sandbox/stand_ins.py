@@ -17,7 +17,7 @@ from memscale.simulation.process.fake_storages import FakeStorages
 
 @contextmanager
 def contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Give each tensor back the storage and the shape that it had: a step may assign ``.data``, or resize it.
+    """Gives each tensor back the storage and the shape that it had: a step may assign ``.data``, or resize it.
 
     Yields the tensors, each with an alias of its contents.
     """
@@ -32,7 +32,7 @@ def contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tens
 
 @contextmanager
 def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeStorages) -> Iterator[frozenset[int]]:
-    """Give every tensor that is not on the CPU fake contents there; the objects stay who they are.
+    """Gives every tensor that is not on the CPU fake contents there; the objects stay who they are.
 
     Yields the addresses of the storages of these.
     """
@@ -73,7 +73,7 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeS
 
 @contextmanager
 def wrapped_on_cpu(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Let wrappers say that they are where what they wrap is now."""
+    """Lets wrappers say that they are where what they wrap is now."""
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         for tensor in tensors:
@@ -89,7 +89,7 @@ def wrapped_on_cpu(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 def _exchange(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give `tensor` the contents of `stand_in`, and of its hooks on gradients those that are Python's."""
+    """Gives `tensor` the contents of `stand_in`, and of its hooks on gradients those that are Python's."""
     stand_in.requires_grad_(tensor.requires_grad)
     torch._C._swap_tensor_impl(tensor, stand_in)
     swapped.append((tensor, stand_in))
@@ -116,5 +116,5 @@ def with_storages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def wrapped(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the parts of a wrapper subclass, by name: its inner tensors, and the mesh of a DTensor."""
+    """Returns the parts of a wrapper subclass, by name: its inner tensors, and the mesh of a DTensor."""
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}  # type: ignore[attr-defined]

@@ -47,13 +47,13 @@ class StepScope(Captures):
         self._visit_code(roots)
 
     def put_back_classes(self) -> None:
-        """Make the classes that the code names have the attributes that they had when the scope was read."""
+        """Makes the classes that the code names have the attributes that they had when the scope was read."""
         for cls, name, value in self._classes:
             if vars(cls).get(name) is not value:
                 setattr(cls, name, value)
 
     def _visit_code(self, roots: Any) -> None:
-        """Add what the code of the modules, of their hooks and of the roots names, in whichever file."""
+        """Adds what the code of the modules, of their hooks and of the roots names, in whichever file."""
         called: dict[int, Any] = {id(root): root for root in roots}
         for module in self.modules:
             for cls in type(module).__mro__:
@@ -102,7 +102,7 @@ class StepScope(Captures):
                     self._visit_hooks(parameter._post_accumulate_grad_hooks)
 
     def replaced(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the `tensors` that the step replaced as plain attributes of modules, and that have no other holder.
+        """Returns the `tensors` that the step replaced as plain attributes of modules, and that have no other holder.
 
         A weight made by a hook of `torch.nn.utils.weight_norm` is an example: the first step of a real loop frees the
         weight from before. A tensor that may be in a container that the step made is not returned.
@@ -168,7 +168,7 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | type, str, Any]]:
-    """Yield (holder, name, object) for each object that the code of `functions` names, directly or by other functions.
+    """Yields (holder, name, object) for each object that the code of `functions` names, directly or by other functions.
 
     The object is None for a name that the code assigns and that does not exist yet.
 

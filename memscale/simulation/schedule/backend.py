@@ -89,7 +89,7 @@ class ClockedBackend(TraceBackend):
         return _Reached(self._clock, transfer)
 
     def wait(self, event: Event, stream: int | None = None) -> None:
-        """See `Backend.wait`. Blocks the host where the CPU takes part in the copy, and only there."""
+        """Sees `Backend.wait`. Blocks the host where the CPU takes part in the copy, and only there."""
         if (transfer := _reached(event).transfer) is not None:
             self._clock.come_after(transfer)
 

@@ -42,13 +42,13 @@ class Mark(NamedTuple):
 
     @classmethod
     def behind(cls, before: Mark, begin: float, end: float, cause: str) -> Mark:
-        """Return the mark of work from `begin` to `end` that had to begin after `before`."""
+        """Returns the mark of work from `begin` to `end` that had to begin after `before`."""
         if before.end < begin:
             return cls(end, cause)
         return cls(end, cause, before.before if before.cause == cause else before)
 
     def parts(self) -> list[tuple[float, str]]:
-        """Return the end and the cause of each part, in the order of their ends."""
+        """Returns the end and the cause of each part, in the order of their ends."""
         found: list[tuple[float, str]] = []
         mark: Mark | None = self
         while mark is not None:
@@ -156,7 +156,7 @@ class Clock:
         )
 
     def begin_step(self) -> None:
-        """Begin a step, at the moment when the device has caught up with the host."""
+        """Begins a step, at the moment when the device has caught up with the host."""
         self._catch_up()
         self.steps.append(self._end)
 
@@ -168,14 +168,14 @@ class Clock:
         self.end = self._free = self._end
 
     def calls(self, seconds: float) -> None:
-        """Advance the host by a call of `seconds`, see `HostSeconds`."""
+        """Advances the host by a call of `seconds`, see `HostSeconds`."""
         if self.is_host:
             self._between += seconds
         else:
             self.now += seconds
 
     def between(self) -> float:
-        """Return the host's seconds since the last call of `between`, on a host that is the device, and reset them.
+        """Returns the host's seconds since the last call of `between`, on a host that is the device, and reset them.
 
         These seconds are a part of the next operator.
         """
@@ -183,7 +183,7 @@ class Clock:
         return seconds
 
     def operator(self, seconds: float | None) -> None:
-        """Issue an operator of `seconds` (None if unknown) on the current stream; 0 seconds launch no kernel."""
+        """Issues an operator of `seconds` (None if unknown) on the current stream; 0 seconds launch no kernel."""
         if seconds is None:
             self.timed, seconds = False, 0.0
         if seconds and self.stream is not None:
@@ -217,11 +217,11 @@ class Clock:
         self._free_ends.append(self._free)
 
     def mark(self, side: SideStream | None) -> Mark:
-        """Return the mark of the end of all work that a stream was given so far."""
+        """Returns the mark of the end of all work that a stream was given so far."""
         return Mark(self.point(), "host") if side is None else side.mark
 
     def wait(self, mark: Mark, side: SideStream | None) -> None:
-        """Make all later work of the stream `side` (None is the main stream) begin after `mark`."""
+        """Makes all later work of the stream `side` (None is the main stream) begin after `mark`."""
         if side is not None:
             side.mark = mark if mark.end > side.end else side.mark
         elif self.is_host:
@@ -230,7 +230,7 @@ class Clock:
             self._awaited.append(mark)
 
     def collective(self, kind: str, group: str, size: int, nbytes: int, seconds: float) -> Mark:
-        """Issue a collective on the current stream, which runs after the earlier collectives of its group.
+        """Issues a collective on the current stream, which runs after the earlier collectives of its group.
 
         Args:
             kind, nbytes: see `collective_seconds`.
@@ -249,7 +249,7 @@ class Clock:
         return mark
 
     def host_operator(self, seconds: float) -> None:
-        """Advance the host by an operator that it computes itself."""
+        """Advances the host by an operator that it computes itself."""
         self.now += seconds
         self.on_host.add(len(self.ends))
         self.issued.append(self.now)
@@ -258,7 +258,7 @@ class Clock:
         self._free_ends.append(self._free)
 
     def across(self, direction: Direction, nbytes: int) -> float:
-        """Copy `nbytes` between device and host after all work of the device, and make the host wait for the copy.
+        """Copies `nbytes` between device and host after all work of the device, and makes the host wait for the copy.
 
         Returns:
             The seconds of the copy.
@@ -269,7 +269,7 @@ class Clock:
         return transfer.end - transfer.begin
 
     def point(self) -> float:
-        """Return the end in seconds of all work that the device was given so far."""
+        """Returns the end in seconds of all work that the device was given so far."""
         return max(self._end, self.now, *(mark.end for mark in self._awaited))
 
     def come_after(self, transfer: Transfer) -> None:
@@ -282,12 +282,12 @@ class Clock:
             self._awaited.append(Mark(transfer.end, transfer.cause))
 
     def hold_up_for(self, mark: Mark) -> None:
-        """Make the host wait for all parts of `mark`."""
+        """Makes the host wait for all parts of `mark`."""
         for end, cause in mark.parts():
             self.hold_up(end, cause)
 
     def hold_up(self, end: float, cause: str) -> None:
-        """Make the host wait until `end` in seconds."""
+        """Makes the host wait until `end` in seconds."""
         if end > self.now:
             self.held_up.append(Stall(self.now, end, cause, len(self.ends)))
             self.now = end
@@ -295,7 +295,7 @@ class Clock:
     def copy(
         self, direction: Direction, tier: str, nbytes: int, *, ready: float, asked: int, new_bytes: int = 0
     ) -> Transfer:
-        """Issue a copy that starts at `ready` at the earliest, and after all earlier copies in its direction.
+        """Issues a copy that starts at `ready` at the earliest, and after all earlier copies in its direction.
 
         Args:
             direction, tier, nbytes, asked: see `Transfer`.
@@ -320,7 +320,7 @@ class Clock:
         return self.transfers[-1]
 
     def copy_in_stream(self, direction: Direction, tier: str, nbytes: int) -> None:
-        """Issue a copy on the current stream, after its earlier work and before its later work."""
+        """Issues a copy on the current stream, after its earlier work and before its later work."""
         side = self.stream
         ready = self.point() if side is None else side.end
         transfer = self.copy(direction, tier, nbytes, ready=ready, asked=len(self.ends))
@@ -365,7 +365,7 @@ class Clock:
         return begin
 
     def _would_stand_still(self, end: float, cause: str, still: float) -> None:
-        """Charge earlier waits for collectives to `cause` as far as the device would have waited without collectives.
+        """Charges earlier waits for collectives to `cause` as far as the device would have waited without collectives.
 
         Without collectives the device would wait until `end`; with them it waits `still` seconds. The difference moves
         from the collectives to `cause`: else a step that only the host slows down would seem to wait for its links.

@@ -18,7 +18,7 @@ _COPIES = 2
 def prefetch_depth(
     seconds: Sequence[float], passes: Sequence[int], transfers: Sequence[Transfer], *, first: int
 ) -> int:
-    """Return the `AsyncOffloadConfig.prefetch_depth` that hides the copies of a step as far as possible.
+    """Returns the `AsyncOffloadConfig.prefetch_depth` that hides the copies of a step as far as possible.
 
     The function replays the step as queues for each depth: the compute waits while more than `depth` copies out are in
     flight, and each copy in starts `depth` requests ahead of its use. Requests at one moment count as one.
@@ -66,7 +66,7 @@ class DepthReplay:
         )
 
     def seconds(self, depth: int) -> float:
-        """Return the seconds of the step with this depth."""
+        """Returns the seconds of the step with this depth."""
         ends = {"out": 0.0, "in": 0.0, "disk": 0.0}
         stood_still = 0.0
         leaving: deque[float] = deque()
