@@ -1,8 +1,8 @@
 """`checkpoint`: keep a region's inputs, recompute the rest. The policies that keep more are in `memscale.policies`."""
 
+from memscale.transforms.checkpoint.cuts import Cut, layers
 from memscale.transforms.checkpoint.factory import Checkpoint, Checkpointed, checkpoint
 from memscale.transforms.checkpoint.recompute import recomputed_regions
 from memscale.transforms.checkpoint.selective import is_view
-from memscale.transforms.checkpoint.stretches import Cut, layers
 
 __all__ = ["Checkpoint", "Checkpointed", "Cut", "checkpoint", "is_view", "layers", "recomputed_regions"]

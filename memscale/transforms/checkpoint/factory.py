@@ -33,9 +33,9 @@ from memscale.regions import (
 )
 from memscale.transforms.checkpoint import functorch, recompute
 from memscale.transforms.checkpoint.compiled import may_change, why_not_compiled
+from memscale.transforms.checkpoint.cuts import Cut, check_cuts, check_row, segments
 from memscale.transforms.checkpoint.recompute import LearnedEffects
 from memscale.transforms.checkpoint.selective import Recorder
-from memscale.transforms.checkpoint.stretches import Cut, check_cuts, check_row, stretches
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -115,7 +115,7 @@ class Checkpointed(Transformed):
             if torch.compiler.is_compiling():
                 if functorch_state.active():  # the compiler traces the transform, and decides what backward keeps
                     return self.fn(*args, **kwargs)
-                *regions, rest = stretches(self.fn, self.how.cuts) if self.how.cuts else (self.fn, None)
+                *regions, rest = segments(self.fn, self.how.cuts) if self.how.cuts else (self.fn, None)
                 for fn in regions:
                     args, kwargs = (_traced(fn, self.how.policy, args, kwargs),), {}
                 return args[0] if rest is None else rest(*args)
@@ -194,7 +194,7 @@ def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
     if not self.how.cuts:
         return _region(self, self.fn, self.learned[0], args, kwargs)
-    *regions, rest = stretches(self.fn, self.how.cuts)
+    *regions, rest = segments(self.fn, self.how.cuts)
     for fn, learned in zip(regions, self.learned, strict=True):
         args, kwargs = (_region(self, fn, learned, args, kwargs),), {}
     return rest(*args)

@@ -1,4 +1,4 @@
-"""An nn.Sequential in stretches: what each keeps is its input, what all compute is what they computed."""
+"""An nn.Sequential cut into segments: each keeps its input, and the numbers are those of the whole."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ def row():
         nn.ReLU(inplace=True),
         nn.Dropout(0.3),
         nn.Conv2d(8, 8, 3),
-        nn.ReLU(inplace=True),  # changes what a stretch is given
+        nn.ReLU(inplace=True),  # changes the input of a segment
         nn.Conv2d(8, 8, 3),
         nn.BatchNorm2d(8),
         nn.ReLU(inplace=True),

@@ -62,7 +62,7 @@ def check_row(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> None:
                 within, where, at = _opened(within[at], at, cuts), f"child {at} of it", deeper
 
 
-def stretches(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
+def segments(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
     """Returns the segments of `fn` as functions, in order, made of its present children."""
     if torch.compiler.is_compiling():  # Dynamo cannot trace `check_row`
         row = fn.__self__ if isinstance(fn, MethodType) else fn  # before torch 2.12 Dynamo knows no getattr of it
