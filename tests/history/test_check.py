@@ -89,6 +89,12 @@ def neutral_commits(count):
                 yield ", ".join(names), text
 
 
+@pytest.fixture(autouse=True)
+def _without_compiled_files(monkeypatch):
+    """Python takes a compiled file for that of another text of the same size, written within the same second."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
 def check(tmp_path, monkeypatch, capsys, module, text, *options):
     (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
