@@ -14,6 +14,7 @@ from typing import Any
 from memscale.regions.state_slots import CONTAINERS, Attributes, Content, Fields, Names, StateSlot, dictionary_of, holds
 
 _ORDINARY = {str, int}  # keys that compare in no time
+_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
 class ContentsCheck:
@@ -46,7 +47,9 @@ class ContentsCheck:
                 own = dictionary_of(slot)
                 self._sized.append(own)
                 self._sizes.append(len(content) + (slot.bookkeeping if kind is Attributes else 0))
-                self._add(own, content)
+                # Code may give a module another table, whose contents no slot has.
+                tables: Any = {name: own[name] for name in _TABLES if name in own} if kind is Attributes else {}
+                self._add(own, tables | content)
             elif kind is dict and _ORDINARY.issuperset(map(type, content)):
                 self._tables.append(slot)
                 self._add(slot, content)

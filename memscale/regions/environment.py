@@ -96,7 +96,7 @@ class Environment:
             used, own = self._random[: self._shared], self._random[self._shared :]
             if not self.drew:
                 now = [generator.get_state() for generator, _ in used]
-                counted = [] if here is None else randomness.counted_states(now)
+                counted = [] if here is None else randomness.counted_states(now)  # as long as `now` lives
                 used = [each for each, new in zip(used, now, strict=True) if not randomness.same(new, each[1])]
                 del now, counted
             self._random = [*used, *own] or None

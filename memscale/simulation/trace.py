@@ -99,12 +99,12 @@ class Transfer(NamedTuple):
     """A copy from the device ("out") to a tier, or back ("in").
 
     Attributes:
-        begin, end: when it runs.
-        direction, tier, nbytes: what it moves.
-        carried: whether the CPU takes part, so that who waits for it waits on the host.
-        asked: how many operators had been issued when it was asked for.
-        awaited: how many when the first was to come after it; None if none was.
-        number: its place among the copies.
+        begin, end: the seconds from the beginning of the trace at which the copy begins and ends.
+        direction, tier, nbytes: the direction of the copy, the tier, and the bytes.
+        carried: whether the CPU takes part in the copy, so that a wait for the copy is a wait of the host.
+        asked: the number of operators issued before the copy was requested.
+        awaited: the number of operators issued before the first one that waits for the copy; `None` without a wait.
+        number: the position of the copy among all copies.
     """
 
     begin: float
@@ -138,17 +138,18 @@ class Times:
     """The times of the events of a trace, in seconds from its beginning.
 
     Attributes:
-        timed: whether all that the operators take is known.
-        end: when the last step was over.
-        steps: when each step began.
-        issued: when the host was through with handing over each operator, or with computing it.
-        begins, ends: of each operator on the device; of one that runs on the host, when the device was through by then.
-        on_host: the numbers of the operators that run on the host.
-        on_streams: number, begin and end of each operator of a stream beside the main one.
-        stalls: when the device stood still.
-        held_up: when the host did, likewise.
-        transfers: the copies.
-        collectives: what is sent between processes.
+        timed: whether the seconds of all operators are known.
+        end: the end of the last step.
+        steps: the beginning of each step.
+        issued: for each operator, the moment at which the host has issued or computed the operator.
+        begins, ends: for each operator, its begin and end on the device. For an operator on the host both are the
+            moment at which the device had finished all earlier work.
+        on_host: the indices of the operators that run on the host.
+        on_streams: (index, begin, end) of each operator on a stream other than the main one.
+        stalls: the waits of the device.
+        held_up: the waits of the host.
+        transfers: the copies between the device and a tier.
+        collectives: the collectives between processes.
     """
 
     timed: bool
@@ -179,16 +180,16 @@ class Trace:
 
     Attributes:
         hardware: the device that was simulated.
-        storages: in the order in which they were first seen.
+        storages: the storages, in the order of their first use.
         events: ``number + 1`` where ``storages[number]`` is allocated, ``-(number + 1)`` where it is freed, in order.
         event_ops: for each event the index of the operator that it belongs to, -1 before the first.
         ops: the operators.
-        steps: of each step the index of its first event and of its first operator.
-        trims: the indices of the events before which the device was given back what its allocator only cached.
-        trims_if_grown: those before which that was so if the allocator had taken more since the last of them.
-        times: when everything happened.
-        by_tier: the most bytes that each tier below the device held.
-        notes: what the simulation assumed.
+        steps: for each step, the index of its first event and of its first operator.
+        trims: the indices of the events before which the allocator returned its cached memory to the device.
+        trims_if_grown: the indices of the events before which it did so if it had reserved more since the last of them.
+        times: the times of the events.
+        by_tier: the most bytes on each tier below the device.
+        notes: the assumptions of the simulation.
         reads_random: whether the step's own code read a random number.
     """
 

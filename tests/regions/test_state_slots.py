@@ -254,3 +254,27 @@ def test_a_dictionary_that_makes_what_it_is_asked_for_keeps_its_classes(base):
 
     ms.profile(Chooses(2, 2), torch.ones(2), loss=lambda y, _: y.sum())
     assert list(activations.values()) == [nn.Tanh, nn.ReLU]
+
+
+def _another_table(module):
+    module._buffers = {"scale": torch.full((4,), 2.0)}
+
+
+def _another_order(module):
+    module._modules["first"] = module._modules.pop("first")
+
+
+def _one_attribute_for_another(module):
+    del module.factor
+    module.other = 2.0
+
+
+@pytest.mark.parametrize("change", [_another_table, _another_order, _one_attribute_for_another])
+def test_sealed_captures_see_a_change_that_leaves_as_many_entries(change):
+    module = nn.Module()
+    module.first, module.second, module.factor = nn.Linear(4, 4), nn.Linear(4, 4), 1.0
+    module.register_buffer("scale", torch.ones(4))
+    captures = Captures(module, follows=True).seal()
+    assert captures.is_current
+    change(module)
+    assert not captures.is_current

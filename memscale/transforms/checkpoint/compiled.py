@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from memscale.core import internals, modules_in
-from memscale.transforms.checkpoint.recompute import LearnedEffects
+from memscale.transforms.checkpoint.learned_effects import LearnedEffects
 
 _WRITES = re.compile(r"[a-zA-Z0-9]_$")  # PyTorch's names of methods that write in place
 

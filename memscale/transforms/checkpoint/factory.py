@@ -34,7 +34,7 @@ from memscale.regions import (
 from memscale.transforms.checkpoint import functorch, recompute
 from memscale.transforms.checkpoint.compiled import may_change, why_not_compiled
 from memscale.transforms.checkpoint.cuts import Cut, check_cuts, check_row, segments
-from memscale.transforms.checkpoint.recompute import LearnedEffects
+from memscale.transforms.checkpoint.learned_effects import LearnedEffects
 from memscale.transforms.checkpoint.selective import Recorder
 
 

@@ -12,8 +12,6 @@ state of the forward (`Snapshot`), and a frame drops its inputs as soon as no la
 
 from __future__ import annotations
 
-import copy
-import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,12 +23,10 @@ from memscale.core import CorrectnessError, changed_error, described, internals,
 from memscale.regions import (
     ArgumentSpec,
     Captures,
-    RegionEffects,
     Replay,
     SharedCaptures,
     Snapshot,
     Streams,
-    in_recompute,
     memory_of,
     never_compiled,
     recomputing,
@@ -39,6 +35,7 @@ from memscale.regions import (
     wait_for_recomputes,
 )
 from memscale.transforms.checkpoint.inputs import Inputs, refuse_backward_behind
+from memscale.transforms.checkpoint.learned_effects import LearnedEffects
 from memscale.transforms.checkpoint.saved_again import save_again
 from memscale.transforms.checkpoint.selective import Misaligned, Recorder, Replayer
 
@@ -47,71 +44,12 @@ _autograd = internals.autograd
 Record = Callable[[list[torch.Tensor]], Recorder] | None
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
 _Seen = tuple[torch.Size, torch.dtype, int]  # shape, dtype and version of a tensor that the run saved
-_MOST_WATCHED = 16  # runs of a region, each with other flags or arguments of another kind
 _reruns = [0]  # the number in this process; two threads that count at once may add one
 
 
 def recomputed_regions() -> int:
     """Returns how many regions the backward passes of this process have recomputed, simulated ones excluded."""
     return _reruns[0]
-
-
-class LearnedEffects:
-    """The effects of a region that its watched runs found, by mode, and the captures of its last run.
-
-    A mode is the train/eval flags of the region's modules and the dtypes, ranks and `requires_grad` of its arguments.
-
-    Attributes:
-        effects: the effects found in each mode.
-        made: the modes in which a watched run made a tensor. Nothing was learned from that run, since the next run may
-            be the first to change the tensor in place.
-        trained_in: `True` if a watched run had a module in training mode, `False` if one had none; both, or neither.
-        changes: whether a watched run changed a tensor in place other than running statistics of norms.
-    """
-
-    def __init__(self) -> None:
-        self.effects: dict[Any, RegionEffects] = {}
-        self.made: set[Any] = set()
-        self.trained_in: tuple[bool, ...] = ()
-        self.changes = False
-        self._captures: Captures | None = None
-        self._fn: Any = None
-
-    def effects_in(self, mode: Any) -> RegionEffects | None:
-        """Returns the effects in `mode`; `None` if the next run must be watched."""
-        known = self.effects.get(mode)
-        if known is None and len(self.effects) >= _MOST_WATCHED:  # each call has arguments of a new kind
-            return RegionEffects.of_all(self.effects.values())
-        return known
-
-    def learn(self, mode: Any, effects: RegionEffects, *, made_tensors: bool) -> None:
-        """Records the effects of a watched run, unless the run made a tensor in this mode for the first time."""
-        if not made_tensors or mode in self.made or len(self.made) >= _MOST_WATCHED:
-            self.effects[mode] = effects
-        else:
-            self.made.add(mode)
-
-    def captures_of(self, fn: Callable[..., Any]) -> Captures:
-        """Returns the captures of `fn`: those of the last call if every slot still has the same contents."""
-        captures = self._captures
-        if captures is None or self._fn is not fn or not captures.is_current:
-            captures = Captures(fn, follows=True).seal()
-            if not in_recompute():
-                self._captures, self._fn = None, fn
-                if captures.may_last:
-                    # The module's `__dict__` leads to this object: a strong reference back would be a cycle, and the
-                    # module would be freed only by Python's garbage collector.
-                    self._captures = copy.copy(captures)
-                    self._captures.weaken(functools.partial(_forget_captures, weakref.ref(self)))
-        return captures
-
-    def __reduce__(self) -> Any:
-        return (LearnedEffects, ())  # a copy of the region learns anew: what it changes may differ there
-
-
-def _forget_captures(learned: weakref.ref[LearnedEffects], _: object) -> None:
-    if (alive := learned()) is not None:
-        alive._captures = None
 
 
 def run(fn: Callable[..., Any], record: Record, learned: LearnedEffects, args: Any, kwargs: Any) -> Any:
