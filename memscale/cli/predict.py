@@ -218,9 +218,7 @@ def _show(
             data["cost"] = dataclasses.asdict(cost)
         print(json.dumps(data))
         return
-    if advice := prediction.advice():
-        for argument in {argument for each in prediction.recommendations for argument in each.arguments}:
-            advice = advice.replace(str(argument), as_option(argument))
+    if advice := prediction.advice(as_option):
         show(advice)
     if not prediction.fits and (then := _next(prediction, options)):
         show(f"next: {then}")

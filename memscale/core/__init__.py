@@ -15,6 +15,7 @@ from memscale.core.errors import (
     PolicyFallbackNeeded,
     RuntimeUnavailable,
     TransformError,
+    respelled,
 )
 from memscale.core.host import (
     available_host_bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 _Error = TypeVar("_Error", bound="MemscaleError")
@@ -29,6 +29,17 @@ class Argument(NamedTuple):
         return f"{self.of}({text})" if self.of else text
 
 
+def respelled(text: str, arguments: Iterable[Argument], spell: Callable[[Argument], str]) -> str:
+    """Returns `text`, which names `arguments` as Python, with each of them written by `spell`.
+
+    >>> respelled("give a=...", [Argument("", "a")], lambda argument: f"--{argument.name}")
+    'give --a'
+    """
+    for argument in arguments:
+        text = text.replace(str(argument), spell(argument))
+    return text
+
+
 class MemscaleError(Exception):
     """The base of every error that memscale raises on purpose.
 
@@ -50,10 +61,7 @@ class MemscaleError(Exception):
         >>> error.spelled(lambda argument: f"--{argument.name}")
         'give --at_most'
         """
-        text = str(self)
-        for argument in self.arguments:
-            text = text.replace(str(argument), spell(argument))
-        return text
+        return respelled(str(self), self.arguments, spell)
 
 
 class ConfigError(MemscaleError, ValueError):

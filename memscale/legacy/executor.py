@@ -4,41 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from memscale.algebra import ForwardPatch, Method, install, uninstall
+from memscale.algebra import Plan
+from memscale.config import Config
 from memscale.core import TransformError, format_bytes
 from memscale.hardware import Hardware
 from memscale.history import keep_measured
 from memscale.legacy.comparison import Comparison
 from memscale.legacy.decision import Terms, Verdict, decide, hardware_of
 from memscale.legacy.headline import headline
-from memscale.legacy.hooks import Seen, SeenRoot, idle, is_a_step_of_its_own, leave, listen
-from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointing_off, let_checkpointing
+from memscale.legacy.hooks import idle, leave, listen
+from memscale.legacy.huggingface import caches_off, caches_on
+from memscale.legacy.installation import Installation
 from memscale.legacy.log import LOG, announce, say
 from memscale.legacy.offloading import moved_text, runtime_of_plan
 from memscale.legacy.optimizing import Optimizing
-from memscale.legacy.shapes import MOST_PLANS, PlansByShapes, Shapes, as_batch, shapes_of, with_shapes
+from memscale.legacy.replanning import Replanning
+from memscale.legacy.shapes import MOST_PLANS, Shapes, as_batch, shapes_of, with_shapes
 from memscale.observability import Metrics, Server, memory_keys, serve
 from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
+from memscale.simulation import Profile
 
 ATTRIBUTE = "_memscale_executor"
 #: The reports of models that were wrapped and detached, for `report`.
 DETACHED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 # Attributes that `_begin` sets anew in a copy of the executor.
-_OF_PROCESS = {
-    *("_lock", "_planning", "_own", "_optimizing"),
-    *("_verdict", "_headline", "_comparison", "_server"),
-}
+_OF_PROCESS = {"_own", "_optimizing", "_headline", "_comparison", "_server"}
 
 
 class Executor:
@@ -63,15 +64,6 @@ class Executor:
         verdict: the first verdict.
         optimizer: the optimizer that trains the model, or None if unknown.
         batch: the batch for which `verdict` was made, or None.
-
-    Attributes:
-        plan: the plan in force.
-        config: the config.
-        hardware: the device for which the plan was made.
-        profile: the profile of the untransformed step; None until a batch is known, and after a failed simulation.
-        step_bytes: the bytes of that step; without a profile, the bytes that stay on the device between steps.
-        skipped: why the plan is empty, or None if it is not.
-        runtime: the runtime of the plan's ``offload()``; None if nothing is offloaded, and after `detach`.
     """
 
     def __init__(
@@ -85,36 +77,28 @@ class Executor:
         # Weak: the executor is an attribute of the model, and a cycle would keep the model's weights alive.
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
-        self.config, self._terms = terms.config, terms
+        self._terms = terms
         self._caching: list[Any] = []
-        self._patches: list[ForwardPatch] = []
-        self._wrapped: list[ForwardPatch] = []  # of the previous plan, still called by someone else's forward
-        self._seen: dict[str, Seen] = {}  # the regions, by path
-        self._root = None if verdict.for_all else SeenRoot(self.before_direct_call)
-        self._hook: Any = None  # a forward pre-hook, which runs before patches that others made to the forward
-        self._announced = False  # whether `_hook` ran for the call that reaches the forward next
         self._looked = False  # whether a step has shown which regions run
-        self._plans = PlansByShapes()
-        self.runtime: Runtime | None = None
         self._moving = terms.runtime  # the one runtime of all plans that move tensors
+        self._replanning = None if verdict.for_all else Replanning(self)
+        self._installation = Installation(follows=not verdict.for_all)
         self._begin(optimizer)
         self._take(verdict, None if batch is None else shapes_of(batch))
 
     def _begin(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Sets the attributes that belong to this model in this process, and not to its copies."""
-        self._lock = threading.RLock()
-        self._planning: int | None = None  # the id of the thread that is planning
         # Optimizers known to have parameters of the model: finding out takes 1 ms per step for 1,000 parameters.
         self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._optimizing = Optimizing(self.config, optimizer)
-        self._verdict: Verdict | None = None
         self._headline: str | None = None  # the last line that was printed
         self._comparison: Comparison | None = None
         self._server: Server | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
-        return {**state, "_model": self.model, "profile": None, "_plans": PlansByShapes(present=self._plans.present)}
+        verdict = dataclasses.replace(self._verdict, profile=None, run=None)
+        return {**state, "_model": self.model, "_verdict": verdict}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -134,6 +118,40 @@ class Executor:
         if model is None:
             raise TransformError("the model of this executor is gone; keep the model as long as you need its executor")
         return model
+
+    def model_or_none(self) -> nn.Module | None:
+        """Returns the model, or None if the model is gone."""
+        return self._model()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._verdict.plan
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile of the untransformed step; None until a batch is known, and after a failed simulation."""
+        return self._verdict.profile
+
+    @property
+    def step_bytes(self) -> int:
+        """The bytes of that step; without a profile, the bytes that stay on the device between steps."""
+        return self._verdict.step_bytes
+
+    @property
+    def skipped(self) -> str | None:
+        """Why the plan is empty, or None if it is not."""
+        return self._verdict.skipped
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime of the plan's ``offload()``; None if nothing is offloaded, and after `detach`."""
+        return self._moving if any(rule.transform.moves for rule in self.plan) else None
+
+    @property
+    def config(self) -> Config:
+        """The config."""
+        return self._terms.config
 
     @property
     def hardware(self) -> Hardware:
@@ -173,12 +191,12 @@ class Executor:
     @property
     def regions(self) -> tuple[str, ...]:
         """The paths of the plan's regions."""
-        return tuple(self._seen)
+        return tuple(self._installation.seen)
 
     @property
     def regions_that_ran(self) -> tuple[str, ...]:
         """The paths of the plan's regions that have run since the plan was made."""
-        return tuple(path for path, seen in self._seen.items() if seen.ran)
+        return tuple(path for path, seen in self._installation.seen.items() if seen.ran)
 
     @property
     def metrics_url(self) -> str | None:
@@ -203,11 +221,11 @@ class Executor:
 
     def idle_text(self) -> str | None:
         """Returns which parts of the plan have not run although the model trains, or None if all have."""
-        if self._root is None or self._plans.present is not None:
-            return idle(self._kind, self.plan, self._seen)
+        if self._replanning is None or self._replanning.plans.present is not None:
+            return idle(self._kind, self.plan, self._installation.seen)
         return (
-            f"wrap() saw no call of this {self._kind}'s forward in a training step, so that nothing was planned; "
-            "wrap the module whose forward the loop calls, or pass sample_input=..."
+            f"wrap() saw no call of this {self._kind} in a training step, so that nothing was planned; "
+            "call the model itself and not its forward, wrap the module that the loop calls, or pass sample_input=..."
         )
 
     def __repr__(self) -> str:
@@ -231,7 +249,7 @@ class Executor:
 
     def report(self) -> None:
         """Logs what is in force, and prints a line if it differs from the last printed one."""
-        line = None if self._verdict is None else headline(self.model, self._verdict, self._seen)
+        line = headline(self.model, self._verdict, self._installation.seen)
         if line not in (None, self._headline):
             announce(self.config, str(line))
             self._headline = line
@@ -261,23 +279,12 @@ class Executor:
         model = self.model
         model.__dict__[ATTRIBUTE] = self
         self._caching = caches_off(model, self.config)
-        if self._root is not None:
-            self._hook = model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+        if self._replanning is not None:
+            self._replanning.begin(model)
 
     def install(self) -> None:
         """Installs the plan's regions on the model."""
-        model = self.model
-        if self.plan and self.config.enable_checkpointing:
-            keep_checkpointing_off(model, self.config)
-        self._seen = {}
-        self._patches = install(
-            model,
-            self.plan.of_functions(),
-            runtime=self.runtime,
-            over=lambda path, fn: self._seen.setdefault(path, Seen()).over(fn),
-            around_root=None if self._root is None else self._root.over,
-            wrapped=self._wrapped,
-        )
+        self._installation.put_on(self.model, self.plan, self.runtime, self.config)
         listen(self)
 
     def install_optimizer(self) -> None:
@@ -286,16 +293,7 @@ class Executor:
 
     def uninstall(self) -> list[tuple[str, Callable[..., Any]]]:
         """Removes the plan's regions, but not what `attach` did; returns others' forwards that stay, by path."""
-        model = self.model
-        paths = {module: path for path, module in model.named_modules()}
-        left = [(patch, paths.get(patch.module, ""), on_top) for patch, on_top in uninstall(self._patches)]
-        # Someone else's forward that calls a patched one stays around the regions of the next plan too. The root's
-        # patch always does: PyTorch reads the root's forward before it runs the hook that plans.
-        self._wrapped = [patch for patch, path, _ in left if self._has_run(path)]
-        self._wrapped += [patch for patch in self._patches if patch.module is model]
-        self._patches = []
-        let_checkpointing(model)
-        return [(path, on_top) for _, path, on_top in left]
+        return self._installation.take_off(self.model)
 
     def detach(self) -> None:
         """Undoes everything; a second call does nothing.
@@ -308,8 +306,8 @@ class Executor:
         >>> model.__dict__ == before
         True
         """
-        with self._lock:
-            if self.model.__dict__.get(ATTRIBUTE) is self:
+        with self._locked():
+            if self.is_attached:
                 text = str(self)
                 self._detach(self.model)
                 DETACHED[self.model] = text
@@ -318,63 +316,27 @@ class Executor:
         for path, on_top in self.uninstall():
             # A forward that was seen to call the region is a wrapper around it, so its replacement changes nothing.
             LOG.log(
-                logging.INFO if self._has_run(path) else logging.WARNING,
+                logging.INFO if self._installation.has_run(path) else logging.WARNING,
                 "the forward of %s was replaced by %s.%s after wrap(): that stays, over the forward of before",
                 repr(path) if path else f"the {self._kind}",
                 on_top.__module__,
                 getattr(on_top, "__qualname__", type(on_top).__qualname__),
             )
-        self._seen, self._wrapped = {}, []
+        self._installation = Installation(follows=False)
         self._optimizing.release()
         leave(self)
-        if self._hook is not None:
-            self._hook.remove()
+        if self._replanning is not None:
+            self._replanning.end()
         if self._server is not None:
             self._server.close()
         self._server = None
         caches_on(model, self._caching)
         del model.__dict__[ATTRIBUTE]
         moved = "" if self.runtime is None else f"; {moved_text(self.runtime)}"
-        self.runtime, self._moving, self._terms = None, None, dataclasses.replace(self._terms, runtime=None)
-        self._plans.known.clear()
+        self._moving, self._terms = None, dataclasses.replace(self._terms, runtime=None)
         self.say(f"detached {self._kind}{moved}")
 
-    def _has_run(self, path: str) -> bool:
-        seen = self._root if not path and self._root is not None else self._seen.get(path)
-        return seen is not None and seen.ran
-
-    # -- plans for later batches ---------------------------------------------------------------------------------------
-
-    def before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """A forward pre-hook, so that planning precedes wrappers around the forward, such as autocast's."""
-        if torch.compiler.is_compiling() or model is not self._model():
-            return
-        if self._planning not in (None, threading.get_ident()):
-            with self._lock:  # waits until the other thread has installed the regions again
-                pass
-        if torch.is_grad_enabled() and self._planning is None:
-            self.before_call(args, kwargs)
-            self._announced = True
-
-    def before_direct_call(self, args: Any, kwargs: Any) -> None:
-        """Called inside the forward, for callers of `model.forward(x)`, which bypasses the model's hooks."""
-        if not self._announced and isinstance(self.model.__dict__["forward"], Method):  # without a wrapper around it
-            self.before_call(args, kwargs)
-        self._announced = False
-
-    def before_call(self, args: Any, kwargs: Any) -> None:
-        """Called with the arguments of each call of the model with gradients; plans if no plan serves their shapes."""
-        shapes = shapes_of((args, kwargs))
-        if not self._plans.serves(shapes):
-            model = self._model()
-            if model is None or not is_a_step_of_its_own(model):
-                return
-            with self._lock:
-                if model.__dict__.get(ATTRIBUTE) is not self:
-                    return
-                if (wanted := self._plans.due(shapes)) is not None:
-                    self._follow(model, args, kwargs, wanted)
-        self._plans.between_steps = False
+    # -- steps, and plans for later batches ----------------------------------------------------------------------------
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after each step of any optimizer; for this model's, the next call may use another plan."""
@@ -386,7 +348,8 @@ class Executor:
             if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
                 return
             self._own.add(optimizer)
-        self._plans.between_steps = True
+        if self._replanning is not None:
+            self._replanning.plans.between_steps = True
         self._optimizing.stepped(model, optimizer)
         if self._server is not None:
             self._server.metrics.after_step()
@@ -397,48 +360,50 @@ class Executor:
         if self._comparison is not None:
             self._comparison.after_step(model, optimizer)
 
-    def _follow(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
-        """Switches to a plan for `shapes`: an existing one, or a new one."""
-        found = self._plans.find(shapes)
+    def follow(self, args: Any, kwargs: Any, shapes: Shapes) -> None:
+        """Switches to a plan for a call with these arguments if one is due: an existing plan, or a new one."""
+        assert self._replanning is not None, "a verdict for all batches"
+        plans = self._replanning.plans
+        if not self.is_attached or (wanted := plans.due(shapes)) is None:
+            return
+        found = plans.find(wanted)
         if found is not None and found[0] is self._verdict:
             self.say(f"{MOST_PLANS} plans for batches of different shapes are enough: the last one stays")
-            self._plans.present = shapes
+            plans.present = wanted
             return
         self.uninstall()
         try:
-            self._take(*(found or self._planned(model, args, kwargs, shapes)))
+            self._take(*(found or self._planned(self._replanning, args, kwargs, wanted)))
         finally:
             self.install()
             self.install_optimizer()
         self.report()
 
-    def _planned(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> tuple[Verdict, Shapes]:
+    def _planned(self, replanning: Replanning, args: Any, kwargs: Any, shapes: Shapes) -> tuple[Verdict, Shapes]:
         """Returns the verdict for a call, and the shapes for which it was made."""
+        model, plans = self.model, replanning.plans
         batch = as_batch(model.forward, args, kwargs)
         self._terms = dataclasses.replace(self._terms, hardware=hardware_of(model))
-        self._planning = threading.get_ident()
-        try:
-            for wanted in [shapes] if batch is None else self._plans.to_try(shapes):
+        with replanning.planning():
+            for wanted in [shapes] if batch is None else plans.to_try(shapes):
                 self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
                 given = None if batch is None else with_shapes(batch, wanted)
                 verdict = decide(model, given, self._optimizing.plain(), self._terms)
                 if verdict.profile is not None:
                     return verdict, wanted
-                self._plans.refused.append(wanted)
-            return verdict, shapes
-        finally:
-            self._planning = None
+                plans.refused.append(wanted)
+        return verdict, shapes
 
     def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
         """Puts `verdict`, made for a batch of `shapes`, in force."""
-        moves = any(rule.transform.moves for rule in verdict.plan)
-        if moves and self._moving is None:
-            self._moving = runtime_of_plan(self.model, self.config)
-        self.runtime = self._moving if moves else None
-        self._plans.take(verdict, shapes)
         self._verdict = verdict
-        self.plan, self.profile = verdict.plan, verdict.profile
-        self.step_bytes, self.skipped = verdict.step_bytes, verdict.skipped
+        if self._moving is None and any(rule.transform.moves for rule in verdict.plan):
+            self._moving = runtime_of_plan(self.model, self.config)
+        if self._replanning is not None:
+            self._replanning.plans.take(verdict, shapes)
         run, path = verdict.run, self._terms.history
         keep = None if run is None or path is None else partial(keep_measured, run, path)
         self._comparison = Comparison(self.model, verdict, self.config, keep)
+
+    def _locked(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._replanning is None else self._replanning.lock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,8 +14,6 @@ from memscale.algebra import Plan
 from memscale.core import Assembled, in_process_group, simulating
 from memscale.regions import functorch_state
 
-_Same = TypeVar("_Same", bound="Seen")
-
 
 class Seen(Assembled):
     """The forward `fn` of a region, with a note of whether it has run. `transform` copies `fn` without this wrapper."""
@@ -23,7 +21,7 @@ class Seen(Assembled):
     fn: Callable[..., Any]
     ran = False
 
-    def over(self: _Same, fn: Callable[..., Any]) -> _Same:
+    def over(self, fn: Callable[..., Any]) -> Seen:
         """Wraps another forward, and returns this object."""
         self.fn = fn
         return self
@@ -41,19 +39,6 @@ class Seen(Assembled):
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Any:
         return remap(self.fn)
-
-
-class SeenRoot(Seen):
-    """The forward of the root module; calls `before` with the arguments of each call."""
-
-    def __init__(self, before: Callable[[Any, Any], None]) -> None:
-        self.before = before
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self.ran = True
-            self.before(args, kwargs)
-        return self.fn(*args, **kwargs)
 
 
 def idle(kind: str, plan: Plan, seen: Mapping[str, Seen]) -> str | None:

@@ -163,7 +163,7 @@ def test_a_forward_that_is_never_called_is_told(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, logger="memscale"):
         model[0](torch.ones(2, 8)).sum().backward()
         optimizer.step()
-    assert "saw no call of this Sequential's forward" in caplog.text
+    assert "saw no call of this Sequential in a training step" in caplog.text
 
 
 def test_what_recomputes_or_replicates_outside_of_wrap_is_refused() -> None:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from memscale.algebra import Plan
-from memscale.core import Argument, ConfigError, Document, format_bytes, format_seconds, format_unlike, wrapped
+from memscale.core import (
+    Argument,
+    ConfigError,
+    Document,
+    format_bytes,
+    format_seconds,
+    format_unlike,
+    respelled,
+    wrapped,
+)
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("prediction", version=1, writer="OOMPrediction.to_json()", error=ConfigError)
@@ -182,8 +191,12 @@ class OOMPrediction:
         lines += [f"  {name:<16} {format_bytes(nbytes):>10}" for name, nbytes in parts if nbytes]
         return "\n".join(lines)
 
-    def advice(self) -> str:
-        """Returns the second part of ``str(prediction)``: the recommendations and the notes, as lines of text."""
+    def advice(self, spell: Callable[[Argument], str] = str) -> str:
+        """Returns the second part of ``str(prediction)``: the recommendations and the notes, as lines of text.
+
+        Args:
+            spell: writes an argument that a recommendation names; as Python by default.
+        """
         lines, seconds = [], self.profile.step_seconds
         if self.recommendations:
             timed = [each for each in self.recommendations if self._fits(each) and each.step_seconds is not None]
@@ -191,20 +204,19 @@ class OOMPrediction:
             base = f" (step times are multiples of {format_seconds(seconds)})" if seconds else ""
             lines = [
                 f"what would free memory{base}",
-                *(f"  {self._line(each)}{' (fastest)' * (each is fastest)}" for each in self.recommendations),
+                *(f"  {self._line(each, spell)}{' (fastest)' * (each is fastest)}" for each in self.recommendations),
             ]
         return "\n".join([*lines, *(f"note: {note}" for note in (*self.profile.notes, *self.notes))])
 
     def _fits(self, each: Recommendation) -> bool:
         return each.peak_bytes <= self.capacity_bytes
 
-    def _line(self, each: Recommendation) -> str:
+    def _line(self, each: Recommendation, spell: Callable[[Argument], str]) -> str:
+        action = respelled(each.action, each.arguments, spell)
         verdict = "fits" if self._fits(each) else "does not fit"
         before, after = self.profile.step_seconds, each.step_seconds
         pace = f", step time × {after / before:.2f}" if before and after else ""
-        return (
-            f"{format_bytes(each.freed_bytes):>8}  {each.action}: peak {format_bytes(each.peak_bytes)}, {verdict}{pace}"
-        )
+        return f"{format_bytes(each.freed_bytes):>8}  {action}: peak {format_bytes(each.peak_bytes)}, {verdict}{pace}"
 
 
 def _recommendation(data: dict[str, Any]) -> Recommendation:

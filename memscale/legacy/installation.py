@@ -1,0 +1,63 @@
+"""`Installation`: the regions of the plan in force on a wrapped model, and which of them have run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from memscale.algebra import ForwardPatch, Plan, install, uninstall
+from memscale.config import Config
+from memscale.legacy.hooks import Seen
+from memscale.legacy.huggingface import keep_checkpointing_off, let_checkpointing
+from memscale.runtime import Runtime
+
+
+class Installation:
+    """Puts the regions of one plan after another on a model.
+
+    Args:
+        follows: whether later plans may follow; the root's forward is then patched by every plan, so that the regions
+            of a later plan are inside of a forward that someone else puts over the root's in between.
+
+    Attributes:
+        seen: the regions by path, each with a note of whether the region has run under the present plan.
+    """
+
+    def __init__(self, follows: bool) -> None:
+        self.seen: dict[str, Seen] = {}
+        self._root = Seen() if follows else None
+        self._patches: list[ForwardPatch] = []
+        self._wrapped: list[ForwardPatch] = []  # of the previous plan, still called by someone else's forward
+
+    def put_on(self, model: nn.Module, plan: Plan, runtime: Runtime | None, config: Config) -> None:
+        """Installs the regions of `plan` on `model`."""
+        if plan and config.enable_checkpointing:
+            keep_checkpointing_off(model, config)
+        self.seen = {}
+        self._patches = install(
+            model,
+            plan.of_functions(),
+            runtime=runtime,
+            over=lambda path, fn: self.seen.setdefault(path, Seen()).over(fn),
+            around_root=None if self._root is None else self._root.over,
+            wrapped=self._wrapped,
+        )
+
+    def take_off(self, model: nn.Module) -> list[tuple[str, Callable[..., Any]]]:
+        """Removes the regions; returns the forwards of others that stay, by the path of their module."""
+        paths = {module: path for path, module in model.named_modules()}
+        left = [(patch, paths.get(patch.module, ""), on_top) for patch, on_top in uninstall(self._patches)]
+        # Someone else's forward that calls a patched one stays around the regions of the next plan too. The root's
+        # patch always does: PyTorch reads the root's forward before it runs the hook that plans.
+        self._wrapped = [patch for patch, path, _ in left if self.has_run(path)]
+        self._wrapped += [patch for patch in self._patches if patch.module is model]
+        self._patches = []
+        let_checkpointing(model)
+        return [(path, on_top) for _, path, on_top in left]
+
+    def has_run(self, path: str) -> bool:
+        """Whether the forward at `path` has run since the plan was installed."""
+        seen = self._root if not path and self._root is not None else self.seen.get(path)
+        return seen is not None and seen.ran
