@@ -146,7 +146,7 @@ class Plan:
         lines = []
         for pattern in dict.fromkeys(rule.pattern for plan in (self, other) for rule in plan):
             before, after = (
-                ", then ".join(repr(rule.transform) for rule in plan if rule.pattern == pattern) or "as it is"
+                ", then ".join(repr(rule.transform) for rule in plan if rule.pattern == pattern) or "as written"
                 for plan in (self, other)
             )
             if before != after:

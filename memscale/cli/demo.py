@@ -85,7 +85,7 @@ def demo(options: DemoOptions) -> int:
             limit = format_bytes(plan.evidence.budget_bytes)
             from memscale.reports import plot_timelines
 
-            plot_timelines(out, {"as it is": baseline.trace, f"planned for {limit}": planned.trace})
+            plot_timelines(out, {"as written": baseline.trace, f"planned for {limit}": planned.trace})
     screen.print(_table(baseline, planned, plan.evidence))
     screen.print(f"Memory over one step: {out.resolve()}", soft_wrap=True, highlight=False)
     different = [name for name, digest in baseline.digests.items() if planned.digests[name] != digest]
@@ -194,7 +194,7 @@ def _deterministic(device: torch.device) -> Iterator[None]:
 def _table(baseline: Run, planned: Run, evidence: Evidence) -> Table:
     table = Table(title="One training, twice", title_justify="left", title_style="bold")
     table.add_column("")
-    for name in ("as it is", "planned", ""):
+    for name in ("as written", "planned", ""):
         table.add_column(name, justify="right")
     first, second = baseline.trace, planned.trace
     kept = second.peak_bytes <= evidence.budget_bytes

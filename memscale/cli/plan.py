@@ -247,7 +247,7 @@ def _engine(
             ) from error
     if verdict and (above_bytes := engine.plain.taken_bytes - limit) > 0:
         takes, budget = format_unlike(engine.plain.taken_bytes, limit)
-        show(f"as it is the step takes {takes}, {format_bytes(above_bytes)} above the budget of {budget}")
+        show(f"as written, the step takes {takes}, {format_bytes(above_bytes)} above the budget of {budget}")
     with simulations() as bar:
         began = time.monotonic()
         yield engine, step

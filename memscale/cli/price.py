@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from memscale.cli.step import Step, StepOptions, batch_of
-from memscale.core import ConfigError
+from memscale.core import ConfigError, format_count
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmbt]?)", re.IGNORECASE)
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -73,9 +73,9 @@ class Cost:
     cards: int
 
     def __str__(self) -> str:
-        words = [f"at most {_short(self.per_second)} {self.unit} a second"]
+        words = [f"at most {format_count(self.per_second)} {self.unit} a second"]
         if self.per_dollar is not None:
-            words.append(f"{_short(self.per_dollar)} {self.unit} for a dollar")
+            words.append(f"{format_count(self.per_dollar)} {self.unit} for a dollar")
         if self.hours is not None:
             paid = "" if self.dollars is None else f" and ${self.dollars:,.2f}"
             words.append(f"at least {self.hours:,.1f} hours{paid} for them all")
@@ -132,16 +132,4 @@ def line_of(prices: PriceOptions, cost: Cost | None) -> str:
     if cost is not None:
         return str(cost)
     asked = prices.price is not None or prices.tokens is not None
-    return "cost: not known, since the step's time is not known on this device" if asked else ""
-
-
-def _short(value: Any) -> str:
-    """Returns a number with three digits and a prefix for powers of 1000.
-
-    >>> _short(1234.0), _short(0.5), _short(2.5e10)
-    ('1.23 k', '0.5', '25 B')
-    """
-    for power, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if value >= power:
-            return f"{value / power:.3g}{name}"
-    return f"{value:.3g}"
+    return "cost: unknown, like the time of a step on this device" if asked else ""

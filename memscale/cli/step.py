@@ -165,7 +165,8 @@ def read_step(options: StepOptions) -> Step:
             f"note: --amp {options.amp} is autocast around weights as they are, outputs in float32, as a Trainer's"
         )
     elif options.dtype is not None and DTYPES[options.dtype.lower()] is not torch.float32:
-        precision = f"note: --dtype {options.dtype} makes the weights so; a Trainer's {options.dtype}=True is --amp"
+        other = f"a Trainer's {options.dtype}=True is --amp {options.dtype}"
+        precision = f"note: --dtype {options.dtype} converts the weights; {other}"
     notes = "\n".join(filter(None, (precision, note_of(subject.model, adapters, compute))))
     return Step(subject, subject.seq(options.seq), optimizer, hardware, notes)
 

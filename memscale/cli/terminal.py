@@ -44,7 +44,7 @@ def simulations() -> Iterator[Progress]:
             if time.monotonic() - said >= _QUIET_SECONDS:
                 said = time.monotonic()
                 count = f"{done}/{total}" if total else f"{done}"
-                print(f"simulating: {count} done in {said - began:.0f} s, now {what}", file=sys.stderr, flush=True)
+                print(f"simulated {count} steps in {said - began:.0f} s; now: {what}", file=sys.stderr, flush=True)
 
         yield say
         return

@@ -33,6 +33,7 @@ from memscale.core.units import (
     aligned,
     budget_bytes,
     format_bytes,
+    format_count,
     format_flops,
     format_seconds,
     format_unlike,

@@ -41,7 +41,7 @@ _ATEN, _C, _F = "torch.ops.aten.", "torch._C.", "torch._C._functorch."
 _A, _D, _FAKE = "torch._C._autograd.", "torch.utils._python_dispatch.", "torch._subclasses.fake_tensor."
 _C10D, _DDP = "torch.distributed.distributed_c10d.", "torch.nn.parallel.distributed.DistributedDataParallel."
 _CUDA = "not asked for in a build of PyTorch without CUDA"
-_AS_WRITTEN = "a compiled module is simulated as it is written"
+_AS_WRITTEN = "a compiled module is simulated as written written"
 
 INTERNALS = tuple(
     Internal(*row)

@@ -78,6 +78,18 @@ def format_flops(flops: float) -> str:
     return f"{flops:.0f} FLOP" if power == 0 else f"{_three_digits(flops)} {_PREFIXES[power]}FLOP"
 
 
+def format_count(value: float) -> str:
+    """Returns a number with three significant digits and a prefix for powers of 1000.
+
+    >>> format_count(1234.0), format_count(0.5), format_count(2.5e10)
+    ('1.23 k', '0.5', '25 B')
+    """
+    for power, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if value >= power:
+            return f"{value / power:.3g}{name}"
+    return f"{value:.3g}"
+
+
 def _three_digits(value: float) -> str:
     digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:.{digits}f}"

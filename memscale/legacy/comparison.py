@@ -82,17 +82,15 @@ class Comparison:
     def _report(self, found: dict[str, int]) -> None:
         rows = [(name, self._predicted[name], nbytes) for name, nbytes in found.items() if name in self._predicted]
         off = [row for row in rows if abs(row[2] - row[1]) > max(_OFF * row[1], _LEAST_BYTES)]
-        peak = f"peak {format_bytes(found['peak'])}" if "peak" in found else "the peak is not measured here"
+        peak = f"peak {format_bytes(found['peak'])}" if "peak" in found else "CUDA devices alone measure the peak"
         if not off:
             worst = max((abs(real - thought) / max(thought, 1) for _, thought, real in rows if thought), default=0.0)
-            self.text = f"the step is as predicted, to {worst:.1%} in {len(rows)} categories; {peak}"
+            self.text = f"the real step is within {worst:.1%} of the prediction in {len(rows)} categories; {peak}"
             say(self._config, self.text)
             return
-        lines = [f"the step is not as predicted; {peak}", f"  {'':<16} {'predicted':>10} {'real':>10}"]
+        lines = [f"the real step differs from the prediction; {peak}", f"  {'':<16} {'predicted':>10} {'real':>10}"]
         lines += [f"  {name:<16} {format_bytes(thought):>10} {format_bytes(real):>10}" for name, thought, real in rows]
-        lines.append(
-            "  the loss and the optimizer that wrap assumed may be others: optimize(model, optimizer) knows yours"
-        )
+        lines.append("  wrap assumed a loss and an optimizer; optimize(model, optimizer) uses yours")
         self.text = "\n".join(lines)
         say(self._config, self.text, logging.WARNING)
 

@@ -143,7 +143,7 @@ def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | No
         except Exception as error:  # of the solver, or of a step that fails in a simulation only
             trouble = _first_line(error)
     if trouble:
-        does = f"trains under wrap()'s rule {rule!r}, whose peak is not known" if rule else "stays as it is"
+        does = f"trains under wrap()'s rule {rule!r}, whose peak is not known" if rule else "stays unchanged"
         warnings.warn(
             f"this {type(model).__name__} takes {format_bytes(step_bytes)} of the {format_bytes(limit)} that "
             f"{said} allows, and {does}: no plan could be made ({trouble}); make smaller batches, or write a plan for "

@@ -15,7 +15,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import TransformError, format_bytes
+from memscale.core import TransformError, format_bytes, wrapped
 from memscale.hardware import Hardware
 from memscale.history import keep_measured
 from memscale.legacy.comparison import Comparison
@@ -216,7 +216,7 @@ class Executor:
     def step_text(self) -> str:
         """Returns one line about the memory of the untransformed step."""
         if self.profile is None:
-            return f"step without memscale: {format_bytes(self.step_bytes)} and activations, which are not known"
+            return f"step without memscale: {format_bytes(self.step_bytes)} plus activations of unknown size"
         return f"step without memscale: {format_bytes(self.step_bytes)} at its peak, {self.profile.moment}"
 
     def idle_text(self) -> str | None:
@@ -233,7 +233,7 @@ class Executor:
 
     def __str__(self) -> str:
         verdict = str(self.plan) if self.skipped is None else f"skipped: {self.skipped}"
-        lines = [f"{self._kind} on {self.hardware}", self.step_text(), verdict]
+        lines = [f"{self._kind} on {self.hardware}", wrapped(self.step_text()), verdict]
         if self._looked and (text := self.idle_text()) is not None:
             lines.append(text)
         lines += self._optimizing.text()
@@ -255,7 +255,7 @@ class Executor:
             self._headline = line
         self.say(self.step_text())
         if self.skipped is not None:
-            self.say(f"{self._kind} stays as it is: {self.skipped}")
+            self.say(f"{self._kind} stays unchanged: {self.skipped}")
             return
         if isinstance(self.plan, ProvenPlan) and self.plan.decision.decision_source != "user_config":
             self.say(f"policy: {self.plan.decision}")

@@ -23,13 +23,13 @@ def headline(model: nn.Module, verdict: Verdict, regions: Iterable[str]) -> str 
     plan = verdict.plan
     if verdict.skipped is not None:
         if verdict.limit_bytes is None:
-            return f"stays as it is: {verdict.skipped}"
+            return f"stays unchanged: {verdict.skipped}"
         size, limit = format_unlike(verdict.step_bytes, verdict.limit_bytes)
-        return None if verdict.profile is None else f"fits as it is, {size} of {limit}"
+        return None if verdict.profile is None else f"fits unchanged, {size} of {limit}"
     done = ", ".join([*_techniques(model, plan, regions), *(repr(rule.transform) for rule in plan.of_optimizers())])
     taken_bytes, limit_bytes, times = verdict.planned_bytes, verdict.limit_bytes, ""
     if taken_bytes is None or limit_bytes is None:
-        return f"{done}; the step's peak under that is not known"
+        return f"{done}; its peak is unknown"
     if isinstance(plan, ProvenPlan) and plan.evidence.plain.step_seconds:
         times = f", step × {plan.evidence.planned.step_seconds / plan.evidence.plain.step_seconds:.2f}"
     above = f", above the {format_bytes(limit_bytes)} allowed" if taken_bytes > limit_bytes else ""

@@ -60,7 +60,7 @@ class Optimizing:
             self._under.append(InPlace(optimizer, found))
         except MemscaleError as error:
             self._left.add(id(optimizer))
-            LOG.warning("the optimizer stays as it is, with its states in full: %s", error)
+            LOG.warning("the optimizer stays unchanged, with its states in full: %s", error)
         else:
             say(self._config, f"the optimizer is under the plan:\n{optimizer!r}".partition(" (\n")[0])
 

@@ -140,7 +140,7 @@ def wrap(
     >>> import torch
     >>> layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()) for _ in range(2)]
     >>> model = wrap(torch.nn.Sequential(*layers), Config(force_optimize=True))
-    memscale: checkpoint on 2 of 2 blocks; the step's peak under that is not known
+    memscale: checkpoint on 2 of 2 blocks; its peak is unknown
     >>> model._memscale_executor
     Executor(Sequential, Plan({'*': checkpoint()}))
     >>> detach(model)

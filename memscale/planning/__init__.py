@@ -2,7 +2,7 @@
 
 The path of `plan(model, batch, budget=...)` through the package, in reading order:
 
-1. `engine`: checks the arguments, simulates the step as it is (with the rates of `speeds`), runs the searches, and
+1. `engine`: checks the arguments, simulates the step as written (with the rates of `speeds`), runs the searches, and
    makes the evidence.
 2. `parts/`: divides the model into parts by structure and by the bytes that each module keeps for backward.
    `candidates`: the transforms for each part; `globs`: a plan in few rules.
@@ -15,7 +15,7 @@ The path of `plan(model, batch, budget=...)` through the package, in reading ord
 `plan_cache` keeps plans on disk by their `fingerprint`. If no plan fits, `refusal` makes the error with remedies
 beside the plan (`extra_remedies`), such as other optimizer strategies (`stepping`).
 
-Two packages use the engine: `prediction/` predicts whether a step fits as it is, `tuning/` finds the best size of a
+Two packages use the engine: `prediction/` predicts whether a step fits unchanged, `tuning/` finds the best size of a
 batch.
 """
 

@@ -71,7 +71,7 @@ def allowed(config: Config | None, *, exact: bool = True) -> Config:
 class DecisionEngine:
     """A planner of one model with one batch, for any number of budgets; arguments and errors as in `memscale.plan`.
 
-    The costs of the candidates are found once, for the first budget that the step as it is does not fit. With
+    The costs of the candidates are found once, for the first budget that the step as written does not fit. With
     ``streams=False`` no plan moves parameters off the device.
 
     >>> import torch, memscale as ms
@@ -293,7 +293,7 @@ class DecisionEngine:
         return self._plan_cache.answer(self, "smallest", find).plan()
 
     def frontier(self, points: int = POINTS, *, seconds: float | None = None) -> Frontier:
-        """Returns the frontier of plans for `points` budgets, from the smallest peak to that of the step as it is.
+        """Returns the frontier of plans for `points` budgets, from the smallest peak to that of the step as written.
 
         Interrupted from the keyboard, or after `seconds`, the frontier has the plans that were simulated until then.
         """
@@ -336,7 +336,7 @@ class DecisionEngine:
         """Returns the proofs of cached plans, on the engine's step."""
 
         def simulate(plan: Plan) -> Profile:
-            self.steps.say("a plan of before")
+            self.steps.say("an earlier plan")
             return self.steps.profile(plan)
 
         config = everything(self.config) if self.config.auto_policy else self.config
@@ -346,8 +346,8 @@ class DecisionEngine:
 
     @property
     def searches(self) -> list[Search]:
-        """Returns the searches among the allowed exact transforms: in the model as it is, and in the cast model if the
-        config allows `cast`.
+        """Returns the searches among the allowed exact transforms: in the model as written, and in the cast model if
+        the config allows `cast`.
         """
         return self._searches_among(self._techniques(self.config))
 
@@ -503,7 +503,7 @@ class DecisionEngine:
     def _unchanged(self, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
         taken = self.plain.taken_bytes
         takes, budget = format_unlike(taken, limit)
-        trace = (f"no plan needed: the step as it is takes {takes} of {budget}",)
+        trace = (f"no plan needed: the step as written takes {takes} of {budget}",)
         evidence = self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {}, simulations=1)
         return ProvenPlan(Plan(), evidence, decision or self._as_given(limit))
 

@@ -87,7 +87,7 @@ def lighter_update(profile: Profile, limit: int, optimizer: torch.optim.Optimize
     """Returns the note that a lighter update would spare a plan its moves of parameters; None where it would not.
 
     Args:
-        profile: the profile of the step as it is.
+        profile: the profile of the step as written.
         limit: the budget in bytes. The note applies where the optimizer phase alone holds nearly all of the budget.
         optimizer: the optimizer of the step. The note names ``fused=True`` or ``step_in_groups``, whichever applies.
     """

@@ -73,7 +73,7 @@ class Refusal:
             fits = ", which fits" if nbytes <= limit else ""
             lowered, *_ = format_unlike(nbytes, smallest.taken_bytes, limit)
             lines.append(
-                f"beside its plan {' and '.join(map(str, said))} would lower it to {lowered} ({nbytes} bytes){fits}"
+                f"with its plan, {' and '.join(map(str, said))} would lower it to {lowered} ({nbytes} bytes){fits}"
             )
         states = smallest.profile.by_category.get("optimizer state", 0)
         lighter = ", or an optimizer with less state" if states else ""

@@ -83,14 +83,14 @@ class StepSimulator:
         """Returns the trace of the step with `rules`.
 
         Args:
-            rules: the rules of the plan; empty for the step as it is.
+            rules: the rules of the plan; empty for the step as written.
             updates: whether the optimizer steps.
             left_out: paths of parts that are removed from the model first; requires ``updates=False``.
 
         Raises:
             TransformError: parts are to be left out of a model that is distributed already.
         """
-        self.say("the step as it is" if not rules else "candidates" if not updates else "a plan")
+        self.say("the step as written" if not rules else "candidates" if not updates else "a plan")
         self.count += 1
         step = self.step
         if left_out:

@@ -129,7 +129,7 @@ def ways(hows: Iterable[Transform], plain: Trace, simulate: Callable[[Rules, boo
 
     Args:
         hows: the transforms of the optimizer to try.
-        plain: the trace of the step as it is.
+        plain: the trace of the step as written.
         simulate: returns the trace of the step with rules, and with its update if the second argument is true.
     """
     found = []
@@ -148,7 +148,7 @@ def ways(hows: Iterable[Transform], plain: Trace, simulate: Callable[[Rules, boo
 def least_held(way: Way) -> tuple[int, ...]:
     """Returns the key that orders strategies by the smallest peak that a plan can reach with each of them.
 
-    The key is (bytes that no plan for the model frees, bytes that the step takes as it is). The first are the bytes
+    The key is (bytes that no plan for the model frees, bytes that the step takes as written). The first are the bytes
     held at the end of the step, which are parameters and states, and the gradients held at the peak.
     """
     profile = analyse(way.plain)

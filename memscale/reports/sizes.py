@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import NamedTuple
 
-from memscale.core import format_bytes
+from memscale.core import format_bytes, format_count
 from memscale.reports.drawing import Axis, byte_scale
 from memscale.reports.page import PAGES, checked_target, write_page
 from memscale.reports.plot import INK, figure_of, plain
@@ -71,7 +71,7 @@ def plot_sizes(
     for axes in (rate, memory):
         plain(axes, grid=True)
         axes.legend(frameon=False, fontsize=9)
-    title = "".join(f"{axis} {best}: {each.per_second:.4g} {unit} a second" for each in chosen)
+    title = "".join(f"{axis} {best}: {format_count(each.per_second)} {unit}/s" for each in chosen)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.savefig(target, format=target.suffix.lower()[1:])
 
@@ -100,7 +100,7 @@ def write_sizes(
     write_page(
         target,
         "sizes.html",
-        title="".join(f"{axis} {best}: {each.per_second:.4g} {unit} a second" for each in fitting if each.size == best),
+        title="".join(f"{axis} {best}: {format_count(one.per_second)} {unit}/s" for one in fitting if one.size == best),
         trials=trials,
         best=best,
         budget_bytes=budget_bytes,

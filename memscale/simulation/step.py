@@ -58,7 +58,7 @@ class TrainingStep:
         optimizer: the optimizer of the model; None ends the step after backward.
         loss: ``loss(output, batch)``; None takes ``output.loss``.
         loop: the user's loop around the model.
-        parallel: the parallel spec for a plain model; None for a model that is trained as it is.
+        parallel: the parallel spec for a plain model; None for a model that is trained as written.
     """
 
     model: nn.Module | Callable[[], object]

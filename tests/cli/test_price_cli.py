@@ -69,7 +69,7 @@ def test_every_command_prints_it(folder, capsys, command):
 
 def test_a_device_without_a_speed_says_so(folder, capsys):
     assert main(["predict", "--hf", "priced:build", "--gpu", "cpu", "--price", "1"]) == 0
-    assert "cost: not known, since the step's time is not known on this device" in capsys.readouterr().out
+    assert "cost: unknown, like the time of a step on this device" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("budget", "status", "said"), [("90%", 0, "LOW: the step fits"), ("1MiB", 3, "does not fit")])

@@ -130,7 +130,7 @@ def kept_to(rank: int) -> dict[str, float]:
     }
 
 
-# Of rank 0 and of rank 1; None trains the model as it is.
+# Of rank 0 and of rank 1; None trains the model as written.
 PLANS = {
     "fsdp other plans": (shard, {"0": ms.checkpoint()}, {"1": ms.checkpoint()}),
     "fsdp a plan and none": (shard, {"": ms.checkpoint()}, {}),

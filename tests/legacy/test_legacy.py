@@ -228,7 +228,7 @@ def test_reasons_to_leave_a_model_alone(make, config, reason, caplog):
     executor = model._memscale_executor
     assert len(executor.plan) == 0
     assert reason.split(":")[0] in executor.skipped
-    assert f"stays as it is: {executor.skipped}" in caplog.text
+    assert f"stays unchanged: {executor.skipped}" in caplog.text
     assert str(executor).endswith(f"skipped: {executor.skipped}")
     assert all("forward" not in module.__dict__ for module in list(model.modules())[1:])
 

@@ -185,7 +185,7 @@ def test_an_optimizer_that_cannot_be_changed_is_left_alone_with_a_notice(caplog)
         kind = type(optimizer)
         with ms.optimize(model, optimizer, SMALL):
             assert type(optimizer) is kind
-        assert [each for each in caplog.messages if "the optimizer stays as it is, with its states in full" in each]
+        assert [each for each in caplog.messages if "the optimizer stays unchanged, with its states in full" in each]
 
 
 @pytest.mark.parametrize(

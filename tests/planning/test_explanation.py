@@ -63,13 +63,13 @@ def test_rows_of_equal_decisions_are_told_once(plan):
 
 
 def test_a_part_has_its_rule_its_numbers_and_its_runner_up(plan):
-    one = next(each for each in plan.evidence.decisions if each.chosen != "as it is")
+    one = next(each for each in plan.evidence.decisions if each.chosen != "as written")
     text = plan.explain(one.path)
     for fact in (
         f"{one.path}: {one.chosen}",
         f"rule: {one.rule}",
-        f"keeps {format_bytes(one.kept_bytes)} until backward, {format_bytes(one.kept_bytes_before)} as it is",
-        f"takes {format_seconds(one.seconds)}, {format_seconds(one.seconds_before)} as it is",
+        f"keeps {format_bytes(one.kept_bytes)} until backward, {format_bytes(one.kept_bytes_before)} as written",
+        f"takes {format_seconds(one.seconds)}, {format_seconds(one.seconds_before)} as written",
         f"runner-up: {one.runner_up}: {format_seconds(one.seconds - one.runner_up_seconds)} faster",
     ):
         assert fact in text.replace("\n      ", " ")
@@ -82,14 +82,14 @@ def test_a_part_has_its_rule_its_numbers_and_its_runner_up(plan):
 def test_what_was_not_decided_is_refused_with_what_was(plan, engine):
     with pytest.raises(ms.PlanError, match=r"about 'head'; the parts of this plan are layers\.0 to 5, \(outside\)"):
         plan.explain("head")
-    with pytest.raises(ms.PlanError, match="the step fits as it is"):
+    with pytest.raises(ms.PlanError, match="the step fits unchanged"):
         engine.plan("1GiB").explain("layers.0")
 
 
 def test_a_runner_up_over_the_budget_is_called_that(plan):
-    one = next(each for each in plan.evidence.decisions if each.chosen != "as it is")
+    one = next(each for each in plan.evidence.decisions if each.chosen != "as written")
     for peak, says in (
-        (2**40, "the step would take 1.00 TiB, more than the budget"),
+        (2**40, "the step would take 1.00 TiB more than the budget"),
         (5, "and the step would take 5 B"),
     ):
         changed = dataclasses.replace(one, runner_up_peak_bytes=peak)
@@ -112,7 +112,7 @@ def test_diff_names_the_modules_that_change(plan, engine):
     assert lines[-1].startswith("takes ")
     by_hand = ms.Plan({f"layers.{at}": whole.rules[0].transform for at in range(6)})
     assert whole.diff(by_hand) == "no difference"
-    assert whole.diff(ms.Plan({"": ms.checkpoint()})).splitlines()[0] == "(root): as it is -> checkpoint()"
+    assert whole.diff(ms.Plan({"": ms.checkpoint()})).splitlines()[0] == "(root): as written -> checkpoint()"
 
 
 def test_the_script_runs_as_it_is_and_says_what_for(plan, engine):

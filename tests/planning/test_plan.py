@@ -226,7 +226,7 @@ def test_a_budget_that_nothing_fits_is_told_which_switches_would_lower_it():
     with pytest.raises(ms.BudgetError, match=r"Config\(enable_checkpointing=True\) would lower it") as caught:
         ms.plan(model, budget=10_000, config=config, **step)
     assert "Config(use_mixed_precision=True) would lower it" in str(caught.value)
-    assert steps.count("the step as it is") == 1  # what is known is not simulated again to say so
+    assert steps.count("the step as written") == 1  # what is known is not simulated again to say so
 
 
 @pytest.mark.parametrize(
@@ -279,11 +279,11 @@ def test_the_evidence_says_what_was_decided(planned):
     text = plan.explain()
     assert "memory pressure" in text
     assert "proof" in text
-    one = next(each for each in evidence.decisions if each.chosen != "as it is")
+    one = next(each for each in evidence.decisions if each.chosen != "as written")
     assert one.runner_up in plan.explain(one.path)
     with pytest.raises(ms.PlanError, match="nothing was decided about 'nowhere'"):
         plan.explain("nowhere")
-    assert "as it is" in plan.diff(ms.Plan())
+    assert "as written" in plan.diff(ms.Plan())
     assert plan.diff(plan).startswith("takes")
 
 

@@ -63,7 +63,7 @@ class Asked:
     @property
     def known(self):
         """Whether all that was asked was answered from disk."""
-        return set(self.said) == {"the step as it is", "a plan of before"}
+        return set(self.said) == {"the step as written", "an earlier plan"}
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_the_second_time_a_plan_is_only_proven(unkept):
     plans = first.plan(), second.plan()
     assert not first.known
     assert second.known
-    assert second.said == ["the step as it is", "a plan of before"]
+    assert second.said == ["the step as written", "an earlier plan"]
     assert plans[0], "there is something to decide"
     assert plans[0].to_json() == plans[1].to_json() == unkept().to_json()
 

@@ -153,7 +153,7 @@ def test_a_result_travels_as_json_and_prints_and_draws_itself(tmp_path):
     assert ms.Tuning.from_json(best.to_json()) == best
     text = str(best)
     assert f"batch size {best.size}" in text
-    assert f"{best.size + 1} does not fit with any plan" in text
+    assert f"{best.size + 1} is too large for every plan" in text
     assert "a real step held" in text
     assert repr(best).startswith("Tuning(objective='batch'")
     best.plot(tmp_path / "sizes.png")

@@ -178,7 +178,7 @@ DTYPES = {
     "norm": (lambda m, x: m.first(x).norm(dim=-1), torch.float32),
     "loss": (lambda m, x: F.mse_loss(m.first(x), x.half(), reduction="none"), torch.float32),
     "widest": (lambda m, x: torch.cross(m.first(x)[:, :3], x[:, :3], dim=-1), torch.float32),
-    "as it is": (lambda m, x: m.first(x) + m.first(x), torch.float16),
+    "as written": (lambda m, x: m.first(x) + m.first(x), torch.float16),
     "float64": (lambda m, x: x.double() @ x.double().t(), torch.float64),
 }
 

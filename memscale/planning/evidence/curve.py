@@ -56,7 +56,7 @@ class Point:
         places: dict[str, list[str]] = {}
         for rule in self.plan:
             places.setdefault(repr(rule.transform), []).append(rule.pattern)
-        return "; ".join(f"{how} on {_places(on)}" for how, on in places.items()) or "as it is"
+        return "; ".join(f"{how} on {_places(on)}" for how, on in places.items()) or "as written"
 
 
 class Frontier(Sequence[Point]):

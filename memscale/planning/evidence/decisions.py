@@ -62,7 +62,7 @@ def rejected_of(best: Found) -> dict[str, str]:
 
 def _rule(techniques: frozenset[str]) -> str:
     if not techniques:
-        return "no transform here: the plan fits without it"
+        return "unchanged, since the plan fits with the other parts alone"
     if "stream" in techniques:
         return "parameters are streamed, since activations alone do not free enough"
     if "offload" in techniques:
@@ -78,32 +78,32 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
     Args:
         best: the result of the search.
         limit: bytes that the step may take.
-        plain: the profile of the step as it is.
+        plain: the profile of the step as written.
         link: the rates of the link that all copies share; None without a tier to copy to.
     """
     found = best.proven
     costs = found.costs
-    taken, as_it_is_bytes = found.taken_bytes, plain.taken_bytes
+    taken, written_bytes = found.taken_bytes, plain.taken_bytes
     candidates = [each for menu in costs.candidates for each in menu]
     techniques = {name for each in candidates for name in each.techniques}
     groups = f", {len(costs.groups)} group{'s' * (len(costs.groups) > 1)} of parts" if costs.groups else ""
-    takes, budget = format_unlike(as_it_is_bytes, limit)
+    takes, budget = format_unlike(written_bytes, limit)
     trace = [
-        f"memory pressure: the step as it is takes {takes}, {as_it_is_bytes / limit:.3g} of the {budget} budget",
+        f"memory pressure: the step as written takes {takes}, {written_bytes / limit:.2f} × the budget of {budget}",
         f"eligible: {', '.join(sorted(techniques))}",
         f"candidates: {len(candidates)} for {len(costs.paths)} parts{groups} and the rest of the model",
     ]
     if link is not None:
-        as_it_is = [menu[0] for menu in costs.effects]
-        out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in as_it_is))
-        back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in as_it_is))
+        written = [menu[0] for menu in costs.effects]
+        out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in written))
+        back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in written))
         trace.append(f"link: {out} can be copied out during forward, {back} back during backward")
     if stepping := Plan(found.always).of_optimizers():
         trace.append(f"the optimizer: {', '.join(repr(rule.transform) for rule in stepping)}")
     trace.append(f"estimate: a step takes at least {format_seconds(best.bound_seconds)} by the costs of the candidates")
     trace.append(
         f"proof: the simulated step takes {format_bytes(taken)}, {taken / limit:.1%} of the budget, in "
-        f"{format_seconds(found.seconds)}, {found.seconds / (plain.step_seconds or found.seconds):.3f} times "
-        "that of the step as it is"
+        f"{format_seconds(found.seconds)}, {found.seconds / (plain.step_seconds or found.seconds):.2f} × the step as "
+        "written"
     )
     return tuple(trace)

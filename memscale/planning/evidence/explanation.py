@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memscale.core import aligned, format_bytes, format_seconds, format_unlike, in_rows, row_label, wrapped
+from memscale.core import aligned, format_bytes, format_seconds, in_rows, row_label, wrapped
 from memscale.planning.evidence.evidence import Decision, Evidence
 
 _WHOLE = "(the model)"
-_HEADER = ("part", "keeps", "as it is", "time", "as it is")
+_HEADER = ("part", "keeps", "as written", "time", "as written")
 
 
 def explanation(evidence: Evidence) -> str:
@@ -26,7 +26,7 @@ def explanation(evidence: Evidence) -> str:
     lines += [""] * bool(evidence.rejected or evidence.notes)
     for reason in dict.fromkeys(evidence.rejected.values()):
         which = "; ".join(candidate for candidate, its in evidence.rejected.items() if its == reason)
-        lines.append(wrapped(f"cannot be: {which}: {reason}"))
+        lines.append(wrapped(f"ruled out: {which}: {reason}"))
     lines += [wrapped(f"note: {note}") for note in evidence.notes]
     return "\n".join(lines)
 
@@ -40,8 +40,8 @@ def about_parts(decisions: Sequence[Decision], evidence: Evidence) -> str:
             "\n".join(
                 [
                     f"{_name(row, evidence)}: {row[0].chosen}",
-                    f"    keeps {kept} until backward, {kept_before} as it is",
-                    f"    takes {seconds}, {seconds_before} as it is",
+                    f"    keeps {kept} until backward, {kept_before} as written",
+                    f"    takes {seconds}, {seconds_before} as written",
                     *(wrapped(f"    {text}") for text in reasons(row, evidence)),
                 ]
             )
@@ -56,9 +56,9 @@ def reasons(row: Sequence[Decision], evidence: Evidence) -> list[str]:
     if first.runner_up:
         change = first.runner_up_seconds - first.seconds
         pace = f"{format_seconds(abs(change))} {'faster' if change < 0 else 'slower'}" if change else "as fast"
-        takes = f"the step would take {format_unlike(first.runner_up_peak_bytes, evidence.budget_bytes)[0]}"
-        over = first.runner_up_peak_bytes > evidence.budget_bytes
-        verdict = f"{pace}, {'but' if over and change < 0 else 'and'} {takes}{', more than the budget' if over else ''}"
+        over = first.runner_up_peak_bytes - evidence.budget_bytes
+        takes = f"{format_bytes(over)} more than the budget" if over > 0 else format_bytes(first.runner_up_peak_bytes)
+        verdict = f"{pace}, {'but' if over > 0 and change < 0 else 'and'} the step would take {takes}"
         found.append(f"runner-up{' for one of them' if len(row) > 1 else ''}: {first.runner_up}: {verdict}")
     return found
 

@@ -86,7 +86,7 @@ class ProvenPlan(Plan):
         return (
             f"# For {format_bytes(evidence.budget_bytes)} on {evidence.hardware.name}{ranks}: the simulated step takes "
             f"{format_bytes(after.taken_bytes)} and {format_seconds(after.step_seconds)}\n"
-            f"# (as it is, {format_bytes(before.taken_bytes)} and {format_seconds(before.step_seconds)}).\n"
+            f"# (as written, {format_bytes(before.taken_bytes)} and {format_seconds(before.step_seconds)}).\n"
             f"{super().to_python()}"
         )
 
@@ -127,7 +127,7 @@ class ProvenPlan(Plan):
             if found:
                 return found
         if not decisions:
-            raise PlanError(f"nothing was decided about {path!r}, nor about any part: the step fits as it is")
+            raise PlanError(f"nothing was decided about {path!r}, nor about any part: the step fits unchanged")
         rows = in_rows([each.path for each in decisions], lambda part: part, lambda _: None)
         parts = ", ".join(row_label(row) for row in rows)
         raise PlanError(f"nothing was decided about {path!r}; the parts of this plan are {parts}")
@@ -171,7 +171,7 @@ def _paths(plan: Plan, parts: Sequence[str]) -> Iterator[str]:
 
 def _done(plan: Plan, path: str) -> str:
     rules = [rule.transform for rule in plan if rule.pattern == path or rule.matches(path)]
-    return repr(compose(*reversed(rules))) if rules else "as it is"
+    return repr(compose(*reversed(rules))) if rules else "as written"
 
 
 def _place(path: str) -> tuple[str, list[int]]:

@@ -63,7 +63,7 @@ class Candidate:
     """A candidate: the transforms that a plan may apply to a part and to modules inside the part.
 
     Attributes:
-        rules: transforms by path relative to the part, outer paths first; empty leaves the part as it is.
+        rules: transforms by path relative to the part, outer paths first; empty leaves the part as written.
     """
 
     rules: Rules = ()
@@ -85,7 +85,7 @@ class Candidate:
 
     def __str__(self) -> str:
         if not self.rules:
-            return "as it is"
+            return "as written"
         phrases = []
         for (how, within), rules in itertools.groupby(self.rules, lambda rule: (rule[1], bool(rule[0]))):
             paths = [inside for inside, _ in rules]

@@ -22,7 +22,7 @@ def groups_of(model: nn.Module, step: Trace, parts: Sequence[Part]) -> tuple[Par
 
     Args:
         model: the model.
-        step: the trace of the model's step as it is.
+        step: the trace of the model's step as written.
         parts: the parts of the model, in the order of the step. In the members of the group of the whole model, the
             rest of the model has the number ``len(parts)``.
     """

@@ -1,6 +1,6 @@
 """Finds the parts of a model that a plan decides about: blocks, stages and towers, by the bytes that each keeps.
 
-"Keeps" means: saves for backward. All shares are of kept bytes in the step as it is.
+"Keeps" means: saves for backward. All shares are of kept bytes in the step as written.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def parts_of(model: nn.Module, step: Trace, *, tiles: bool = False) -> tuple[Par
 
     Args:
         model: the model.
-        step: the trace of the model's step as it is.
+        step: the trace of the model's step as written.
         tiles: whether `tile` is allowed. Modules around the loss head are then divided, so that the head is outside all
             parts and can be tiled by itself.
     """

@@ -1,8 +1,8 @@
 """Cuts a row of layers into segments that are recomputed one by one, by a trade of bytes against time.
 
-A segment keeps its input; while backward is in the segment, the step holds all bytes that the segment keeps as it is.
-So the step as it is has the bytes and seconds of every segment, and a shortest path over the cuts finds those of least
-time for a limit. The result is an estimate: a trial simulates the chosen cuts.
+A segment keeps its input; while backward is in the segment, the step holds all bytes that the segment keeps as written.
+So the step as written has the bytes and seconds of every segment, and a shortest path over the cuts finds the cuts of
+least time for a limit. The result is an estimate: a trial simulates the chosen cuts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memscale.planning.parts.blocks import could_be_block
 from memscale.simulation import Phase, Trace, attribute, given_bytes
 from memscale.transforms import Cut, layers
 
-# The number of limits between the fewest bytes that cuts reach and the bytes of the row as it is.
+# The number of limits between the fewest bytes that cuts reach and the bytes of the row as written.
 _LIMITS = 10
 # Bisections for the fewest bytes that cuts reach: the error is 2**-7 of the row's bytes.
 _HALVINGS = 7
@@ -31,7 +31,7 @@ _WAYS = 24
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of layers, with bytes and seconds from the step as it is.
+    """A row of layers, with bytes and seconds from the step as written.
 
     Attributes:
         cuts: [layer] the cut before the layer.

@@ -135,7 +135,7 @@ class OOMPredictor:
         """
         capacity_bytes = self._capacity_bytes(budget)
         self._step.reported = 0
-        self._step.next("the step as it is", None if recommend is not False else 1)
+        self._step.next("the step as written", None if recommend is not False else 1)
         profile = self._step.profile(batch, capacity_bytes)
         prediction = OOMPrediction(profile, capacity_bytes)
         wanted = prediction.risk > OOMRisk.LOW if recommend is None else recommend

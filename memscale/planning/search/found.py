@@ -82,7 +82,7 @@ class Found:
         proven: the plan, with its simulated step.
         bound_seconds: a lower bound of the seconds of all choices within the budget, by the sum of the costs, corrected
             by simulated steps.
-        simulations: the number of simulated steps, without the step as it is.
+        simulations: the number of simulated steps, without the step as written.
     """
 
     proven: Proven

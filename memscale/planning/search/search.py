@@ -56,7 +56,7 @@ _HARDLY = {False: 1.05, True: 1.25}
 # `_LEAST`: a step that takes at most this multiple of the lower bound is the smallest. `_LOOKS`: the most simulations
 # that look for a faster choice with as few bytes.
 _LEAST, _LOOKS = 1.005, 3
-# Share of the step as it is: the most that the allocator is estimated to reserve beyond the allocated bytes.
+# Share of the step as written: the most that the allocator is estimated to reserve beyond the allocated bytes.
 _KEPT = 0.1
 # The most operators to simulate, and the fewest simulations in any case. A step of very many operators (a Python loop
 # over time) takes minutes to simulate. The limit counts operators: seconds would make plans depend on the machine.
@@ -404,7 +404,7 @@ class Search:
 
     @functools.cached_property
     def _chooser(self) -> Chooser:
-        """Returns the chooser that is corrected by the step as it is."""
+        """Returns the chooser that is corrected by the step as written."""
         return self._new_chooser()
 
     def _new_chooser(self) -> Chooser:

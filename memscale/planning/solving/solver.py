@@ -198,7 +198,7 @@ class Chooser:
     def smallest(self, among: Collection[str] | None = None) -> Choice:
         """Returns the choice with the smallest peak; `among` is as in `fastest`."""
         choice = self._solve(np.zeros(len(self._moving)), None, among)
-        assert choice is not None, "the step as it is takes some number of bytes"
+        assert choice is not None, "the step as written takes some number of bytes"
         return choice
 
     def uniform(self, assignment: Assignment, among: Collection[str]) -> Assignment:

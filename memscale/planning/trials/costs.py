@@ -157,7 +157,7 @@ def measured_costs(
     """Returns the costs of the candidates in `menus`, from trial steps.
 
     Args:
-        plain: the trace of the step as it is, with its update.
+        plain: the trace of the step as written, with its update.
         parts: the parts of the model.
         menus: the candidates of each part, and last of the rest of the model, `AS_IT_IS` first; alike parts have equal
             menus.
@@ -218,7 +218,7 @@ def _effect(
     """Returns the effect on the part in `row` of the candidate that the alike part in `source` tried.
 
     Args:
-        base: the attribution of the step as it is.
+        base: the attribution of the step as written.
         found: the attribution of the trial step.
         row: the part that the effect is for.
         source: the part that tried the candidate.
@@ -231,7 +231,7 @@ def _effect(
     mine = found.held_bytes[source] + _owed(base, found, source, tried)
     matches = _matches(base.intervals, found.intervals, number, source_number, mine)
     extra = _extra_bytes(base, row, source, number, source_number)
-    if moves:  # bytes that the source holds more as it is may be moved away: the difference is at least 0
+    if moves:  # bytes that the source holds more as written may be moved away: the difference is at least 0
         extra = np.maximum(0, extra)
     # Only small parameters of a streamed part stay on the device, with their states and updates.
     parameters_bytes = int(base.parameters_bytes[row])
@@ -255,7 +255,7 @@ def _effect(
 
 
 def _no_faster(effect: Effect, as_it_is: Effect) -> Effect:
-    """Returns the effect with at least the seconds of the part as it is.
+    """Returns the effect with at least the seconds of the part as written.
 
     Where the device waits for the host, the waits of this part may be charged to another part of the same trial step.
     """

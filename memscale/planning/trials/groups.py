@@ -38,7 +38,7 @@ def with_groups(
 
     Args:
         costs: the costs of the parts.
-        plain: the trace of the step as it is, with its update.
+        plain: the trace of the step as written, with its update.
         groups: the groups, inner groups before the groups around them.
         menu_of: returns the candidates for a group.
         simulate, trials, most: as in `measured_costs`.
@@ -117,7 +117,7 @@ def _added(costs: Costs, coarse: Costs, row: int) -> tuple[Effect, ...]:
 
 
 def _added_bytes(costs: Costs, coarse: Costs, row: int, now: Bytes) -> Bytes:
-    """Returns [fine interval] the bytes that the step holds more than as it is, if it holds `now` [coarse interval]."""
+    """Returns [fine interval] the bytes that `now` [coarse interval] holds more than the step as written."""
     owner = {part.path: number for number, part in enumerate(coarse.parts)}
     for number, part in enumerate(coarse.parts):
         owner |= {costs.parts[member].path: number for member in part.members if member < len(costs.parts)}

@@ -60,7 +60,7 @@ class TrialSteps:
     The number of steps is about that of the candidates of the family with the most candidates per part.
 
     Args:
-        base: the attribution of the step as it is.
+        base: the attribution of the step as written.
         parts: the parts of the model.
         menus: the candidates of each part, and last of the rest of the model.
         simulate: returns the trace of a trial step.

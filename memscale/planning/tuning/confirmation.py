@@ -32,19 +32,19 @@ def confirmed(step: TrainingStep, batch: Any, plan: ProvenPlan, hardware: Hardwa
     assert step.module is not None, "a function is not tuned"
     parameter = next(step.module.parameters())
     if parameter.is_meta:
-        return None, "not confirmed by a real step: the model is on meta"
+        return None, "simulated only: the model is on meta"
     if parameter.device.type != hardware.device_type:
-        return None, f"not confirmed by a real step: the model is on {parameter.device}, not on {hardware.name}"
+        return None, f"simulated only: the model is on {parameter.device}, not on {hardware.name}"
     needed = plan.evidence.planned.taken_bytes
     free_bytes = _free_bytes(parameter.device)
     if free_bytes is not None and needed > _SHARE * free_bytes:
         takes, free = format_unlike(needed, free_bytes)
-        return None, f"not confirmed by a real step: it takes {takes}, and {free} are free"
+        return None, f"simulated only: it takes {takes}, and {free} are free"
     config = Config(use_static_profiling=False, warmup_steps=0, enable_logging=False)
     try:
         real = profile_of(step.on(_real(batch, parameter.device)), plan, Target.of(hardware), config)
     except (MemscaleError, RuntimeError) as error:  # PyTorch's error for too little memory is a RuntimeError
-        return None, f"not confirmed by a real step, which failed: {str(error).splitlines()[0]}"
+        return None, f"simulated only, since a real step failed: {str(error).splitlines()[0]}"
     # Category "other" is memory of other parts of the program, which the step does not take.
     peak_bytes = max(real.first_step_peak_bytes, real.peak_bytes) - real.by_category.get("other", 0)
     return Confirmation(peak_bytes, real.step_seconds or 0.0), ""

@@ -170,5 +170,5 @@ class AutoTuner:
         step = self._step.step
         # A real step of one process would wait forever for collectives of the other processes.
         if (spec := step.parallel or Parallel.of_distributed(step.model)) is not None:
-            return None, f"not confirmed by a real step: it is one process's of several ({spec})"
+            return None, f"simulated only: it is one process's of several ({spec})"
         return confirmed(step, sizes.batch(found.size), found.plan, self.hardware)

@@ -9,7 +9,7 @@ from os import PathLike
 from types import ModuleType
 from typing import Any
 
-from memscale.core import ConfigError, Document, format_bytes, format_seconds, table_lines
+from memscale.core import ConfigError, Document, format_bytes, format_count, format_seconds, table_lines
 from memscale.planning.evidence.curve import Point
 from memscale.planning.evidence.proven import ProvenPlan
 
@@ -158,17 +158,17 @@ class Tuning:
         verdict = {"throughput": "fastest", "batch": "largest", "sequence": "longest"}[self.objective]
         lines = [
             f"{verdict} within {format_bytes(self.budget_bytes)}: {self._axis} {self.size}, "
-            f"{self.per_second:.4g} {self.unit}/s; {Point.of(self.plan).summary}"
+            f"{format_count(self.per_second)} {self.unit}/s; {Point.of(self.plan).summary}"
         ]
         if not self.complete:
             lines[0] += " (stopped: the best so far)"
         if self.bound_per_second is not None:
-            lines.append(f"no size gets through more than {self.bound_per_second:.4g} {self.unit}/s")
+            lines.append(f"bound of every size: {format_count(self.bound_per_second)} {self.unit}/s")
         if self.too_large is not None and self.objective != "throughput":
-            lines.append(f"{self.too_large} does not fit with any plan")
+            lines.append(f"{self.too_large} is too large for every plan")
         rows = [(self._axis, "memory", "step", f"{self.unit}/s", "plan")]
         for each in self.trials:
-            pace = (format_seconds(each.step_seconds), f"{each.per_second:.4g}") if each.fits else ("", "")
+            pace = (format_seconds(each.step_seconds), format_count(each.per_second)) if each.fits else ("", "")
             done = (each.done if each.fits else "does not fit") + (" (chosen)" if each.size == self.size else "")
             rows.append((str(each.size), format_bytes(each.taken_bytes), *pace, done))
         lines += table_lines(rows, ">>>><")

@@ -1,1 +1,1 @@
-"""The dispatch mode of a simulation: it answers operators with fake tensors, and records their trace."""
+"""The dispatch mode of a simulation: returns fake tensors from operators, and records the trace."""

@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 LARGEST_RUN_BYTES = 1 << 30
 _MOST_LAYOUTS, _MOST_EFFECTS = 1 << 15, 1 << 14
-# Of the process: a layout follows from the call and from PyTorch's switches, and fake kernels are slow.
+# One cache for the process: a layout follows from the call and PyTorch's switches, and fake kernels are slow.
 _layouts: dict[Any, ResultLayout] = {}
 
 
@@ -65,26 +65,26 @@ class CallEffect:
     listed: int = 0
 
     def results(self, fakes: FakeStorages, tensors: list[torch.Tensor]) -> Any:
-        """The results of a call with these tensors, fake."""
+        """Returns the results of a call with `tensors`, as fake tensors."""
         new = self.alone
         if new is not None:
             return fakes.alone(self.layout.storage_bytes[0], new.dtype, new.shape, new.stride)
         return self.layout.build(fakes, tensors)
 
 
-#: Of an operator that touches no data.
+#: The effect of an operator that touches no data.
 NOTHING = CallEffect(ResultLayout(None, ()), None, PLAIN, Work(0, 0, ""), Seconds(0.0, 0.0), {})
 
 
 class CallEffects:
-    """Finds what calls do on a device.
+    """Finds the effects of calls on a device.
 
     Args:
-        kernels: its, which remember what is found of PyTorch's own operators.
-        fakes: makes what stands for tensors.
+        kernels: the kernels of the device, with a cache of the facts about PyTorch's own operators.
+        fakes: makes fake tensors.
 
     Attributes:
-        operators: those that are known, by id: the hash of an OpOverload is a function in Python.
+        operators: the known operators, by id: hashing an OpOverload calls a Python function.
     """
 
     def __init__(self, kernels: Kernels, fakes: FakeStorages) -> None:
@@ -109,7 +109,7 @@ class CallEffects:
         return FakeKernels(self._kernels.card)
 
     def operator(self, op: OpOverload) -> Operator:
-        """Returns the facts about `op`, which is new to this simulation, and remember them."""
+        """Returns the facts about `op`, which is new to this simulation, and caches them."""
         found = self.operators[id(op)] = Operator.of(op, self._kernels)
         if op.namespace == "aten":  # a custom operator may be registered again with other behaviour
             self._shared[id(op)] = found
@@ -138,7 +138,7 @@ class CallEffects:
             work=work,
             seconds=Seconds(0.0, 0.0) if operator.sends else self._kernels.seconds(op, args, kwargs, work),
             workspaces=self._kernels.workspaces(op, args),
-            # The generator of a card has its state on the host.
+            # A card's generator keeps its state on the host.
             draws=self._kernels.device_type == "cpu" and operator.draws and not _drops_nothing(op, args, kwargs),
             has_numbers=any(map(stands_in, results_of(shown))),
             listed=len(args[0]) if args and isinstance(args[0], (list, tuple)) else 0,
@@ -168,9 +168,9 @@ class CallEffects:
         self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any, path: str
     ) -> ResultLayout:
         if not op._schema.returns:
-            # All in place: an optimizer's loop over lists, a custom operator's update.
+            # All operands are changed in place: an optimizer's loop over lists, an update by a custom operator.
             return ResultLayout(None, ())
-        # Fake products take operands of two dtypes, the real ones refuse.
+        # Fake products accept operands of two dtypes, which the real kernels refuse.
         if rule_of(op).runs or (rule_of(op).rows is not None and len({tensor.dtype for tensor in tensors}) > 1):
             return self._on_zeros(op, args, kwargs, tensors, path)
         known = None if key is None else _layouts.get((op, key, self._switches))
@@ -181,10 +181,10 @@ class CallEffects:
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise
         except Exception:
-            # No fake kernel, or one that refuses what the real one takes. The real one, on zeros, also gives the
-            # error that the user would have seen.
+            # The operator has no fake kernel, or one that refuses valid arguments. The real kernel, on zeros, also
+            # raises the error that the user would have seen.
             return self._on_zeros(op, args, kwargs, tensors, path)
-        if key is not None and op.namespace == "aten":  # another may ask for what changes
+        if key is not None and op.namespace == "aten":  # custom operators may change
             if len(_layouts) >= _MOST_LAYOUTS:
                 _layouts.clear()
             _layouts[op, key, self._switches] = layout
@@ -194,12 +194,12 @@ class CallEffects:
         if op._schema.is_mutable or sum(tensor.nbytes for tensor in tensors) > LARGEST_RUN_BYTES:
             raise NeedsValues(f"{op} has no usable fake kernel and is too large to try on zeros", path)
         fakes = {id(tensor): self._fakes.like(tensor) for tensor in tensors if tensor.is_floating_point()}
-        result = op(*exchanged(args, fakes), **exchanged(kwargs, fakes))  # the caller's tensors stay out of it
+        result = op(*exchanged(args, fakes), **exchanged(kwargs, fakes))  # the caller's tensors stay unchanged
         return result_layout(result, [fakes.get(id(tensor), tensor) for tensor in tensors])
 
 
 def _drops_nothing(op: OpOverload, args: Any, kwargs: Any) -> bool:
-    """Whether this is attention that could drop numbers and does not, and so draws none."""
+    """Whether the call is attention with a dropout of 0, which draws no numbers."""
     for place, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
             return not (args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))
@@ -230,6 +230,6 @@ def run_sparse(
         return (returned[0] if len(returned) == 1 else tuple(returned) or None), probe
     results, known = results_of(result), {part.untyped_storage()._cdata for part in parts}
     if any(map(is_sparse, results)) or all(each.untyped_storage()._cdata in known for each in results):
-        return result, probe  # of indices that are known, or these and the values themselves
+        return result, probe  # of known indices, or of the indices and the values themselves
     dense = [tensor for tensor in tensors if not is_sparse(tensor)]
     return result_layout(result, dense).build(fakes, dense), probe

@@ -1,7 +1,7 @@
-"""The dispatch mode under which a step runs without computing: it answers with fake tensors, and records.
+"""The dispatch mode under which a step runs without computing: returns fake tensors, and records.
 
-Every operator of a step passes here, some ten thousand of a large model's: what does not depend on the call is known
-from `operators`, what does not depend on values from `call_effects`.
+Every operator of a step passes here, about ten thousand for a large model. Facts that hold for all calls come from
+`operators`, facts that are independent of values from `call_effects`.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ _SPARSE_ON_A_CARD = "has sparse tensors: what their kernels take on a card while
 
 
 class FakeMode(TorchDispatchMode):
-    """Answers every operator on plain CPU tensors, and records births and deaths of storages in a `TraceBuilder`.
+    """Returns fake results for every operator on plain CPU tensors, and records births and deaths of storages.
 
     Args:
-        kernels: those of the device that is simulated.
-        residents: the category and the name of storages of before the step, by address of their storage object.
-        clock: of that device, which each operator moves on.
-        host: times what happens between the operators, where kernels are timed, too; None if nobody asks.
-        draws: which numbers it draws.
+        kernels: the kernels of the simulated device.
+        residents: the category and the name of storages from before the step, by address of their storage object.
+        clock: the clock of the device, which each operator advances.
+        host: times the host's work between operators, and kernels on a CPU; None times nothing.
+        draws: the random numbers that the step draws.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class FakeMode(TorchDispatchMode):
         self.draws = draws
         self.fakes = FakeStorages()
         self.recorder = StepRecorder(self.storages, clock, host)
-        self.searching = False  # the optimizer decides by values of the loss
+        self.searching = False  # whether the optimizer decides by values of the loss
         self.host = host
         self.meets_sparse = False  # whether the batch has sparse tensors
         self.works = Works(clock)
         self.choices = Choices()
         self.randomness = StepRandomness()
-        self._one_thread = threading.RLock()  # the step's own threads, one operator at a time
+        self._one_thread = threading.RLock()  # serialises the operators of the step's threads
         self._accelerator = kernels.device_type if kernels.device_type != "cpu" else None
         self._effects = CallEffects(kernels, self.fakes)
         self._operators = self._effects.operators
@@ -121,7 +121,7 @@ class FakeMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled during a simulation, and the guard costs several microseconds at each operator.
+        # Nothing is compiled during a simulation, and the guard costs several microseconds per operator.
         return False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,7 +138,7 @@ class FakeMode(TorchDispatchMode):
         if not _PLAIN.issuperset(types) and not all(
             cls in _PLAIN or issubclass(cls, torch.nn.Parameter) for cls in types
         ):
-            return NotImplemented  # a subclass takes itself apart, and its parts come back here
+            return NotImplemented  # the subclass runs this operator on its inner tensors, which come back here
         operator = self._operators.get(id(op))
         if operator is None:
             if (answer := self._of_another_kind(op, args, kwargs)) is not NotImplemented:
@@ -153,7 +153,7 @@ class FakeMode(TorchDispatchMode):
         if device is not None:
             device = torch.device(device)
             if device.type == self._accelerator:
-                kwargs = {**kwargs, "device": _CPU}  # which stands for it
+                kwargs = {**kwargs, "device": _CPU}  # the CPU stands for the device
                 if op is aten._to_copy.default and self._is_there(args[0], kwargs):
                     return aten.alias.default(args[0])
                 device = _CARD
@@ -162,12 +162,12 @@ class FakeMode(TorchDispatchMode):
         tensors: list[torch.Tensor] = []
         key: Any = signature(args[: operator.rule.deciding], kwargs, tensors, loose=operator.loose)
         if (device is not None and device.type == "meta") or any(map(_IS_META, tensors)):
-            return op(*args, **kwargs)  # computes shapes and nothing else, as it is
+            return op(*args, **kwargs)  # computes shapes only
         call = self._call(operator, args, kwargs, tensors)
         if device is _CARD:
             self.storages.offloaded = False
         elif device == _CPU and not tensors:
-            self.storages.offloaded = self._counts_beside(args[0])  # a number of `where` is none
+            self.storages.offloaded = self._counts_beside(args[0])  # a number in `where` is not a count
         if operator.rule.values == "reads":
             return self._read(call)
         if operator.rule.values == "lengths":
@@ -177,26 +177,26 @@ class FakeMode(TorchDispatchMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._from_values(call)
         if effect.draws:
-            torch.rand((), generator=self.randomness.torch)  # for a region to see that it moved, and to keep its state
+            torch.rand((), generator=self.randomness.torch)  # advances the generator, so that a region saves its state
         if effect.layout.is_view:
             return self.recorder.enter(operator, op(*args, **kwargs), effect)
         if operator.kind is Kind.IN_PLACE:
             return self._in_place(call, effect)
         if call.known and all(nbytes <= LARGEST_KNOWN for nbytes in effect.layout.storage_bytes):
-            with contextlib.suppress(NotImplementedError):  # a kernel of the device's that a CPU does not have
+            with contextlib.suppress(NotImplementedError):  # the CPU lacks a kernel of the device
                 return self._compute(call, effect)
         if operator.chooses and tensors and tensors[0].numel() <= _LARGEST_GUESS:
             return self._choose(call, effect)
         return self._stand_in(call, effect)
 
     def _of_another_kind(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """The answer of what is no operator of ATen's or a library's; NotImplemented where it is one."""
+        """Returns the result of an operator outside ATen and libraries; NotImplemented for any other operator."""
         if getattr(op, "namespace", "") == NAMESPACE:
             return self._collective(op, args)
-        if op.__class__ is not OpOverload:  # operators of higher order
+        if op.__class__ is not OpOverload:  # a higher-order operator
             return op(*args, **kwargs)
         if is_of_fsdp(op):
-            with self:  # a function of operators: one returns views of memory that it has copied to
+            with self:  # a composite function: one of them returns views of memory that it has copied to
                 return op._op_dk(composition(op, DispatchKey.CPU), *args, **kwargs)
         if is_wait(op):
             self.works.awaited(args[0])
@@ -204,7 +204,7 @@ class FakeMode(TorchDispatchMode):
         return op(*args, **kwargs) if is_wrap(op) else NotImplemented
 
     def _of_sparse(self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """The results of an operator on sparse tensors, whose indices decide sizes: dense ones without memory."""
+        """Returns the results of an operator on sparse tensors, whose indices decide sizes: dense results are fake."""
         parts = strided_parts(tensors)
         self.storages.of_arguments(parts)
         if self._accelerator is not None:
@@ -215,7 +215,7 @@ class FakeMode(TorchDispatchMode):
         return result
 
     def _call(self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call:
-        """The call, with what is known of its arguments; an error where the kernel would refuse them."""
+        """Returns the call with its records; raises the error that the kernel would raise for indices."""
         records = self.storages.of_arguments(tensors)
         if self.host is not None:
             pairs = zip(records, tensors, strict=True)
@@ -223,7 +223,7 @@ class FakeMode(TorchDispatchMode):
         if operator.op is aten.embedding.default and (records[1].known or tensors[1].is_floating_point()):
             self._check_indices(*tensors[:2])
         known = operator.rule.values == "constant" or (all(map(_KNOWN, records)) and all(map(is_small, tensors)))
-        # Half the time of calling the class.
+        # tuple.__new__ takes half the time of calling the class.
         return tuple.__new__(Call, (operator, args, kwargs, tensors, records, known))
 
     def _effect(self, call: Call, key: Any) -> CallEffect:
@@ -231,12 +231,12 @@ class FakeMode(TorchDispatchMode):
         operator, args, kwargs, tensors, *_ = call
         try:
             effect = operator.effects.get(key)
-        except TypeError:  # a generator or another argument without a hash
+        except TypeError:  # a generator or another argument is unhashable
             effect = key = None
         return effect or self._effects.find(operator, args, kwargs, tensors, key, self.recorder.path())
 
     def _stand_in(self, call: Call, effect: CallEffect) -> Any:
-        """Results of the layouts that the kernel returns, without memory."""
+        """Returns results with the layouts of the kernel's, without memory."""
         operator, args, kwargs, tensors, *_ = call
         result = effect.results(self.fakes, tensors)
         if effect.has_numbers:
@@ -255,7 +255,7 @@ class FakeMode(TorchDispatchMode):
     def _run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
         """Runs an operator that touches no data."""
         op = operator.op
-        # New ones here came from Python (`torch.tensor`), so their values are real.
+        # New tensors here come from Python (`torch.tensor`), so their values are real.
         self.storages.offloaded = self.storages.counts = op is _FROM_PYTHON and self._counts_beside(list(args[0].shape))
         if self.host is not None:
             self.recorder.used = []
@@ -264,22 +264,22 @@ class FakeMode(TorchDispatchMode):
         result = op(*args, **kwargs) if view is None else view(*args, **kwargs)
         if result.__class__ is torch.Tensor and result.untyped_storage()._cdata in self.storages.live:
             self.recorder.calls("view")
-            return result  # a view, as most of them are
+            return result  # a view, the usual case
         self.recorder.enter(operator, result, NOTHING, known=True)
         return result
 
     def _counts_beside(self, shape: Any) -> bool:
-        """Whether one number is made on the CPU beside the device, as an optimizer does that counts its steps there."""
+        """Whether a scalar is made on the CPU beside a device, as an optimizer does for its step count."""
         return shape == [] and self.storages.beside_cpu and self.recorder.course.optimizing
 
     def _is_there(self, tensor: torch.Tensor, wanted: Mapping[str, Any]) -> bool:
-        """Whether `tensor` is on the device already, as it is wanted: ``x.to("cuda")`` copies nothing then."""
+        """Whether `tensor` already has the wanted device and dtype, so that ``x.to("cuda")`` copies nothing."""
         return wanted.get("dtype") in (None, tensor.dtype) and not (
             tensor.is_meta or self.storages.is_offloaded(tensor)
         )
 
     def _check_indices(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
-        """Refuses what the kernel would refuse: no fake kernel looks at values."""
+        """Raises an error for indices that the kernel would refuse, since fake kernels ignore values."""
         where = f" ({path})" if (path := self.recorder.path()) else ""
         if indices.is_floating_point():
             raise ConfigError(
@@ -316,7 +316,7 @@ class FakeMode(TorchDispatchMode):
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
     def _resize(self, tensor: torch.Tensor, shape: Any) -> torch.Tensor:
-        """Resizes `tensor` to fake contents: the caller's storage stays as it is."""
+        """Resizes `tensor` to fake contents: the caller's storage stays unchanged."""
         storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
         nbytes = (math.prod(shape) + offset) * tensor.itemsize
         grows = nbytes > storage.nbytes()
@@ -329,9 +329,9 @@ class FakeMode(TorchDispatchMode):
     def _compute(self, call: Call, effect: CallEffect) -> Any:
         operator = call.operator
         result = self._call_real(operator, call.args, call.kwargs)
-        if operator.leaves:  # what was in the memory before is different each time
+        if operator.leaves:  # uninitialised memory differs each time
             with _disable_current_modes():
-                result.untyped_storage().fill_(0)  # unlike `zero_`, no new version
+                result.untyped_storage().fill_(0)  # in contrast to `zero_`, leaves the version counter
         if operator.draws:
             self._settle(result, call)
         self.recorder.enter(operator, result, effect)
@@ -352,11 +352,11 @@ class FakeMode(TorchDispatchMode):
             settle(drawn, call.operator.op, call.args, self.draws)
 
     def _choose(self, call: Call, effect: CallEffect) -> Any:
-        """A choice: among activations of random ones, since the real ones are not computed."""
+        """Returns chosen indices; for activations, which are not computed, by random values."""
         operator, args, kwargs, tensors, *_ = call
         source, guess = tensors[0], CHOICE
         if source.is_floating_point():
-            # What draws from a distribution, `multinomial`, takes no negative probabilities.
+            # `multinomial` requires probabilities of at least 0.
             values = self.choices.numbers(source, positive=operator.draws)
         elif (whole := self.values.of(source)) is not None:
             values, guess = whole, self.storages.record(source).guess
@@ -377,7 +377,7 @@ class FakeMode(TorchDispatchMode):
         return operator.op(*exchanged(args, values), **exchanged(kwargs, values))
 
     def _from_values(self, call: Call) -> Any:
-        """The result of an operator whose shape depends on values: of known ones, or it cannot be simulated."""
+        """Returns the result of an operator whose shape depends on values; raises NeedsValues for unknown values."""
         operator, args, kwargs, tensors, records, _ = call
         op = operator.op
         deciding = [
@@ -420,6 +420,6 @@ class FakeMode(TorchDispatchMode):
         return self.works.returned(op, args, call)
 
     def _assume(self, operator: Operator, records: list[StorageRecord], *, reads: bool = False) -> None:
-        # A model must not decide on a number that stands for another.
+        # A model must not decide by a stand-in value.
         decides = bool(self.recorder.modules or self.searching)
         self.values.assume(operator, records, self.recorder.path(), decides=decides, reads=reads)

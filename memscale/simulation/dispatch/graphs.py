@@ -1,4 +1,4 @@
-"""The autograd graphs that a simulated step runs through, which go node by node and not by recursion."""
+"""The autograd graphs of a simulated step, released node by node instead of by recursion."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 
 class _Root:
-    """Goes with the node that has it: nodes have no weak references of their own."""
+    """An object that lives as long as its node, since nodes have no weak references."""
 
 
 class Graphs:
-    """Keeps the nodes that ran while their graph is there, and then lets them go in the order they ran in.
+    """Holds the nodes that ran while their graph exists, and then releases them in the order they ran in.
 
-    From torch 2.13 on a node that Python has seen takes the next one with it from inside its own destructor: a chain
-    of some ten thousand, of a recurrence over a long sequence, overflows the stack of the process.
+    Since torch 2.13 a node that Python has seen releases the next node inside its own destructor: a chain of ten
+    thousand nodes, of a recurrence over a long sequence, would overflow the stack.
     """
 
     def __init__(self) -> None:
-        # Of each backward: of the node that ran first, which has all others; and these.
+        # By backward: the root of the first node, which holds the others, and the nodes after it.
         self._ran: dict[int, tuple[weakref.ref[_Root], deque[Any]]] = {}
-        self.gone: list[weakref.ref[_Root]] = []  # the first nodes of graphs that the step has let go of
+        self.gone: list[weakref.ref[_Root]] = []  # the roots of graphs that the step has released
 
     def runs(self, node: Any, backward: int) -> None:
-        """`node` runs, another than the last one, in the backward of this number."""
+        """Notes that `node`, another than the last one, runs in backward number `backward`."""
         if (ran := self._ran.get(backward)) is not None:
             ran[1].append(node)
             return
@@ -32,7 +32,7 @@ class Graphs:
         self._ran[backward] = weakref.ref(root, self.gone.append), deque()
 
     def let_go(self) -> None:
-        """Lets go of the graphs that the step has let go of."""
+        """Releases the nodes of graphs that the step has released."""
         if not self.gone:
             return
         self.gone.clear()
@@ -41,7 +41,7 @@ class Graphs:
                 self._drop(backward)
 
     def end(self) -> None:
-        """Lets go of all: a step that failed has let go of none, and what hangs on them would be searched for."""
+        """Releases all nodes: a failed step released none, and left_behind would search all they hold."""
         for backward in [*self._ran]:
             self._drop(backward)
 

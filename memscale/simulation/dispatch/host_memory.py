@@ -1,4 +1,4 @@
-"""The memory of a CPU over a step: what is new to the process, what is still in the caches."""
+"""The memory of a CPU over a step: pages new to the process, and the contents of the caches."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from memscale.simulation.dispatch.trace_builder import StorageRecord
 from memscale.simulation.kernels.caches import Caches
 
-# Of what is allocated beside tensors that move. The rest is where something was freed since malloc last gave back what
-# was free: with `offload()` operators of three models found 0.25 to 0.4 of what they wrote to there, and copies 0.25 to
-# 0.5 of what they brought back. A heap followed chunk by chunk says 0.45 to 0.6: it has not aged as a process's has.
+# The share of an allocation besides moving tensors that malloc takes from the system after a trim. With `offload()`
+# operators of three models found 0.25 to 0.4 of their results in place, and copies 0.25 to 0.5. A heap followed chunk
+# by chunk gives 0.45 to 0.6: a fresh heap is less fragmented than a process's.
 _NEW_SHARE = 2 / 3
 
 
 class NewMemory:
-    """Counts what malloc gave back, and a step asks for again.
+    """Counts the bytes that malloc returned to the system and a step asks for again.
 
-    What a step frees, the next one finds, until a runtime has malloc give it back: at most all that it had at once.
+    A step reuses the bytes that the step before freed, until a runtime trims malloc: at most the peak at once.
 
     >>> memory = NewMemory()
     >>> memory.born(96)
@@ -54,13 +54,13 @@ class NewMemory:
 
 
 class CacheContents:
-    """Follows which storages were used last.
+    """Tracks which storages were used last, and so are in the caches.
 
     Args:
-        caches: of the device.
+        caches: the caches of the device.
 
-    A storage goes as other uses go through more and more bytes. A new one takes the place of one of its size that died,
-    as allocators do, the last one first.
+    A storage leaves a cache as further bytes pass through. A new storage takes the place of a dead one of its size, the
+    last one first, as allocators do.
 
     >>> contents = CacheContents(Caches((0, 1 << 20, 1 << 24), (0.0, 0.0, 1.0)))
     >>> weight, state = StorageRecord(1 << 20, -1), StorageRecord(1 << 24, -1)
@@ -72,16 +72,16 @@ class CacheContents:
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
         self._passed_bytes = 0
-        self._places: dict[int, list[int]] = {}  # size of storages that died -> when each was used last
+        self._places: dict[int, list[int]] = {}  # size of dead storages -> the time of each one's last use
 
     def missing_share(self, used: Sequence[tuple[StorageRecord, int]], made: Sequence[int] = ()) -> float:
-        """The share of an operator's bytes that is not there when it begins; it is when the operator is through.
+        """Returns the share of an operator's bytes that is in no cache when it begins.
 
-        Nothing is missing of what is there when the same call is made again and again: of large operands some is.
+        The kernel's measured time includes misses of large operands, since repeated calls miss those too.
 
         Args:
-            used: the storages of its arguments, and how much it uses of each.
-            made: the sizes of those that it is about to make.
+            used: the storages of the arguments, and the bytes used of each.
+            made: the sizes of the results.
         """
         operands = [
             *((record.used_at, nbytes) for record, nbytes in used),
@@ -104,5 +104,5 @@ class CacheContents:
             places.pop()
 
     def died(self, record: StorageRecord) -> None:
-        """Notes that `record` is gone."""
+        """Notes that `record` died."""
         self._places.setdefault(record.nbytes, []).append(record.used_at)

@@ -56,7 +56,7 @@ class InPlaceSums:
             return
         frame: Any = sys._getframe(1)
         within = frame.f_code.co_filename
-        while frame.f_code.co_filename == within:  # skip the dispatch mode's frames, up to the caller of the sum
+        while frame.f_code.co_filename == within:  # skip the dispatch mode's frames up to the caller of the sum
             frame = frame.f_back
         if (
             by_autocast := frame.f_code is _CALLED
@@ -102,7 +102,7 @@ class InPlaceSums:
         return Sum(born, operand, number)
 
     def mask_added_in_place(self, scores: torch.Tensor) -> None:
-        """Notes that the last sum was attention's, of `scores` and mask: no other sum goes into a safe softmax."""
+        """Notes that the last sum was attention's, of `scores` and mask: a safe softmax follows no other sum."""
         if self._sum is not None and self._sum.total == self._storages.number(scores):
             self._builder.sums.append(self._sum)
 

@@ -1,8 +1,8 @@
-"""Values that are too large to compute at every step, and are computed when somebody asks for them.
+"""Lazy values: values too large to compute at every step, computed when the step reads them.
 
-A model asks something of its positions or its mask (does a sequence begin twice? is nothing padded?) and goes on as the
-answer says. That is one number, of tensors as large as the batch. So an operator whose arguments are
-known leaves behind how to compute its result; the simulation does so where the step reads a number of it.
+A model may ask about its positions or its mask (does a sequence begin twice? is nothing padded?) and branch by the
+answer: one number, of tensors as large as the batch. So an operator with known arguments records how to compute its
+result; the simulation computes it where the step reads a number of it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from memscale.simulation.kernels.shapes import exchanged
 from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.registry import rule_of
 
-# What a computation may take for one tensor, and what may stay for the next question about it.
+# Limits: bytes of one computed tensor, of a value kept for the next read, and of a copied constant.
 _LARGEST_BYTES = 1 << 30
 _LARGEST_KEPT_BYTES = 1 << 24
 _LARGEST_COPY_BYTES = 1 << 20
 
 
 class TooLarge(Exception):
-    """The values take more memory than a simulation should."""
+    """The values take more than the allowed memory."""
 
 
 @dataclass(eq=False, slots=True)
 class LazyValue:
-    """The result of an operator, by what it is made of.
+    """The result of an operator, as the call that computes it.
 
     Attributes:
-        op, args, kwargs: the call, each tensor in it exchanged for a `_Seen`.
+        op, args, kwargs: the call, with each tensor replaced by a `_Seen`.
         layout: dtype, shape, strides and offset of the result over its storage.
         before: the whole storage before `op` wrote to its first argument; None for an operator that makes its result.
     """
@@ -48,7 +48,7 @@ class LazyValue:
     _value: torch.Tensor | None = field(default=None, repr=False)
 
     def value(self, seen: dict[LazyValue, torch.Tensor]) -> torch.Tensor:
-        """The result; `seen` has what this evaluation has computed already."""
+        """Returns the result; `seen` has the values that this evaluation has computed."""
         if self._value is not None:
             return self._value
         if self not in seen:
@@ -131,21 +131,21 @@ def overwritten(
 
 
 def value_of(tensor: torch.Tensor, contents: LazyValue) -> torch.Tensor:
-    """The values of `tensor`, whose storage has `contents`.
+    """Returns the values of `tensor`, whose storage has `contents`.
 
     Raises:
-        TooLarge: they would take too much memory, or what they are made of is gone.
+        TooLarge: the values would take too much memory, or an argument is gone.
     """
     return _Seen(contents, _layout(tensor)).value({})
 
 
 def _contents(storage: torch.UntypedStorage) -> torch.UntypedStorage | Callable[[], torch.UntypedStorage | None]:
-    """A copy of what may change, and no more than a weak reference to what is large: its death is to be noticed."""
+    """Returns a copy of small contents, and a weak reference to large ones, whose deaths the trace records."""
     return storage.clone() if storage.nbytes() <= _LARGEST_COPY_BYTES else weakref.ref(storage)
 
 
 def _shape_of(tensor: torch.Tensor) -> _Seen:
-    """A tensor of this shape and dtype which is one element, repeated."""
+    """Returns a tensor of the same shape and dtype that repeats one element."""
     return _Seen(torch.UntypedStorage(16), (tensor.dtype, tuple(tensor.shape), (0,) * tensor.dim(), 0))
 
 
@@ -174,7 +174,7 @@ def _filled(tree: Any, parts: dict[int, Any]) -> Any:
 
 
 def _run(op: OpOverload, args: Any, kwargs: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """``op(*args, **kwargs)``, computed once for all rows that are one row repeated (a batch of positions)."""
+    """Returns ``op(*args, **kwargs)``, computed once for all rows that repeat one row (a batch of positions)."""
     if torch.Tag.pointwise not in op.tags and not rule_of(op).repeats:
         _check(torch.int64, shape)
         compute: Callable[..., torch.Tensor] = rule_of(op).computed or op
@@ -207,7 +207,7 @@ _bounded = True
 
 @contextmanager
 def of_any_size() -> Iterator[None]:
-    """Computes values in the body whatever they take."""
+    """Lifts the size limits in the body."""
     global _bounded
     _bounded = False
     try:

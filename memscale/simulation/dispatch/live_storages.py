@@ -50,14 +50,14 @@ class LiveStorages:
         self._caches = None if caches is None else CacheContents(caches)
         self._memory = None if beside_cpu else NewMemory()
         self.offloaded = False  # whether new storages are on another memory tier
-        self.counts = False  # whether an operator is of single numbers: what a CPU takes for these is its call
+        self.counts = False  # whether an operator is of single numbers, whose time on a CPU is that of the call
         self._residents = residents
         self.given: frozenset[int] = frozenset()
         self._beside: set[int] = set()  # addresses of storages that `enter_offloaded` recorded
         self.live: dict[int, int] = {}  # address of the storage object -> number of its record
         self._sizes: dict[int, int] = {}  # address -> bytes, of storages that were resized
         self._deaths: dict[int, _Death] = {}
-        self._waits = 0  # the thread that collects, in which deaths wait
+        self._waits = 0  # the thread that collects garbage, whose deaths are deferred
         self._waiting: list[int] = []  # numbers of dead storages whose deaths are not recorded yet
         self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # (the caller's real tensor, its copy)
 
@@ -154,7 +154,7 @@ class LiveStorages:
         return self._streams.setdefault(self._current_stream(), len(self._streams))
 
     def gone(self, storage: torch.UntypedStorage) -> None:
-        """Records that nobody but the simulation holds `storage` any more."""
+        """Records the death of `storage`, which the simulation alone still holds."""
         self._end_of(storage._cdata)
 
     def _died(self, death: _Death) -> None:
@@ -173,11 +173,11 @@ class LiveStorages:
             self._count_out(number)
 
     def wait(self, waits: bool) -> None:
-        """Lets what dies in this thread from now on count as dead when it is settled, or at once again."""
+        """Defers deaths in this thread until `settle` is called, or ends the deferral."""
         self._waits = threading.get_ident() if waits else 0
 
     def settle(self) -> None:
-        """Counts what died meanwhile as dead."""
+        """Records the deferred deaths."""
         waiting, self._waiting = self._waiting, []
         for number in sorted(waiting):
             self._count_out(number)
@@ -211,20 +211,20 @@ class LiveStorages:
         return self._sizes.get(storage._cdata, storage.nbytes()) if self._sizes else storage.nbytes()
 
     def moved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        """Records that `tensor`, which grew, is over a new storage now, and `storage` free."""
+        """Records that `tensor`, which grew, has a new storage, and that `storage` is free."""
         old = self.builder.records[self.live[storage._cdata]]
         self.enter(tensor.untyped_storage(), tensor, len(self.builder.ops) - 1, old.category, old.path, False)
         self.gone(storage)
 
     def mark(self, tensor: torch.Tensor, category: str, path: str = "") -> None:
-        """Say what the storage under `tensor` is for."""
+        """Sets the category of the storage under `tensor`."""
         record = self.record(tensor)
         if record.category in ("", "other"):
             record.category = category
             record.path = path or record.path
 
     def is_offloaded(self, tensor: torch.Tensor) -> bool:
-        """Whether the storage under `tensor` lies on another memory tier."""
+        """Whether the storage under `tensor` is on another memory tier."""
         number = self.live.get(tensor.untyped_storage()._cdata)
         return number is not None and self.builder.records[number].offloaded
 
@@ -236,8 +236,8 @@ class LiveStorages:
                 yield weakref.ref(storage), record
 
     def end(self) -> None:
-        """Watches no more, and undoes what real computation did to the caller's tensors."""
-        self._deaths.clear()  # each calls back: a cycle, in which the caller's tensors would wait for a collection
+        """Stops watching, and undoes what real computation did to the caller's tensors."""
+        self._deaths.clear()  # weak references with callbacks form cycles, which would keep tensors
         with torch.no_grad():
             for tensor, before in self._untouched:
                 if not torch.equal(tensor, before):
@@ -253,7 +253,7 @@ class _Death(weakref.ref[torch.UntypedStorage]):
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is computed for real where its values are known."""
+    """Whether `tensor` is small enough to be computed for real where its values are known."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return tensor.numel() <= (_LARGEST_KNOWN_FLOATS if is_number else LARGEST_KNOWN)
 
@@ -264,5 +264,5 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _may_be_offloaded(record: StorageRecord) -> bool:
-    """Whether it is offloaded, or may be in both places: one number, as a count of steps is, or a constant of ours."""
+    """Whether the storage is offloaded, or may be on both devices: a scalar such as a step count, or a constant."""
     return record.offloaded or not record.shape or (record.op < 0 and record.category == "other")

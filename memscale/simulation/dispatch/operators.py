@@ -25,23 +25,23 @@ _FUNCTIONAL = frozenset({"_c10d_functional", "c10d_functional"})
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Operator:
-    """An operator on the device that is simulated.
+    """An operator on the simulated device.
 
     Attributes:
         op: the operator.
         name: ``"aten::mm"``.
-        kind: how it is treated.
-        rule: what is known of it beyond its schema.
+        kind: how the operator is simulated.
+        rule: the facts beyond its schema.
         loose: whether the layout of its results does not depend on the values of floats.
-        chooses: whether its integer results decide what a model does next.
-        draws: whether it moves a random generator.
-        leaves: whether the memory of its results is left as it was.
-        sends: whether it is a collective between processes, which the device has no work with.
-        composed: the key of what composes it of others, each of which is asked about; None if it is one kernel.
-        written: the arguments that it writes to.
-        order: that in which its kernel takes its results, where it is not that in which it returns them.
-        on_host: which of its results lie on the CPU beside the device.
-        effects: what is known of its calls, by their signature.
+        chooses: whether its integer results decide the model's next operations.
+        draws: whether it advances a random generator.
+        leaves: whether the memory of its results stays uninitialised.
+        sends: whether it is a collective between processes, without work on the device.
+        composed: the dispatch key of the kernel that composes it of other operators; None for a single kernel.
+        written: the arguments that the operator writes to.
+        order: the order in which its kernel allocates results, if it differs from the order of return.
+        on_host: the results that are on the CPU beside the device.
+        effects: the effects of its calls, by signature.
     """
 
     op: OpOverload
@@ -67,7 +67,7 @@ class Operator:
         kind = kind_of(op)
         reads_nothing = not any("Tensor" in str(value.type) for value in schema.returns) and rule.values != "reads"
         if reads_nothing and kind is Kind.MAKE and not schema.is_mutable:
-            kind = Kind.RUN  # sizes, devices, assertions: about tensors, not about their values
+            kind = Kind.RUN  # asks about tensors (sizes, devices, assertions), and reads no values
         return cls(
             op=op,
             name=op.name(),
@@ -87,7 +87,7 @@ class Operator:
 
 
 def composition(op: OpOverload, *before: DispatchKey) -> DispatchKey:
-    """The key of the kernel that composes `op` of others; that of the first of `before` that has one, if any has."""
+    """Returns the key of the kernel that composes `op` of others, the first in `before`; None if it has none."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     keys = *before, DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional
     return next(key for key in keys if has_kernel(op.name(), key.name))

@@ -1,4 +1,4 @@
-"""`StepRecorder`: notes what each operator did to memory and to the clock, as it runs."""
+"""`StepRecorder`: records what each operator does to memory and to the clock, while the step runs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class StepRecorder:
     """A recorder of operators, and of the storages that they make, in a `TraceBuilder`.
 
     Args:
-        storages: those that live.
-        clock: which each operator moves on.
-        host: times what happens between the operators; None if nobody asks.
+        storages: the live storages.
+        clock: the clock that each operator advances.
+        host: times the host's work between operators; None times nothing.
 
     Attributes:
         modules: the paths of the modules that are running, innermost last.
-        course: how far the step has come.
-        settled: whether the next step goes the way of this one, as far as regions have said.
-        used: what the operator that is being answered reads, and how many bytes of each, where `host` is there.
-        graphs: of the backwards that ran.
-        made_as: the numbers that autograd nodes were made with, where they have others now.
+        course: the progress of the step.
+        settled: whether the next step runs like this one, as far as the regions know.
+        used: the storages that the current operator reads, with the bytes of each; recorded with `host` only.
+        graphs: the graphs of the backwards that ran.
+        made_as: the original numbers of autograd nodes that were renumbered.
         first_of_node: the index of the first operator of the autograd node whose backward runs, or ran last.
-        collections: those of Python's garbage.
-        traces: whether a compiler looks at what a module would do, which takes no time of the step's.
+        collections: the garbage collections of the step.
+        traces: whether a compiler is tracing a module, which takes no time of the step.
     """
 
     def __init__(self, storages: LiveStorages, clock: Clock, host: HostTime | None) -> None:
@@ -52,21 +52,21 @@ class StepRecorder:
         self._builder = storages.builder
         self._clock = clock
         self._host = host
-        # Of a library in a thread, each of which has a handle: the caller's, and autograd's for the device.
+        # Library handles are per thread: the caller's, and autograd's for the device.
         self._workspaces: set[tuple[str, bool]] = set()
         self.collections = StepCollections(storages.wait, storages.settle)
-        # The first autograd node, by its sequence number, of each run of nodes that one module made, and its path.
+        # The first autograd node, by sequence number, of each run of nodes of one module, and the module's path.
         self._first_nodes: list[int] = []
         self._node_paths: list[str] = []
-        self._next_node = torch._C._autograd._get_sequence_nr()  # the first that no module has made yet
+        self._next_node = torch._C._autograd._get_sequence_nr()  # the first node without a module
         self.made_as: dict[int, int] = {}
-        self._node: int | None = None  # whose backward runs, or ran last, by its sequence number
+        self._node: int | None = None  # the sequence number of the node whose backward runs or ran last
         self.graphs = Graphs()
         self.first_of_node = 0
         self.traces = False
 
     def calls(self, kind: str) -> None:
-        """Records a call of the host, of a kind of `HostSeconds`."""
+        """Adds a call of the host, of a kind of `HostSeconds`."""
         if not self.traces:
             self._clock.calls(getattr(self._clock.host, kind))
 
@@ -93,10 +93,10 @@ class StepRecorder:
         way: Direction | None = None,
         is_new: bool = False,
     ) -> Any:
-        """Records the operator, its scratch memory and the storages of its results that are new.
+        """Records the operator, its scratch memory and its new storages.
 
-        A copy between the device and memory of the CPU beside it goes a `way` over the link. Of a result that `is_new`
-        it is known that it is one tensor over a storage of its own.
+        `way` is the direction of a copy between the device and host memory. `is_new` means: the result is one tensor
+        over a storage of its own.
         """
         if self.graphs.gone:
             self.graphs.let_go()
@@ -106,8 +106,9 @@ class StepRecorder:
         number = -1 if running is None else running._sequence_nr()
         modules = self.modules
         path = modules[-1] if modules else "" if running is None else self._path_of(number)
-        # What sees a node first made it, whether it is recorded or not (views, recomputes, an autograd.Function), and
-        # those before that no operator saw; one that makes no node sees that of an operator before it.
+        # The first operator that sees a node has made it, whether recorded or not (views, recomputes, an
+        # autograd.Function), together with earlier unseen nodes; an operator without a node sees the node of an
+        # operator before it.
         following = torch._C._autograd._get_sequence_nr()
         if following > self._next_node:
             if not self._node_paths or self._node_paths[-1] != path:
@@ -129,22 +130,22 @@ class StepRecorder:
         seconds: float | None
         if way is not None and knows_copies(clock.hardware):
             seconds = clock.across(way, work.nbytes // 2)
-        elif storages.offloaded and not storages.counts:  # the CPU beside a card computes, from tensors of its own
+        elif storages.offloaded and not storages.counts:  # the CPU beside a card computes, from host tensors
             seconds = host_seconds(work.nbytes, clock.hardware)
             clock.host_operator(seconds)
         else:
             seconds = None if effect.seconds is None else effect.seconds.cached
-            if self._host is not None:  # by the rates of a device it does not matter where operands are
+            if self._host is not None:  # with the rates of a device, the place of operands has no influence
                 share = storages.missing_share(self.used, [storage.nbytes() for storage, _ in new])
                 seconds = None if effect.seconds is None else effect.seconds.at(share)
-            if seconds and not storages.beside_cpu:  # what nothing is written to here is not touched, nor given yet
+            if seconds and not storages.beside_cpu:  # unwritten memory stays untouched, and takes no pages
                 new_bytes = sum(storages.new_bytes(storage.nbytes()) for storage, _ in new)
                 seconds += new_memory_seconds(new_bytes, clock.hardware)
             by_autograd = in_backward and not (records or modules)
             kind = "backward" if by_autograd else "operator" if records else "plain"
             seconds = self._called(operator, seconds, kind, effect.listed)
             clock.operator(seconds)
-        # Half the time of calling the class, which is a fiftieth of a simulation.
+        # tuple.__new__ takes half the time of calling the class, which is a fiftieth of a simulation.
         call = (operator.name, path, phase, work.flops, work.nbytes, work.dtype, seconds)
         builder.ops.append(tuple.__new__(OpCall, call))
         if at % EVERY == 0:
@@ -152,13 +153,13 @@ class StepRecorder:
         if program == PLAIN and not effect.workspaces:
             self._take(operator, result, new, at, path, known)
             return result
-        # The states of dropout are there before the kernel, once for the card; a handle is a thread's, and it and its
-        # workspaces are asked for when there is room for the result.
+        # Dropout states are allocated before the kernel, once per card; a handle is per thread, and it and its
+        # workspaces are allocated after the result.
         workspaces = effect.workspaces
         is_shared = bool(workspaces) and DROPOUT_STATES in workspaces
         if is_shared:
             self._leave(workspaces, at, in_backward=False)
-        scratch: list[int] = []  # what the kernel holds beside its results
+        scratch: list[int] = []  # the kernel's storages besides its results
         for nbytes in program:
             if isinstance(nbytes, Result):
                 part = result[nbytes.place]
@@ -189,7 +190,7 @@ class StepRecorder:
         ]
 
     def _called(self, operator: Operator, seconds: float | None, kind: str, listed: int) -> float | None:
-        """The seconds of an operator with those of the host before it, where it is the host that computes."""
+        """Returns the seconds of an operator, with the host's before it where the host computes."""
         if self._host is not None:
             between = self._host.taken(operator.name)
             return None if seconds is None else between + seconds
@@ -203,7 +204,7 @@ class StepRecorder:
         return seconds + clock.between() if clock.is_host else seconds
 
     def _leave(self, workspaces: Mapping[str, int], at: int, *, in_backward: bool) -> None:
-        """Records those of operator `at` that were not there in this thread."""
+        """Records the workspaces of operator `at` that are new in this thread."""
         for library, nbytes in workspaces.items():
             if (library, in_backward) not in self._workspaces:
                 self._workspaces.add((library, in_backward))

@@ -1,4 +1,4 @@
-"""`TraceBuilder`: the trace of a step while it runs, of which `trace` is what remains."""
+"""`TraceBuilder`: collects the trace of a step while the step runs."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class StorageRecord:
 class Course:
     """The progress of a step, which decides the phase of an operator outside of any module.
 
-    Between a backward and the optimizer, and after the optimizer, that is the update: clipping, unscaling, an average
-    of the weights. Where autograd records, it may also be what an accumulating loop does to its next batch, or a
-    forward without modules; and before another backward, a loss that computes its gradients piece by piece in forward.
-    Then what follows decides.
+    Operators between a backward and the optimizer, and after the optimizer, are the update: clipping, unscaling, weight
+    averages. While autograd records, they may also prepare the next batch of an accumulating loop, or be a forward
+    without modules; before another backward, they may be a loss that computes gradients piece by piece in forward. The
+    operators that follow decide.
 
     >>> course, ops = Course(), []
     >>> for in_backward in (True, False, True, False):
@@ -64,11 +64,11 @@ class Course:
     """
 
     optimizing: bool = False
-    _after: bool = False  # a backward or an optimizer, and no module since
-    _undecided: list[tuple[int, bool]] = field(default_factory=list)  # with whether autograd records
+    _after: bool = False  # whether a backward or an optimizer ran, and no module since
+    _undecided: list[tuple[int, bool]] = field(default_factory=list)  # (operator, whether autograd records)
 
     def phase(self, ops: list[OpCall], *, in_backward: bool, in_module: bool, records: bool) -> Phase:
-        """The phase of the operator that is about to be added to `ops`; it is that of those that waited, too."""
+        """Returns the phase of the next operator of `ops`, and sets the phase of undecided operators."""
         if self.optimizing:
             self._after = True
             self._undecided.clear()
@@ -88,12 +88,12 @@ class Course:
 
 @dataclass(slots=True)
 class Sum:
-    """An addition that autograd may do in place: `total` reuses `first` if that one dies at once."""
+    """An addition that autograd may do in place: `total` reuses `first` if `first` dies at once."""
 
     event: int
     first: int
     total: int
-    always: bool = False  # whenever that one dies: a temporary of C++ ends with its statement
+    always: bool = False  # whenever `first` dies: a temporary of C++ ends with its statement
 
 
 @dataclass
@@ -107,13 +107,13 @@ class TraceBuilder:
     sums: list[Sum] = field(default_factory=list)
     #: (index of the first event, index of the first operator) of each step.
     steps: list[tuple[int, int]] = field(default_factory=list)
-    #: The indices of the events before which the device was given back what was only cached.
+    #: The indices of the events before which the allocator's cached memory was returned to the device.
     trims: list[int] = field(default_factory=list)
-    #: Those before which that was so if its allocator had taken more since the last of them.
+    #: The same, on condition that the allocator's memory had grown since the last return.
     trims_if_grown: list[int] = field(default_factory=list)
 
     def birth(self, record: StorageRecord) -> int:
-        """Notes that this storage is allocated now, and returns its number."""
+        """Notes that a storage is allocated, and returns its number."""
         self.records.append(record)
         number = len(self.records) - 1
         self.events.append(number + 1)
@@ -121,7 +121,7 @@ class TraceBuilder:
         return number
 
     def death(self, number: int) -> None:
-        """Notes that storage `number` is freed now."""
+        """Notes that storage `number` is freed."""
         self.events.append(-number - 1)
         self.event_ops.append(len(self.ops) - 1)
 
@@ -130,7 +130,7 @@ class TraceBuilder:
         self.steps.append((len(self.events), len(self.ops)))
 
     def repeats(self) -> bool:
-        """Whether another step would find what this one found: it leaves what it freed of those before.
+        """Whether another step would repeat this one: it frees what it allocates.
 
         >>> builder = TraceBuilder()
         >>> for nbytes in (8, 16, 16):
@@ -143,7 +143,7 @@ class TraceBuilder:
         True
         """
         step = self.events[self.steps[-1][0] :]
-        # What was there before is entered when it is first seen, constants of ours in the second step.
+        # Storages from before the step are entered at first use, constants in the second step.
         born = {event - 1 for event in step if event > 0 and self.records[event - 1].op >= 0}
         died = {-event - 1 for event in step if event < 0}
         left, former = (
@@ -153,13 +153,13 @@ class TraceBuilder:
         return left == former
 
     def trim(self, *, if_grown: bool = False) -> None:
-        """Notes that the device is given back now what its allocator only caches."""
+        """Notes that the allocator's cached memory is returned to the device."""
         (self.trims_if_grown if if_grown else self.trims).append(len(self.events))
 
     def trace(
         self, hardware: Hardware, times: Times, by_tier: Mapping[str, int], notes: tuple[str, ...], reads_random: bool
     ) -> Trace:
-        """Returns what was recorded, after `add_in_place`; arguments as of `Trace`."""
+        """Returns the trace, after `add_in_place`; the arguments are those of `Trace`."""
         storages = [
             (each.nbytes, each.op, category, each.shape, each.dtype, each.path, each.offloaded, each.stream)
             for each, category in zip(self.records, self._categories(), strict=True)
@@ -180,10 +180,12 @@ class TraceBuilder:
         )
 
     def _categories(self) -> Iterator[str]:
-        """The category of each storage; of one without, whether backward waited for it, or whether it came and went."""
+        """Returns the category of each storage; unmarked storages are activations if backward waited for them, else
+        temporaries.
+        """
         in_forward, in_backward = (
             [op.phase is phase for op in self.ops] + [False] for phase in (Phase.FORWARD, Phase.BACKWARD)
-        )  # the last one is that of what no operator made, number -1
+        )  # the last one is that of number -1: no operator
         backwards = (at for at, number in enumerate(self.event_ops) if in_backward[number])
         died = {-event - 1: at for at, event in enumerate(self.events) if event < 0}
         born = {event - 1: at for at, event in enumerate(self.events) if event > 0}
@@ -199,13 +201,14 @@ class TraceBuilder:
             yield "activation" if in_forward[record.op] and lives_on else "temporary"
 
     def add_in_place(self) -> None:
-        """Lets the additions of gradients happen in place where autograd would have done that.
+        """Makes additions of gradients happen in place where autograd would do so.
 
         A dispatch mode makes PyTorch add gradients out of place (`isTensorSubclassLike` is true under any mode).
-        Without one it adds into the first operand if nobody else holds it, which shows here by its dying right after.
+        Without a mode PyTorch adds into the first operand if it has no other holder; such an operand dies right after
+        the addition.
         """
         deaths = {-event - 1: at for at, event in enumerate(self.events) if event < 0}
-        names: dict[int, int] = {}  # of storages that a sum was made in
+        names: dict[int, int] = {}  # by storage that a sum was made in
         for total in sorted(self.sums, key=lambda total: total.event):
             first = names.get(total.first, total.first)
             if total.always:
@@ -213,7 +216,7 @@ class TraceBuilder:
                 self._merge(total, first, self.events.index(-first - 1, total.event), deaths)
                 continue
             after, op = total.event + 1, self.event_ops[total.event]
-            # The operator's own scratch comes and goes between its result and the end of what it was made of.
+            # Scratch memory is allocated and freed between the operator's result and the death of its operands.
             while after < len(self.events) and (self.events[after] < 0 or self.event_ops[after] == op):
                 if self.events[after] == -first - 1:
                     names[total.total] = first
@@ -238,8 +241,8 @@ class TraceBuilder:
         self._order_deaths({*self.trims, *self.trims_if_grown, *(event for event, _ in self.steps)})
 
     def _order_deaths(self, marks: set[int]) -> None:
-        # What dies between two operators dies at once. Some of it does in an order of addresses, which no other
-        # process has: what autocast narrowed, as its cache is cleared.
+        # Deaths between two operators count as simultaneous. Some are in an order of addresses, which differs between
+        # processes, such as when autocast clears its cache.
         at = 0
         while at < len(self.events):
             end = at + 1
@@ -255,7 +258,7 @@ class TraceBuilder:
 
     def _merge(self, total: Sum, operand: int, death: int, deaths: dict[int, int]) -> None:
         self.events[total.event] = 0
-        # The sum lives on in the operand's storage, so what dies later under its number is that storage.
+        # The sum lives on in the operand's storage, so a later death under its number is that storage's.
         merged = self.records[total.total]
         if merged.category and not self.records[operand].category:
             self.records[operand].category, self.records[operand].path = merged.category, merged.path

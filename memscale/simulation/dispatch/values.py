@@ -36,7 +36,7 @@ _VALID = "validates arguments of torch.distributions: valid ones were assumed"
 
 
 class NeedsValues(MemscaleError):
-    """The step reads values that a simulation does not compute; `path` names the module that does."""
+    """The step reads values that a simulation does not compute; `path` names the module."""
 
     def __init__(self, reason: str, path: str) -> None:
         super().__init__(f"{reason}{f' (in {path})' if path else ''}")
@@ -74,14 +74,14 @@ class Values:
             return None
 
     def trust(self, result: Any, guess: str) -> None:
-        """Notes that the values of what an operator returned are there: computed, or stand-ins by `guess`."""
+        """Notes that the results' values are known: computed, or stand-ins by `guess`."""
         for tensor in results_of(result):
             if not tensor.is_meta:
                 record = self._storages.record(tensor)
                 record.known, record.guess = True, guess
 
     def follow(self, call: Call, result: Any) -> bool:
-        """Notes how to compute `result`, if its values follow from known ones."""
+        """Records how to compute `result`, if its values follow from known ones; returns whether they do."""
         operator, args, kwargs, tensors, records, _ = call
         if not _follows(call, result):
             return False
@@ -93,41 +93,41 @@ class Values:
         return True
 
     def overwrite(self, call: Call, written: list[torch.Tensor]) -> None:
-        """Notes that `written` were written to by values that are not computed now."""
+        """Notes that `written` now have values that are not computed."""
         operator, args, kwargs, tensors, records, _ = call
         later = None
         if len(written) == 1 and written[0] is args[0] and _follows(call, args[0]):
             later = overwritten(operator.op, args, kwargs, tensors, [record.later for record in records])
         for tensor in written:
             record = self._storages.record(tensor)
-            # One number keeps its value, as a stand-in: a loss scaler's flag for overflow stays down.
+            # A scalar keeps its value, as a stand-in: a loss scaler's flag for overflow stays down.
             record.guess = SCALAR if later is None else guess_of(records)
             record.known, record.later = record.known and later is None and stands_in(tensor), later
 
     def forget(self, written: list[torch.Tensor]) -> None:
-        """Notes that `written` were written to by another process."""
+        """Notes that another process has written to `written`."""
         for tensor in written:
             record = self._storages.record(tensor)
             record.known, record.later, record.guess = record.known and stands_in(tensor), None, SCALAR
 
     def begin_step(self) -> None:
-        """Another step begins, which may read as often as the one before."""
+        """Begins another step, which may read as often as the one before."""
         self._sites.clear()
 
     def assume(
         self, operator: Operator, records: list[StorageRecord], path: str, *, decides: bool, reads: bool
     ) -> None:
-        """Notes that a value is read which is a stand-in.
+        """Notes that a stand-in value is read.
 
         Args:
-            operator: that reads it.
-            records: of what it reads.
-            path: of the module that runs.
-            decides: whether this is a place where a stand-in must not decide what a model does.
-            reads: whether the model is given the number, and not a tensor of a size that it says.
+            operator: the reading operator.
+            records: the storages that it reads.
+            path: the path of the running module.
+            decides: whether a stand-in must not decide the model's course here.
+            reads: whether the model receives the number itself, rather than a tensor whose size depends on it.
 
         Raises:
-            NeedsValues: it would.
+            NeedsValues: a stand-in would decide the model's course.
         """
         guess = guess_of(records)
         if not guess or guess == GIVEN:
@@ -135,7 +135,7 @@ class Values:
         assumed = _ASSUMED[guess]
         if guess == DRAW and reads:
             self.goes_by_draws = True
-            if self._alike and self._reads_often():  # until it draws another number, which never comes
+            if self._alike and self._reads_often():  # a loop that waits for another random number
                 raise NeedsValues(f"{operator.op} keeps reading a random number", path)
         if guess == SCALAR:
             if _validates():
@@ -145,7 +145,7 @@ class Values:
         self.assumptions[f"{operator.name} in {path or 'the step'} {assumed}"] = None
 
     def _reads_often(self) -> bool:
-        """Whether one line of the step keeps reading stand-ins: a loop that waits for a value would never end."""
+        """Whether one line keeps reading stand-ins: a loop that waits for a value would be endless."""
         frame: FrameType = sys._getframe(1)
         for inside in (_HERE, _TORCH):
             while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
@@ -156,7 +156,7 @@ class Values:
 
 
 def _validates() -> bool:
-    """Whether a distribution of PyTorch checks its arguments, by its own code."""
+    """Whether a distribution of PyTorch is checking its arguments."""
     frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
@@ -169,7 +169,7 @@ def _follows(call: Call, result: Any) -> bool:
     if operator.rule.values == "constant" or not isinstance(result, torch.Tensor) or operator.draws or operator.leaves:
         return operator.rule.values == "constant" and isinstance(result, torch.Tensor)
     for tensor, record in zip(call.tensors, call.records, strict=True):
-        # Large floats of before the step are a batch's, of which one on meta says nothing.
+        # Large floats from before the step are a batch's; a batch on meta has no values.
         if record.later is None and not (
             record.known and (record.op >= 0 or is_small(tensor) or not tensor.is_floating_point())
         ):
@@ -184,33 +184,33 @@ def guess_of(records: list[StorageRecord]) -> str:
 
 
 def stands_in(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is one number, for which a value can stand in."""
+    """Whether `tensor` is a scalar, for which a value can stand in."""
     return tensor.numel() == 1 and (tensor.dtype == torch.bool or tensor.is_floating_point())
 
 
 def with_numbers(operator: Operator, result: Any) -> Any:
-    """`result` with real tensors for single numbers: 1.0, and for flags what finite numbers would give."""
+    """Returns `result` with real tensors for scalars: 1.0, and for flags the value for finite numbers."""
     if isinstance(result, (list, tuple)):
         return type(result)([with_numbers(operator, part) for part in result])
     if not isinstance(result, torch.Tensor) or not stands_in(result):
         return result
     storage = torch.empty(result.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
     number = FakeStorages.tensor(storage, result.dtype, result.shape, result.stride(), int(result.storage_offset()))
-    # `isnan(x).any()` and `isfinite(x).all()` are what flags are made of.
+    # Flags come from `isnan(x).any()` and `isfinite(x).all()`.
     return number.fill_(operator.op._opname != "any")
 
 
 def integers_of(real: Any, fake: Any) -> Any:
-    """`fake`, with the real tensors in place of its integer ones."""
+    """Returns `fake` with the real tensors in place of its integer tensors."""
     if isinstance(fake, torch.Tensor):
         return fake if fake.is_floating_point() else real
     return type(fake)([integers_of(*pair) for pair in zip(real, fake, strict=True)])
 
 
 class Choices:
-    """A source of them, which regions put back for a recompute as they do random generators: it has to choose alike.
+    """A source of chosen indices, which regions restore for a recompute like a random generator.
 
-    Not a generator of the step's, which its own regions would then seem to draw from, and keep the state of.
+    The source is separate from the step's generators: otherwise regions would save a generator's state on its account.
 
     >>> choices = Choices()
     >>> state, source = choices.get_state(), torch.empty(3)
@@ -229,11 +229,11 @@ class Choices:
         return self._taken
 
     def set_state(self, state: int) -> None:
-        """Lets what comes next be what came then."""
+        """Restores the state, so that the next draws repeat the draws after `get_state`."""
         self._taken = state
 
     def numbers(self, source: torch.Tensor, *, positive: bool = False) -> torch.Tensor:
-        """Numbers of the shape and the dtype of `source`: normal ones, or such as lie between 0 and 1."""
+        """Returns random values of the shape and dtype of `source`: normal, or between 0 and 1 with `positive`."""
         self._generator.manual_seed(self._taken)
         self._taken += 1
         numbers = torch.empty(source.shape, dtype=source.dtype, device="cpu")

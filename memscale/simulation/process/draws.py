@@ -21,7 +21,7 @@ from memscale.core import internals, simulated
 from memscale.simulation.process.process_state import patched
 
 _SEED = 0  # arbitrary
-_TORCHS = torch.default_generator  # the process's generator, under whatever name the step knows it
+_TORCHS = torch.default_generator  # the process's generator, under any name
 _MOST_NUMBERS = 256  # the most elements of a drawn decision, such as one for each layer; a mask has more
 
 
@@ -59,7 +59,7 @@ def _bounds(drawn: torch.Tensor, schema: Any, args: Sequence[Any]) -> tuple[floa
     return None
 
 
-_PYTHON: Any = random.uniform.__self__  # type: ignore[attr-defined]  # whose other numbers are made of its `random()`
+_PYTHON: Any = random.uniform.__self__  # type: ignore[attr-defined]  # its methods call `random()`
 _NUMPY = ("rand", "random", "random_sample", "uniform")
 _MOST_CALLS = 100_000
 PYTHON_DRAWN = (
@@ -137,7 +137,7 @@ class StepRandomness:
                 for name, value in list(vars(owner).items()):
                     if getattr(value, "__self__", None) is own:
                         stack.enter_context(patched(owner, name, getattr(mine, value.__name__)))
-            for name in ("random", "getrandbits"):  # the other methods call these two, also where imported before
+            for name in ("random", "getrandbits"):  # the other methods call these two, also where imported earlier
                 stack.enter_context(patched(_PYTHON, name, getattr(self.python, name)))
             functions: dict[str, Callable[..., Any]] = {
                 "manual_seed": lambda seed: self.torch.manual_seed(int(seed)),
@@ -154,7 +154,7 @@ class StepRandomness:
 
     def _counted(self) -> torch.Tensor:
         state = self.torch.get_state()
-        found = torch.zeros(state.shape, dtype=state.dtype)  # an operator, so the mode sees it; `get_state` is none
+        found = torch.zeros(state.shape, dtype=state.dtype)  # an operator, which the mode sees
         with internals.disable_current_modes():
             return found.copy_(state)
 
@@ -184,7 +184,7 @@ def _drawn(op: OpOverload, at: int, own: torch.Generator, /, *args: Any, **kwarg
     by_place = 0 <= at < len(args)
     given = args[at] if by_place else kwargs.get("generator")
     if given is not None and given is not _TORCHS:
-        return op(*args, **kwargs)  # a generator of the user's
+        return op(*args, **kwargs)  # a generator of the user
     if by_place:
         return op(*args[:at], own, *args[at + 1 :], **kwargs)
     return op(*args, **{**kwargs, "generator": own})

@@ -1,4 +1,4 @@
-"""Fake tensors: ordinary CPU tensors whose bytes are address space that nobody touches.
+"""Fake tensors: ordinary CPU tensors over untouched address space.
 
 A simulated step must take the path that the real one takes. Under PyTorch's `FakeTensor` it does not: libraries ask
 `isinstance(x, FakeTensor)` and choose another attention mask, `type(p)` is not `Parameter` for an optimizer's foreach
@@ -17,7 +17,7 @@ import torch
 from memscale.core import RuntimeUnavailable
 
 _SMALLEST_MAPPING = 1 << 40
-# Linux refuses a private mapping larger than memory unless asked not to reserve any; other systems are lazy anyway.
+# Linux refuses a private mapping larger than memory without MAP_NORESERVE; other systems are lazy by default.
 _NO_RESERVE = 0x4000 if hasattr(mmap, "MAP_NORESERVE") or hasattr(mmap, "MAP_POPULATE") else 0
 
 
@@ -35,13 +35,13 @@ class FakeStorages:
         self._mapped_bytes = 0
 
     def storage(self, nbytes: int) -> torch.UntypedStorage:
-        """A new storage of `nbytes` bytes that takes no memory."""
+        """Returns a new storage of `nbytes` bytes that takes no memory."""
         if nbytes == 0:
             return torch.UntypedStorage(0)
         return torch.frombuffer(self._room_for(nbytes), dtype=torch.uint8, count=nbytes).untyped_storage()
 
     def alone(self, nbytes: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-        """A tensor at the beginning of a new storage of `nbytes` bytes, in half the time of making one after the other.
+        """Returns a tensor over a new storage of its own, in half the time of `storage` and `tensor`.
 
         >>> FakeStorages().alone(24, torch.float32, (3, 2), (1, 3)).stride()
         (1, 3)
@@ -65,11 +65,11 @@ class FakeStorages:
         stride: Sequence[int],
         offset: int = 0,
     ) -> torch.Tensor:
-        """A tensor over `storage`; `offset` and `stride` count elements."""
+        """Returns a tensor over `storage`; `offset` and `stride` count elements."""
         return torch.empty(0, dtype=dtype).set_(storage, offset, tuple(shape), tuple(stride))
 
     def like(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
-        """A fake tensor with the layout and dtype of `tensor`, over `storage` or one of its own."""
+        """Returns a fake tensor with the layout and dtype of `tensor`, over `storage` or a storage of its own."""
         storage = storage or self.storage(tensor.untyped_storage().nbytes())
         return self.tensor(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 

@@ -10,20 +10,20 @@ from itertools import chain, islice
 from memscale.core import is_alone, one_at_a_time
 
 _YOUNG = 100_000  # objects: about as many as a large step makes
-EVERY = 500  # operators, so that a cycle of the step's, and the tensors in it, goes soon, as in reality
+EVERY = 500  # operators between collections, so that a cycle of the step, and its tensors, die soon, as in reality
 
 
 class StepCollections:
-    """Collections while a step is simulated, by how far it has come.
+    """Runs garbage collections at fixed points of a simulated step.
 
-    Python's own come by how many objects there are, with those of whatever the process did before: a step whose tensors
-    are in cycles would let go of them at other moments, and hold other bytes, each time. Where Python's are turned off,
-    so are these. The collector is all threads': where another one runs Python's own go on, and what they find of the
-    step's counts as gone when these come.
+    Python collects by the number of all objects, including those of the process before: a step with tensors in cycles
+    would free them at other moments, and hold other bytes, in each run. If Python's collector is off, these collections
+    are off too. All threads share the collector: with another thread, Python's own collections continue, and deaths
+    that they find count at the next collection here.
 
     Args:
-        wait: called with whether deaths are found now by a collection that is none of these.
-        settle: called when what was found so counts.
+        wait: called with True while another collection runs and finds deaths, and with False afterwards.
+        settle: called when the deaths found so far count.
     """
 
     def __init__(self, wait: Callable[[bool], object], settle: Callable[[], object]) -> None:
@@ -33,13 +33,13 @@ class StepCollections:
         self._collects = False
         if self._on:
             if is_alone():
-                gc.disable()  # whoever simulates turns it on again: see `process_kept`
+                gc.disable()  # `process_kept` enables the collector again
             else:
                 gc.callbacks.append(self._noticed)
-            gc.collect(1)  # what is young now is none of the step's
+            gc.collect(1)  # excludes young objects from before the step
 
     def collect(self) -> None:
-        """The step has run `EVERY` more operators."""
+        """Collects, after each `EVERY` operators."""
         if self._on:
             self._collects = True
             gc.collect(1)
@@ -47,7 +47,7 @@ class StepCollections:
             self._settle()
 
     def end(self) -> None:
-        """There is no step any more."""
+        """Ends the collections."""
         if self._noticed in gc.callbacks:
             gc.callbacks.remove(self._noticed)
 
@@ -57,8 +57,8 @@ class StepCollections:
 
 
 class _Known:
-    before: frozenset[int] | None = None  # the objects that were there and not frozen, by id
-    new: frozenset[int] = frozenset()  # those that were not
+    before: frozenset[int] | None = None  # the ids of unfrozen objects from before
+    new: frozenset[int] = frozenset()  # the ids of newer objects
 
 
 @contextmanager
@@ -74,9 +74,10 @@ def _objects_known() -> Iterator[None]:
 
 
 def _all_ids() -> frozenset[int]:
-    """The objects that Python follows, by id.
+    """Returns the ids of the objects that Python's collector tracks.
 
-    One call of C's, in which no other thread runs: Python can't finish a tuple of a generator's that someone else has.
+    A single C call, so that no other thread runs meanwhile: a generator could not extend a tuple that another thread
+    holds.
     """
     return frozenset(map(id, chain.from_iterable(islice(iter(gc.get_objects, None), 1))))
 
@@ -87,7 +88,7 @@ def _freezes() -> bool:
 
 @contextmanager
 def all_objects_seen() -> Iterator[None]:
-    """Have Python tell in the body who refers to an object, whoever froze that, and `is_from_before` who was there."""
+    """Makes `gc.get_referrers` see frozen objects in the body, and `is_from_before` know the older objects."""
     before = _Known.before
     _Known.new = frozenset() if before is None else _all_ids() - before
     frozen = gc.get_freeze_count() > 0 and is_alone()
@@ -102,17 +103,17 @@ def all_objects_seen() -> Iterator[None]:
 
 
 def is_from_before(thing: object) -> bool:
-    """Whether `thing` was there before `few_collections`, so far as Python follows it for garbage."""
+    """Whether `thing` is older than `few_collections`, for objects that the collector tracks."""
     return id(thing) not in _Known.new
 
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Lets collections in the body be rare, and go through nothing that was there before; one thread at a time.
+    """Makes collections rare in the body and freezes older objects; one thread at a time.
 
-    A simulation makes a hundred thousand objects, half of which stay or are in cycles, at each quarter more of which
-    Python goes through all there are: half a million of PyTorch and the model, which took a tenth of a simulation.
-    Where another thread runs, the collector stays as it is.
+    A simulation makes a hundred thousand objects, half of which stay or are in cycles. At each quarter more, Python
+    would go through all objects, half a million of PyTorch's and the model's: a tenth of a simulation's time.
+    Where another thread runs, the collector stays unchanged.
 
     >>> before = gc.get_threshold()
     >>> with few_collections():
@@ -125,7 +126,7 @@ def few_collections() -> Iterator[None]:
             yield
             return
         gc.set_threshold(_YOUNG, *before[1:])
-        is_ours = gc.get_freeze_count() == 0  # else the caller's stay frozen
+        is_ours = gc.get_freeze_count() == 0  # otherwise the caller's objects stay frozen
         if is_ours:
             gc.freeze()
         try:

@@ -52,7 +52,7 @@ _OF_PROCESS: _Settings = {
     "garbage collection": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
     "how often it comes": (gc.get_threshold, lambda threshold: gc.set_threshold(*threshold)),
 }
-#: What can be read and set: by name, how. Tests go through these, too.
+#: The flags that can be read and set: by name, the getter and setter. Tests go through these, too.
 SETTINGS: _Settings = {**_OF_THREAD, **_OF_PROCESS}
 
 
@@ -140,7 +140,7 @@ def _patch(owner: Any, name: str, replacement: Any) -> AbstractContextManager[No
     elif owner is torch.Tensor:
         answer = _Method(original, replacement)
     elif isinstance(owner, nn.Module):
-        answer = functools.partial(_by_thread(original, replacement, name))  # which is no function of the module's own
+        answer = functools.partial(_by_thread(original, replacement, name))  # a plain object, no function of the module
     else:
         answer = _by_thread(original, replacement, name)
     return placed(owner, name, answer)
@@ -166,7 +166,7 @@ def _by_thread_read(original: Any, replacement: property) -> property:
 
 
 class _Method:
-    """A replacement of the method `original` that compares equal to it: subclasses of tensors look methods up by it."""
+    """A replacement for the method `original` that compares equal to it, since tensor subclasses look methods up."""
 
     def __init__(self, original: Any, run: Callable[..., Any]) -> None:
         self._original = original
@@ -188,7 +188,7 @@ class _Method:
 
 @contextmanager
 def _value_patched(module: types.ModuleType, name: str, value: Any) -> Iterator[None]:
-    """Make ``module.name`` read as `value` for the simulation's threads, by a property on a new class of the module."""
+    """Makes ``module.name`` read as `value` for the simulation's threads, by a property on a new module class."""
     kind, own = type(module), vars(module)
 
     def read(_: Any) -> Any:
@@ -210,7 +210,7 @@ def _value_patched(module: types.ModuleType, name: str, value: Any) -> Iterator[
 
 @contextmanager
 def answers_asked_again() -> Iterator[None]:
-    """Bypass, in the body, the ``lru_cache`` of libraries' questions about CUDA: a simulation has other answers."""
+    """Bypasses, in the body, the ``lru_cache`` of libraries' questions about CUDA: a simulation changes the answers."""
     with ExitStack() as stack:
         for module, name, question in _kept_answers(len(sys.modules)):
             if id(vars(module).get(name)) == id(question):

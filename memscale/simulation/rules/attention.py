@@ -24,7 +24,8 @@ from memscale.simulation.rules.times import share, shared, since_hopper, whole_s
 
 
 def _flash_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """A float32 accumulator for the query's gradient, and per-head gradients of shared keys and values.
+    """Returns the program of a float32 accumulator for the query's gradient, and per-head gradients of shared keys and
+    values.
 
     Source: ``mha_bwd`` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, and
     ``_flash_attention_backward`` in attention_backward.cu, which makes the gradient and the output contiguous.
@@ -41,7 +42,7 @@ def _flash_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Prog
 
 
 def _efficient_forward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """A float32 output for heads that do not fit in registers.
+    """Returns the program of a float32 output for heads that exceed the registers.
 
     Source: ``kNeedsOutputAccumulatorBuffer`` in mem_eff_attention/kernel_forward.h; kernels/cutlassF.h has
     kernels for heads up to 64, up to 128 and larger.
@@ -52,15 +53,15 @@ def _efficient_forward(args: Sequence[Any], results: Any, card: CardTraits) -> P
     return RESULTS, math.prod(query.shape[:3]) * value.size(-1) * 4
 
 
-# The memory-efficient kernels work on blocks of so many tokens, which windows of 49 take whole; cuDNN's on more.
+# Tokens a block: of the memory-efficient kernels (windows of 49 take a whole block), and of cuDNN's.
 _EFFICIENT_TOKENS, _CUDNN_TOKENS = 64, 128
-# 163 KiB of shared memory a block and more (CUDA C programming guide, technical specifications per compute
-# capability): enough for the kernels with 128 queries a block. That they need more than 99 KiB is inferred.
+# 163 KiB of shared memory a block and more (CUDA C programming guide, technical specifications per compute capability)
+# suffice for the kernels with 128 queries a block. Inferred: these kernels need more than 99 KiB.
 _LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)})
 
 
 def _efficient_tile(half: bool, width: int, capability: Capability) -> tuple[int, int, bool]:
-    """Queries and keys a block, and whether the gradients of keys and values outgrow its registers."""
+    """Returns queries and keys a block, and whether the gradients of keys and values outgrow the registers."""
     large = capability in _LARGE_SHARED_MEMORY
     if half and capability >= (8, 0):
         if width <= 64:
@@ -72,12 +73,12 @@ def _efficient_tile(half: bool, width: int, capability: Capability) -> tuple[int
         return (128 if width > 128 and large else 64), 64, True
     if half and (width <= 64 or capability == (7, 5)):
         return (64 if width <= 64 else 128), 64, width > 128
-    # float32 needs no larger accumulator than the gradient itself.
+    # A float32 gradient accumulates in itself.
     return (128 if width > 64 and large else 64), 64, half
 
 
 def _efficient_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Row sums, float32 tiles of the query's gradient, and of the key's and value's where they outgrow registers.
+    """Returns the program of row sums, and of float32 tiles of the gradients that outgrow registers.
 
     Source: ``_efficient_attention_backward`` in attention_backward.cu, ``workspace_size`` in
     mem_eff_attention/kernel_backward.h and the kernels listed in kernels/cutlassB.h.
@@ -91,14 +92,14 @@ def _efficient_backward(args: Sequence[Any], results: Any, card: CardTraits) -> 
     product = batch * heads * queries * value_head * 4
     first: Program = (row_sums,)
     if not half:
-        # The kernel wants the row sums of gradient times output ready.
+        # The kernel takes the row sums of gradient times output as an input.
         first = product, row_sums, row_sums, -row_sums, -product
     elif (7, 0) <= card.capability < (7, 5) and spills:
         first = product, product, product, row_sums, row_sums, -row_sums, -product, -product, -product
 
     floats = 0
     if half or card.capability >= (7, 0):
-        # A lock, a counter and padding come before the numbers of a tile.
+        # A tile begins with a lock, a counter and padding.
         floats = math.ceil(queries / rows) * math.ceil(head / columns) * (4 + rows * columns)
     if spills:
         splits = max(1, min(math.ceil(keys / columns), 200 // (batch * heads)))
@@ -110,23 +111,23 @@ def _efficient_backward(args: Sequence[Any], results: Any, card: CardTraits) -> 
 
 
 def _cudnn_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """A float32 accumulator for the query's gradient, and the row sums.
+    """Returns the program of a float32 accumulator for the query's gradient, and of the row sums.
 
     Source: ``CompositeSDPABackwardNode`` in scaled_dot_product_flash_attention.h of cudnn-frontend 1.x, its workspace.
-    The gradients of keys and values that several heads share are whole for each head only in ragged layouts, which
-    PyTorch does not ask for here. What the chosen plan takes beside it is not known.
+    Gradients of shared keys and values are whole for each head only in ragged layouts, which PyTorch does not use here.
+    Unknown: the workspace of the chosen plan.
     """
     batch, heads, queries, head = args[1].shape
     return RESULTS, batch * heads * queries * (head + 1) * 4
 
 
 def _by_its_traffic(times: float) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
-    """Hopper's attention of cuDNN takes the time of its arithmetic, and after it that of its traffic so often."""
+    """Returns extra bytes for attention of cuDNN on Hopper: the arithmetic, then `times` the traffic."""
     return lambda args, work, card: (0, round(times * work.nbytes) if since_hopper(card) else 0)
 
 
 def _cudnns(before: float, since: float, query: int) -> Time:
-    """Returns the time of a kernel of cuDNN, which since Hopper pads the tokens of argument `query` to whole blocks."""
+    """Returns the work of a cuDNN kernel, which since Hopper pads the tokens of argument `query` to whole blocks."""
     usual = share(before, since)
 
     def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
@@ -140,7 +141,7 @@ RULES = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": OpRule(batched=6),
     "aten._scaled_dot_product_flash_attention": OpRule(time=share(0.9, 0.4)),
     "aten._scaled_dot_product_flash_attention_backward": OpRule(program=_flash_backward, time=share(0.75, 0.25)),
-    # Seeds lie on the host, but for a capture.
+    # Seeds lie on the host, except in a CUDA graph capture.
     "aten._scaled_dot_product_efficient_attention": OpRule(
         program=_efficient_forward, on_host=(2, 3), time=share(0.5, 0.22, 0.55, tokens=(0, _EFFICIENT_TOKENS))
     ),

@@ -44,7 +44,7 @@ def _in_one_format(*images: torch.Tensor) -> list[int]:
 def _as_forward_had(grad: torch.Tensor, image: torch.Tensor, kernel: torch.Tensor, *, with_weight: bool) -> list[int]:
     """Returns the bytes of the copies of the image and of the gradient in the format of the forward pass.
 
-    The image is copied only for the weight's gradient; a gradient in another format, as after a permute, is copied.
+    The image is copied only for the weight's gradient. A gradient in another format, as after a permute, is copied.
 
     Source: ``determine_backend_memory_format`` in aten/src/ATen/native/Convolution.cpp.
     """
@@ -58,7 +58,7 @@ def _as_forward_had(grad: torch.Tensor, image: torch.Tensor, kernel: torch.Tenso
 def _convolution(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """Source: ``_convolution`` in aten/src/ATen/native/Convolution.cpp, and Conv_v8.cpp."""
     if without_cudnn(args, card.capability):
-        # A transposed one adds the bias as a product with ones.
+        # A transposed convolution adds the bias as a product with ones.
         ones = math.prod(_result_shape(args)[2:]) * args[0].itemsize if args[6] and args[2] is not None else 0
         copies = taken(copied(args[0]), copied(args[1]))
         if args[8] > 1 and by_products(args):
@@ -70,7 +70,8 @@ def _convolution(args: Sequence[Any], results: Any, card: CardTraits) -> Program
 
 
 def _in_groups(args: Sequence[Any], ones: int) -> Program:
-    """PyTorch's own convolution of each group, out of a copy of its channels; the results are put together at the end.
+    """Returns the program of PyTorch's own grouped convolution: each group on a copy of its channels, then the joined
+    result.
 
     Source: ``_convolution`` and ``subtensor`` in aten/src/ATen/native/Convolution.cpp.
     """
@@ -101,9 +102,9 @@ def _result_shape(args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def without_cudnn(args: Sequence[Any], capability: Capability) -> bool:
-    """Whether PyTorch convolves ``args`` (image, weight, ...) by itself: cuDNN is off, or has no such numbers.
+    """Whether PyTorch convolves ``args`` (image, weight, ...) by itself: cuDNN is off, or lacks kernels for the dtype.
 
-    It has no bfloat16 before sm_80.
+    cuDNN has no bfloat16 kernels before sm_80.
 
     Source: ``ConvParams::use_cudnn`` in aten/src/ATen/native/Convolution.cpp.
     """
@@ -111,12 +112,12 @@ def without_cudnn(args: Sequence[Any], capability: Capability) -> bool:
 
 
 def by_products(args: Sequence[Any]) -> bool:
-    """Whether its own kernel does so by matrix products, and not channel by channel."""
+    """Whether PyTorch's own kernel convolves by matrix products; depthwise convolutions go channel by channel."""
     return not args[8] == args[0].size(1) > 1
 
 
 def _channel_by_channel(args: Sequence[Any]) -> bool:
-    """Whether PyTorch's own kernel for that does it, which begins with the weight's gradient; float16 goes to cuDNN.
+    """Whether PyTorch's own depthwise kernel runs, which begins with the weight's gradient; float16 goes to cuDNN.
 
     Source: ``conv_depthwise2d_backward_cuda_out`` in aten/src/ATen/native/cuda/DepthwiseConv2d.cu.
     """
@@ -127,7 +128,7 @@ def _channel_by_channel(args: Sequence[Any]) -> bool:
 
 
 def _columns(args: Sequence[Any], *, always: bool = False) -> int:
-    """The patches of one image of the batch, as PyTorch's own convolution lays them out for a matrix product.
+    """Returns the bytes of the patches of one image, as PyTorch's own convolution lays them out for a matrix product.
 
     Source: ``slow_conv2d_forward`` in aten/src/ATen/native/cuda/ConvolutionMM2d.cu, NaiveConvolutionTranspose2d.cu.
     """
@@ -141,22 +142,22 @@ def _columns(args: Sequence[Any], *, always: bool = False) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """The gradient of the image, that of the weight, each with its workspace, and that of the bias, which is a sum.
+    """Returns the program of the backward: the gradients of image and weight with their workspaces, and the bias's sum.
 
     Source: ``convolution_backward`` in aten/src/ATen/native/Convolution.cpp, ``cudnn_convolution_backward`` in
     ConvShared.cpp.
     """
     grad, wanted = args[0], args[-1]
-    given = (*args[1:3], None, *args[4:10])  # as forward takes them, which has a bias where this has its sizes
+    given = (*args[1:3], None, *args[4:10])  # the forward's arguments; the backward has the bias's sizes there
     of_bias: Program = ()
     if wanted[2]:
         dims = [dim for dim in range(grad.dim()) if dim != 1]
         bias = torch.empty(grad.size(1), dtype=grad.dtype, device="meta")
         of_bias = Result(2), *briefly(*reduced(SUM, (grad, dims), bias, card))
-    # Contiguous ones, of a gradient after a cat, say, which lies beside others.
+    # The copies are contiguous: a gradient after a cat is a view among others.
     copies: tuple[int, ...] = taken(*map(copied, args[:3]))
     if without_cudnn(given, card.capability) and by_products(given):
-        # The gradient of the image has the patches also where they are the image.
+        # The gradient of the image takes patches also for a 1x1 kernel, whose patches are the image.
         columns = _columns(given, always=wanted[0])
         if args[9] > 1:
             return *copies, *_groups_backward(args, columns), *map(Result, range(3))
@@ -173,7 +174,7 @@ def _convolution_backward(args: Sequence[Any], results: Any, card: CardTraits) -
 
 
 def _products_backward(columns: int, of_bias: Program, *, is_transposed: bool, with_image: bool) -> Program:
-    """PyTorch's own. Source: ``slow_conv2d_backward_out_cuda`` and ``slow_conv_transpose2d_backward_cuda``."""
+    """PyTorch's own kernels. Source: ``slow_conv2d_backward_out_cuda`` and ``slow_conv_transpose2d_backward_cuda``."""
     if is_transposed:
         return Result(0), *briefly(columns * with_image), Result(1), *of_bias, *briefly(columns)
     if with_image:
@@ -182,7 +183,7 @@ def _products_backward(columns: int, of_bias: Program, *, is_transposed: bool, w
 
 
 def _groups_backward(args: Sequence[Any], columns: int) -> Program:
-    """The gradients of each group, out of copies of its channels; they are put together at the end.
+    """Returns the program of the gradients of each group, on copies of its channels; the joined gradients come last.
 
     Source: ``convolution_backward`` in aten/src/ATen/native/Convolution.cpp.
     """
@@ -195,8 +196,8 @@ def _groups_backward(args: Sequence[Any], columns: int) -> Program:
     return each * int(groups)
 
 
-# Of 297 convolutions and the steps of ResNet-50, ViT, Swin and ConvNeXt (`benchmarks/bench_operators.py
-# --convolutions`): tensor cores are of little use to few channels, or groups of them.
+# Measured on 297 convolutions and the steps of ResNet-50, ViT, Swin and ConvNeXt (`benchmarks/bench_operators.py
+# --convolutions`): few channels, or groups of few channels, use a small part of the tensor cores.
 
 
 class _Shares(NamedTuple):
@@ -213,12 +214,12 @@ class _Shares(NamedTuple):
     weight: float
 
 
-# Of all others, by the same run.
+# Measured on all other convolutions, by the same run.
 _USUAL = _Shares(0.4, 0.3, 0.3)
-# A stem reads images of three colours, and a kernel of patches does. In 16 bits, and in 32.
+# For at most `_FEW` channels (RGB images, patch embeddings), in 16 and in 32 bits.
 _FEW = 8
 _OF_FEW = _Shares(0.048, 0.024, 0.054), _Shares(0.076, 0.042, 0.078)
-# Of the rate without tensor cores; and of channels that lie last, as ConvNeXt has them.
+# For groups, as shares of the rate without tensor cores; the second pair for the channels-last layout (ConvNeXt).
 _OF_GROUPS = _Shares(0.05, 0.04, 0.024), _Shares(0.06, 0.045, 0.024)
 _OF_LAST_GROUPS = _Shares(0.2, 0.1, 0.2), _Shares(0.1, 0.09, 0.007)
 
@@ -248,7 +249,9 @@ def _time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
 
 
 def _copies(program: Callable[..., Program]) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
-    """The copies that a kernel makes first: one launch, and what they read and write."""
+    """Returns a function of the copies that a kernel makes first: the number of launches, and the bytes read and
+    written.
+    """
 
     def extra(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
         copied = most_held(program(args, None, card))
@@ -258,19 +261,19 @@ def _copies(program: Callable[..., Program]) -> Callable[[Sequence[Any], Work, C
 
 
 def _of_forward(args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments from the image on."""
+    """Returns the arguments from the image on."""
     return args[1:] if len(args) > 9 else args
 
 
 def _multiplies(args: Sequence[Any], card: CardTraits) -> bool:
-    """Whether PyTorch's own kernel does it by products of cuBLAS."""
+    """Whether PyTorch's own kernel runs, by products of cuBLAS."""
     return without_cudnn(_of_forward(args), card.capability) and by_products(_of_forward(args))
 
 
 def _lies(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) -> ResultLayout:
-    """Results of PyTorch's own kernels lie in order.
+    """Returns the layout of the results: contiguous for PyTorch's own kernels.
 
-    One that goes channel by channel keeps the channels last where cuDNN is there for others.
+    The depthwise kernel keeps channels last while cuDNN is enabled.
     """
     if card is None or not without_cudnn(_of_forward(args), card.capability):
         return layout

@@ -15,22 +15,22 @@ import torch
 
 from memscale.simulation.rules.rule import Capability
 
-# The weight's gradient is cut into tiles of so many channels each way, at each place of the kernel. Where they leave
-# multiprocessors idle, several share the positions of one, and each keeps its own sum in float32; two waves of
-# thread blocks of which the second fills less than so much of the card are cut as well.
+# The weight's gradient is cut into tiles of `_TILE` x `_TILE` channels at each position of the kernel. Where the tiles
+# leave multiprocessors idle, several blocks share the positions of one tile, each with its own float32 sum. Two waves
+# of thread blocks are also cut where the second wave fills less than `_FILLED` of the card.
 _TILE, _SMALL_TILE, _FILLED = 128, 64, 0.58
 _MOST_SHARES = 16
-# The positions that a share has at least, with the channels last; in half precision, so few are not shared.
+# `_SHARE`: the fewest positions of a share in channels last. Half precision shares only above `_TOO_FEW` positions.
 _SHARE, _TOO_FEW = 1024, 16_384
 _PRODUCT_SPLITS, _MOST_PRODUCT_BYTES = 128, 32 * 1024**2
-# With the channels last, where sums take the place of copies: fewer in half precision, whose cores are faster.
+# In channels last sums take the place of copies; half precision, with faster cores, has fewer of them. By itemsize.
 _WAVES, _MOST_WAVES_BYTES = {4: 1.0, 2: 0.5}, {4: 17_301_504, 2: 8 * 1024**2}
-# Sums of kernels whose channels are padded; of few channels, as of four: where windows overlap, and with stride 1.
+# Numbers of partial sums: for padded channels; for four channels with overlapping windows; the same with stride 1.
 _PADDED_SPLITS, _WINDOW_SPLITS, _DENSE_SPLITS = 4, 122, 32
-# Channel by channel with the channels last, as ConvNeXt has it. In float32, of wider images, each channel is padded to
-# what tensor cores read at once, as if it were a group; in 16 bits there are so many partial sums of each image.
+# Depthwise convolutions in channels last (ConvNeXt). In float32, above `_WIDE_PLACES` positions, each channel is padded
+# to the number that tensor cores read at once. In 16 bits each image has `_DEPTH_SPLITS` partial sums.
 _WIDE_PLACES, _DEPTH_SUMS_BYTES, _DEPTH_SPLITS = 400, 10 * 1024**2, 8
-# Colours, say: in float32 cuDNN has kernels for so few channels that read the image as it lies, with stride 1.
+# RGB images: in float32 cuDNN has kernels for up to four channels that read the image in place, with stride 1.
 _FEW_CHANNELS = 4
 
 
@@ -54,7 +54,7 @@ class Convolution:
     channels_last: bool
 
     def result_bytes(self, capability: Capability) -> int:
-        """The workspace of the result."""
+        """Returns the workspace bytes of the result."""
         if not self._has_few_channels:
             return self._of_copies(capability)
         if not self._on_tensor_cores(capability) or self._is_dense:
@@ -63,7 +63,7 @@ class Convolution:
         return sum(_padded(each) if self._is_of_patches else each.nbytes for each in copied)
 
     def image_bytes(self, capability: Capability) -> int:
-        """The workspace of the image's gradient."""
+        """Returns the workspace bytes of the image's gradient."""
         if not self._has_few_channels:
             return self._of_copies(capability)
         if not self.channels_last or not self._on_tensor_cores(capability):
@@ -76,12 +76,12 @@ class Convolution:
         if not self._on_tensor_cores(capability):
             return 0
         if self._is_product and not self.channels_last:
-            # A product of matrices, in place, unless rows begin where the cores cannot read them.
+            # A matrix product runs in place, unless its rows are unaligned for the cores.
             return 0 if self._places % 4 == 0 else self._images_bytes
         return self._copies_bytes
 
     def weight_bytes(self, capability: Capability, multiprocessors: int = 132) -> int:
-        """The workspace of the weight's gradient."""
+        """Returns the workspace bytes of the weight's gradient."""
         if self._is_of_depths and self.channels_last:
             return self._of_depths(capability)
         if not self._on_tensor_cores(capability):
@@ -132,7 +132,7 @@ class Convolution:
         return (_DENSE_SPLITS if self._is_dense else _WINDOW_SPLITS) * of_four
 
     def _on_tensor_cores(self, capability: Capability) -> bool:
-        if self._is_of_depths:  # PyTorch's own kernel, or one without copies
+        if self._is_of_depths:  # PyTorch's own kernel, or a kernel without copies
             return False
         if self.image.dtype is torch.float32:
             return self._multiplies_32(capability) and self.image.size(1) > 1
@@ -144,7 +144,7 @@ class Convolution:
 
     @property
     def _is_of_depths(self) -> bool:
-        """Whether it goes channel by channel."""
+        """Whether the convolution is depthwise."""
         return self.groups == self.image.size(1) > 1
 
     @property
@@ -153,12 +153,12 @@ class Convolution:
 
     @property
     def _is_dense(self) -> bool:
-        """Whether there is a result for each position."""
+        """Whether the stride is 1, so that every position has a result."""
         return max(self.stride) == 1
 
     @property
     def _is_of_patches(self) -> bool:
-        """Whether its windows lie side by side."""
+        """Whether the windows lie side by side without overlap."""
         return not self._is_dense and all(map(int.__le__, self.kernel.shape[2:], self._strides))
 
     @property
@@ -181,16 +181,16 @@ class Convolution:
 
     @property
     def _copies_bytes(self) -> int:
-        """Each tensor with its channels last and a multiple of what the cores read at once, unless it is so already."""
+        """Returns the bytes of channels-last copies, padded to what the cores read at once; matching tensors stay."""
         lies_so = self.channels_last and not self._has_few_channels
-        is_point = all(size == 1 for size in self.kernel.shape[2:])  # which lies in both layouts at once
+        is_point = all(size == 1 for size in self.kernel.shape[2:])  # a 1x1 kernel has the same bytes in both layouts
         sizes = [(each.nbytes, _padded(each), lies_so) for each in (self.image, self.result)]
         sizes.append((self.kernel.nbytes, _padded(self.kernel), lies_so or is_point))
         return sum(padded for nbytes, padded, lies in sizes if not lies or padded != nbytes)
 
 
 def _padded(tensor: torch.Tensor) -> int:
-    """Its bytes with as many channels as tensor cores read at once, or a multiple."""
+    """Returns the tensor's bytes with its channels padded to a multiple of what tensor cores read at once."""
     at_once = 16 // tensor.itemsize
     channels = tensor.size(1)
     return tensor.nbytes // channels * (-(-channels // at_once) * at_once)

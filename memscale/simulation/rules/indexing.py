@@ -14,10 +14,10 @@ from memscale.simulation.rules.times import passes
 
 
 def _sorted_pairs(count: int, largest: int, item: int = 8) -> tuple[int, int, int, int]:
-    """Keys, values and the positions from which those come, then cub's temporary storage.
+    """Returns the program of a radix sort: keys, values, the positions, then cub's temporary storage.
 
-    Source: cub/device/dispatch/dispatch_radix_sort.cuh: the second pair of buffers where one pass over 8 bits is not
-    enough, 256 counters of 8 bytes a pass, and a look-back for every 4096 pairs or so.
+    Source: cub/device/dispatch/dispatch_radix_sort.cuh: a second pair of buffers for more than one pass over 8 bits,
+    256 counters of 8 bytes a pass, and a look-back for about every 4096 pairs.
     """
     each = count * item
     if count <= 2304:  # one block of threads sorts them
@@ -28,7 +28,7 @@ def _sorted_pairs(count: int, largest: int, item: int = 8) -> tuple[int, int, in
 
 
 def _embedding_dense_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Sorted indices, segments, and a partial sum of up to ten rows for every segment.
+    """Returns the program of sorted indices, segments, and partial sums of up to ten rows for every segment.
 
     Source: aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu (NROWS_PER_THREAD = 10).
     """
@@ -44,7 +44,7 @@ def _embedding_dense_backward(args: Sequence[Any], results: Any, card: CardTrait
 
 
 def _adds_at_once(grad: torch.Tensor, count: int, num_weights: int, card: CardTraits) -> bool:
-    """Whether sums of ten rows are added up in place: of few, long segments (a small vocabulary), since torch 2.11."""
+    """Whether partial sums are added up in place: for few, long segments (a small vocabulary), since torch 2.11."""
     segments = min(count, num_weights)
     threads = 32 * math.ceil(grad.size(-1) / 32)
     blocks = math.ceil(segments * threads / min(threads, 1024))
@@ -58,7 +58,7 @@ def _rows_of_embedding(
     segments = min(count, num_weights)
     partials = count // 10 + segments
     sums = (partials * grad.size(-1) * max(4, grad.itemsize),)
-    if at_once:  # the segment of each, and a sum in float32 beside a result in 16 bits
+    if at_once:  # the segment of each partial sum, and a float32 sum besides a 16-bit result
         sums = (partials * item, *((num_weights * grad.size(-1) * 4,) if grad.itemsize < 4 else ()))
     keys, values, positions, temporary = _sorted_pairs(count, num_weights, item)
     frequencies = (count * item,) if by_frequency else ()
@@ -78,7 +78,7 @@ def _embedding_bag_backward(args: Sequence[Any], results: Any, card: CardTraits)
 def _bags(
     weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scales: bool = False, mode: int = 0, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    """The bag of each index, for all modes, and the largest of each bag for one (``_embedding_bag_cuda``)."""
+    """Computes the bag of each index, and for ``max`` the largest of each bag (``_embedding_bag_cuda``)."""
     ends_with_offset = len(rest) > 2 and rest[2]
     bags = offsets.size(0) - bool(ends_with_offset)
     largest = (bags, weight.size(1)) if mode == 2 else (0,)
@@ -100,7 +100,7 @@ def _index(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 
 def _index_put(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Accumulation sorts the linear indices together with their positions.
+    """Returns the program of an accumulation, which sorts the linear indices together with their positions.
 
     Source: ``index_put_with_sort_kernel`` in aten/src/ATen/native/cuda/Indexing.cu.
     """
@@ -132,7 +132,8 @@ def _index_put_checked(args: Sequence[Any], results: Any, card: CardTraits) -> P
 
 
 def _packed(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """The rows of the steps that have equally many sequences, whole, from which the result is joined.
+    """Returns the program of whole row blocks, one for each run of steps with equally many sequences, and the joined
+    result.
 
     Source: ``_pack_padded_sequence`` in aten/src/ATen/native/PackedSequence.cpp.
     """

@@ -19,7 +19,7 @@ def _log_softmax_backward(args: Sequence[Any], results: Any, card: CardTraits) -
 
 
 def _softmax_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """The product of gradient and output, which the kernel takes in place of the gradient.
+    """Returns the program of the product of gradient and output, which the kernel takes in place of the gradient.
 
     Source: ``softmax_backward_cuda_out`` in aten/src/ATen/native/cuda/SoftMax.cu.
     """
@@ -37,7 +37,7 @@ def _safe_softmax(args: Sequence[Any], results: Any, card: CardTraits) -> Progra
 
 
 def _mean_loss(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """The loss of each element, where their mean or sum is returned, and what that reduction takes.
+    """Returns the program of the elementwise loss that a mean or a sum reduces, and of that reduction.
 
     Source: aten/src/ATen/native/BinaryOps.cpp and PointwiseOps.cpp, the structured kernels of these losses.
     """
@@ -52,7 +52,7 @@ def _mean_loss(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 
 def _margin_loss(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Source: ``soft_margin_loss_out`` in aten/src/ATen/native/Loss.cpp: the sum of what the result is made of."""
+    """Source: ``soft_margin_loss_out`` in aten/src/ATen/native/Loss.cpp: temporaries of the result, and their sum."""
     if (args[2] if len(args) > 2 else 1) == 0:
         return PLAIN
     total = torch.empty((), dtype=args[0].dtype, device="meta")
@@ -60,7 +60,7 @@ def _margin_loss(args: Sequence[Any], results: Any, card: CardTraits) -> Program
 
 
 def _margin_loss_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Source: ``soft_margin_loss_backward_out``: the exponential of a product, then what it is divided by."""
+    """Source: ``soft_margin_loss_backward_out``: the exponential of a product, then the divisor."""
     each = args[1].nbytes
     return RESULTS, each, each, -each, each
 
@@ -73,7 +73,7 @@ def _multi_margin_loss(args: Sequence[Any], results: Any, card: CardTraits) -> P
 
 
 def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), x.new_empty(0)  # a buffer is for CPUs
+    return torch.empty_like(x), x.new_empty(0)  # CPUs alone allocate a buffer
 
 
 def _multi_margin_result(

@@ -29,7 +29,7 @@ from memscale.simulation.rules.times import passes, passes_by_width
 def _partial_gradients(
     rows: int, columns: int, parameters: Sequence[torch.Tensor], card: CardTraits
 ) -> tuple[int, ...]:
-    """Partial gradients of a norm's parameters, where the rows are many and short.
+    """Returns the program of the partial gradients of a norm's parameters, where the rows are many and short.
 
     Source: ``LaunchGammaBetaBackwardCUDAKernel`` in aten/src/ATen/native/cuda/layer_norm_kernel.cu.
     """
@@ -40,7 +40,7 @@ def _partial_gradients(
 
 
 def _copy_first(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """A norm of rows."""
+    """Returns the program of a norm over rows, with a contiguous copy first."""
     return *taken(copied(args[0])), RESULTS
 
 
@@ -62,7 +62,7 @@ def _rms_norm_backward(args: Sequence[Any], results: Any, card: CardTraits) -> P
 
 
 def _group_norm(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Scale and shift of every channel, in float32; of halves the statistics, too.
+    """Returns the program of scale and shift of every channel, in float32; for 16-bit inputs also of the statistics.
 
     Source: ``GroupNormKernelImplInternal`` in aten/src/ATen/native/cuda/group_norm_kernel.cu.
     """
@@ -74,7 +74,7 @@ def _group_norm(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 
 def _group_norm_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Sums over every channel and every group, in float32.
+    """Returns the program of the sums over every channel and every group, in float32.
 
     Source: ``GroupNormBackwardKernelImplInternal`` in aten/src/ATen/native/cuda/group_norm_kernel.cu.
     """
@@ -90,7 +90,7 @@ def _copied_image(tensor: torch.Tensor) -> int:
 
 
 def _batch_norm(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """The statistics of a batch that lies otherwise than by images or with its channels last: a reduction, in float32.
+    """Returns the program of a batch's statistics in an unusual layout: a reduction, in float32.
 
     Source: ``batch_norm_choose_impl`` and ``batch_norm_mean_var`` in aten/src/ATen/native/cuda/Normalization.cu.
     """
@@ -107,7 +107,7 @@ def _batch_norm(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 
 def _batch_norm_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Two sums over the rows, and their parts, before the gradient of the batch.
+    """Returns the program of the two sums over the rows, and of their partial sums, before the gradient of the batch.
 
     Source: ``batch_norm_backward_cuda`` and ``batch_norm_backward_reduce_cuda_channels_last_template``.
     """
@@ -121,7 +121,7 @@ def _batch_norm_backward(args: Sequence[Any], results: Any, card: CardTraits) ->
 
 
 def _by_rows(x: torch.Tensor) -> bool:
-    """Whether a batch has its channels last: a matrix has."""
+    """Whether the batch is channels last; a matrix always is."""
     return has_channels_last(x) or (x.is_contiguous() and x.stride(1) == 1)
 
 
@@ -146,7 +146,7 @@ def _power_below(number: int) -> int:
 
 
 def normalises_by_cudnn(image: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether cuDNN normalises a batch: ``_batch_norm_impl_index`` in Normalization.cpp."""
+    """Whether cuDNN normalises the batch: ``_batch_norm_impl_index`` in Normalization.cpp."""
     if not torch.backends.cudnn.enabled or image.dim() < 3 or torch.bfloat16 in (image.dtype, weight.dtype):
         return False
     return image.dtype != torch.float16 or weight.dtype == torch.float32
@@ -166,7 +166,9 @@ def _norm_gradients(
 
 
 def _row_statistics(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) -> ResultLayout:
-    """Statistics of a layer norm: in the dtype that CUDA accumulates in, else in that of the weight."""
+    """Returns the layout of a layer norm's results: statistics in CUDA's accumulation dtype, else in the weight's
+    dtype.
+    """
     if card is not None and args[0].dtype in _HALVES:
         return with_statistics(layout, torch.float32)
     # Under autocast the weight's dtype is not that of the input.
@@ -174,10 +176,10 @@ def _row_statistics(layout: ResultLayout, args: Sequence[Any], card: CardTraits 
 
 
 def _batch_statistics(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) -> ResultLayout:
-    """Results of a batch norm.
+    """Returns the layout of a batch norm's results.
 
-    On a card the batch keeps its layout, since cuDNN gets none that lies otherwise, and `batch_norm_cuda` makes room
-    for statistics in evaluation, too.
+    On a card the batch keeps its layout, since cuDNN gets contiguous or channels-last batches only. `batch_norm_cuda`
+    allocates statistics in evaluation, too.
     """
     if card is None:
         layout = ordered_as(0)(layout, args, card)

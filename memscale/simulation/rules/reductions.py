@@ -7,7 +7,8 @@ takes 48 MiB. The rule is that of ``setReduceConfig``, ``ReduceConfig`` and ``gp
 aten/src/ATen/native/cuda/Reduce.cuh of PyTorch 2.13, over the dims that ``reorder_dimensions`` and
 ``coalesce_dimensions`` of aten/src/ATen/TensorIterator.cpp leave. What a kernel accumulates is said by
 ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu, ReduceAMinMaxKernel.cu, ReduceArgMaxKernel.cu and
-ReduceLogicKernel.cu beside it. Not known: what count_nonzero and logsumexp take, which are several operators in one.
+ReduceLogicKernel.cu in the same folder. Unknown: the bytes of count_nonzero and logsumexp, each several operators in
+one.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ ALL_SUM = replace(SUM, dims=None)
 
 
 def reduced(kernel: Reduction, args: Sequence[Any], results: Any, card: CardTraits) -> tuple[int, ...]:
-    """The blocks that a reduction holds beside its input and results, in the order it takes them.
+    """Returns the program of a reduction besides its input and results, in order of allocation.
 
     >>> grad = torch.empty(8192, 768, device="meta")
     >>> reduced(SUM, (grad, [0], True), grad.sum([0], True), CardTraits((9, 0)))
@@ -126,12 +127,12 @@ def reduced(kernel: Reduction, args: Sequence[Any], results: Any, card: CardTrai
 
 @dataclass(frozen=True)
 class _Loop:
-    """The loop over an input: its dims, fastest first, those that are reduced before the others.
+    """The loop over an input: the dims, fastest first, reduced dims before the others.
 
     Args:
         shape: the sizes.
         reads, writes: elements from one index to the next, in the input and in the output.
-        start: of the input in its storage, in elements.
+        start: the offset of the input in its storage, in elements.
     """
 
     shape: tuple[int, ...]
@@ -205,7 +206,7 @@ class _Loop:
         )
 
     def halves(self, read_bytes: int, write_bytes: int) -> tuple[_Loop, _Loop]:
-        """The loop in two, along the dim that reaches furthest."""
+        """Splits the loop in two along the dim with the largest extent in memory."""
         at = max(reversed(range(len(self.shape))), key=lambda dim: self._reaches(dim, read_bytes, write_bytes))
         first = self.shape[at] // 2
         return self._narrowed(at, 0, first), self._narrowed(at, first, self.shape[at] - first)
@@ -219,7 +220,7 @@ class _Loop:
 def _largest(
     loop: _Loop, kernel: Reduction, dtype: torch.dtype, write_bytes: int, multiprocessors: int, threads: int
 ) -> tuple[int, ...]:
-    """The partial results and semaphores of one launch; a loop beyond 32-bit offsets is launched in parts."""
+    """Returns the partial results and semaphores of one launch; a loop beyond 32-bit offsets is launched in parts."""
     if not loop.fits_32_bits(dtype.itemsize, write_bytes):
         parts = loop.halves(dtype.itemsize, write_bytes)
         return max((_largest(part, kernel, dtype, write_bytes, multiprocessors, threads) for part in parts), key=sum)
@@ -229,7 +230,7 @@ def _largest(
 def _launch(loop: _Loop, kernel: Reduction, dtype: torch.dtype, multiprocessors: int, threads: int) -> tuple[int, ...]:
     outputs, dims = loop.outputs, loop.reduced_dims
     inputs = math.prod(loop.shape) // outputs
-    # A block's width runs along the dim that is the fastest in memory: over inputs of one output, or over outputs.
+    # A block's width runs along the fastest dim in memory: over the inputs of one output, or over outputs.
     along_inputs = dims == len(loop.shape) or loop.reads[0] < loop.reads[dims]
     width, height = (inputs, outputs) if along_inputs else (outputs, inputs)
     dense = bool(loop.shape) and loop.reads[0 if along_inputs else dims] == 1
@@ -250,7 +251,7 @@ def _launch(loop: _Loop, kernel: Reduction, dtype: torch.dtype, multiprocessors:
     inputs_at_once = block_width if along_inputs else 1
     outputs_at_once = 1 if along_inputs else block_width
     if math.ceil(inputs / inputs_at_once) < min(block_height * 16, _MOST_VALUES):
-        return ()  # a block's rows take outputs of their own, and nothing is split further
+        return ()  # a block's rows have outputs of their own, and every output has one block
     inputs_at_once *= block_height
     values = math.ceil(inputs / inputs_at_once)
     grid = math.ceil(outputs // vector / outputs_at_once)
@@ -266,7 +267,7 @@ def _launch(loop: _Loop, kernel: Reduction, dtype: torch.dtype, multiprocessors:
 
 
 def _power_of_two(number: int) -> int:
-    """The largest one that is not above `number`."""
+    """Returns the largest power of two up to `number`."""
     return 1 << max(0, number.bit_length() - 1)
 
 
@@ -275,7 +276,8 @@ def _program(kernel: Reduction, args: Sequence[Any], results: Any, card: CardTra
 
 
 def _moments_program(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Returns the program of a variance; for complex input that of its real and of its imaginary part, then the sum.
+    """Returns the program of a variance; for complex input the programs of the real and the imaginary part, then the
+    sum.
 
     Source: ``std_var_out`` and ``std_var_mean_out`` in aten/src/ATen/native/ReduceOps.cpp.
     """
@@ -294,7 +296,7 @@ def _rules(kernel: Reduction, *names: str, **more: Any) -> dict[str, OpRule]:
     return {f"aten.{name}": OpRule(program=partial(_program, kernel), **more) for name in names}
 
 
-_PRODUCT = replace(SUM, in_output=True)  # seen on torch 2.13; no header says why it differs from a sum
+_PRODUCT = replace(SUM, in_output=True)  # measured on torch 2.13; the headers state no difference from a sum
 _LOGIC = Reduction(lambda dtype: 1)
 _EXTREME = Reduction(_itself)
 _INDEX = Reduction(_with_index, in_output=False)

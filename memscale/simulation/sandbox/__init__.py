@@ -1,1 +1,1 @@
-"""The world of a simulated step: what it may touch and see of the process, and how each is put back."""
+"""The sandbox of a simulated step: the caller's objects and the process, with each change undone afterwards."""

@@ -1,9 +1,9 @@
-"""The order of a backward through a backward, as of a card, for which autograd works in a thread of its own.
+"""The order of a double backward as on a card, for which autograd works in a thread of its own.
 
-Autograd runs of what is ready the node that was made last, by a number that each thread counts for itself. Beside a
-card the nodes of a graph that a backward makes (``create_graph=True``) have the numbers of the card's thread, which has
-mostly made fewer than the caller's, so that they come after the forward's; on a CPU one thread makes all, and they come
-first.
+Of the ready nodes autograd runs the node with the highest sequence number, and each thread counts for itself. On a card
+the nodes of a backward's graph (``create_graph=True``) have numbers of the card's thread. That thread has mostly
+counted less than the caller's, so these nodes run after the forward's; on a CPU one thread makes all nodes, and they
+run first.
 
 Source: ``Node`` in torch/csrc/autograd/function.h, ``CompareNodeTaskTime`` in torch/csrc/autograd/engine.h.
 """
@@ -22,32 +22,34 @@ from memscale.simulation.process.process_state import patched
 
 
 class BackwardThread:
-    """Numbers what backward makes as the thread of a card would.
+    """Numbers the nodes that backward makes as a card's thread would.
 
     Args:
-        recorder: is told which numbers these nodes were made with, and that the next step may go another way.
+        recorder: receives the numbers that the nodes were made with, and whether the next step may run in another
+            order.
     """
 
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
-        self._ahead = 0  # by how much the card's thread has counted further
+        self._ahead = 0  # the count of the card's thread, relative to the caller's
         self._began = _next()
-        self._made = 0  # by backward, in this step
+        self._made = 0  # nodes made by backward in this step
         self.begin_step()
 
     def begin_step(self) -> None:
-        """The next step begins, which makes about as many nodes as this one."""
+        """Begins the next step, which is assumed to make about as many nodes as this one."""
         self._to_be_made = self._made
         self._ahead += 2 * self._made - (_next() - self._began)
         self._recorder.made_as.clear()
         self._began = _next()
         self._made = 0
-        # Each run of nodes that the caller's thread made: how many of the step were before it, and its first number.
+        # Each run of nodes of the caller's thread: the number of the caller's nodes before the run, and its first
+        # number.
         self._runs = [(0, self._began)]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Lets every backward of the body make its nodes so."""
+        """Patches autograd so that every backward in the body numbers its nodes like a card's thread."""
         run = self._beside(torch.autograd.graph._engine_run_backward)
         with (
             patched(torch.autograd.graph, "_engine_run_backward", run),
@@ -57,7 +59,7 @@ class BackwardThread:
 
     def _beside(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         def run(outputs: Any, gradients: Any, retain_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
-            if torch._C._current_graph_task_id() != -1:  # inside of another, which is in the card's thread
+            if torch._C._current_graph_task_id() != -1:  # a backward inside another runs in the card's thread
                 return engine(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
             first = _next()
             found = engine(outputs, gradients, retain_graph, create_graph, *args, **kwargs)
@@ -76,7 +78,7 @@ class BackwardThread:
         later = max(0, self._to_be_made - self._made - (following - first))
         for node in _below(found, first):
             made = node._sequence_nr()
-            if made < following:  # what adds to a gradient comes before all
+            if made < following:  # AccumulateGrad nodes have the highest numbers
                 number = self._made + made - first
                 place = number + self._ahead
                 if 0 <= place < callers:
@@ -90,12 +92,12 @@ class BackwardThread:
 
 
 def _next() -> int:
-    """The number of the next node that this thread makes."""
+    """Returns the sequence number of the next node that this thread makes."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def _below(tensors: Iterable[torch.Tensor | None], first: int) -> list[Any]:
-    """The nodes of the graphs of `tensors` that were made with number `first` or later."""
+    """Returns the nodes of the graphs of `tensors` with sequence number `first` or later."""
     rest = [each.node if hasattr(each, "node") else each.grad_fn for each in tensors if each is not None]
     found: dict[Any, None] = {}
     while rest:

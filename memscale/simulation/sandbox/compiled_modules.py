@@ -1,7 +1,7 @@
-"""The compiled modules of a step, which run as the graphs that AOTAutograd hands to a compiler, as fused kernels.
+"""Runs compiled modules as the graphs that AOTAutograd hands to a compiler, by fused kernels.
 
-What a graph keeps for backward is PyTorch's own choice: `functorch.compile` traces forward and backward together, and
-divides them as it does for inductor. How the two graphs run is that of `fused_graphs`.
+PyTorch itself chooses what a graph keeps for backward: `functorch.compile` traces forward and backward together, and
+partitions them as for inductor. `fused_graphs` runs the two graphs.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def compiled_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 class CompiledModules:
-    """Runs modules that `torch.compile` compiled as the graphs that its compiler gets of them.
+    """Runs modules that `torch.compile` compiled as the graphs that their compiler receives.
 
     Args:
-        recorder: of the step.
-        programs: what is known of modules without a transform, and of their copies; what is found of them is added.
+        recorder: the recorder of the step.
+        programs: the graphs of modules without a transform, shared with their copies; new graphs are added.
 
     Attributes:
-        followed: the modules that ran so.
-        reasons: why modules ran as they are written instead, each once.
+        followed: the ids of the modules that ran as graphs.
+        reasons: the reasons why modules ran as written instead, each once.
     """
 
     def __init__(self, recorder: StepRecorder, programs: dict[Any, Any]) -> None:
@@ -59,7 +59,7 @@ class CompiledModules:
 
     @contextmanager
     def installed(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Runs them so in the body."""
+        """Patches the modules so that their calls in the body run as graphs."""
         with ExitStack() as stack:
             for module in modules:
                 if (compiled := vars(module).get("_compiled_call_impl")) is not None:
@@ -106,18 +106,18 @@ class CompiledModules:
         leaves: list[Any],
         spec: Any,
     ) -> _Program | str:
-        """The graphs of a module, or why it has none."""
+        """Returns the graphs of a module, or the reason why it has none."""
         try:
             with _disable_current_modes(), _traced_by(self._recorder), _hooks_away(), _quiet():
                 _check_compiler(module, compiled)
                 return _Program(module, call, names, leaves, spec)
         except Exception as error:
-            # Whatever this PyTorch's compiler, or the module, does not do here: as written it is still a step.
+            # Any error of the compiler or of the module: the step runs as written.
             return as_text(error)
 
 
 def as_text(error: Exception) -> str:
-    """The class of an error and the first line of what it says; that line alone of one that is ours."""
+    """Returns the class of an error and the first line of its message; of memscale's errors the line alone."""
     first = next(iter(str(error).splitlines()), "")
     return first if isinstance(error, AsWritten) else f"{type(error).__name__}: {first}"
 
@@ -135,7 +135,7 @@ class _Same:
 
 
 def _plain(module: nn.Module) -> str:
-    """Its attributes that are plain values, and the functions among the others: what may be changed in between."""
+    """Returns the module's attributes that are plain values, and the identities of its functions, to detect changes."""
     return repr(
         [
             (name, value if isinstance(value, (bool, int, float, str)) else id(getattr(value, "__func__", value)))
@@ -146,7 +146,7 @@ def _plain(module: nn.Module) -> str:
 
 
 class AsWritten(Exception):
-    """Why a module is not run as a graph."""
+    """The reason why a module runs as written instead of as a graph."""
 
 
 class _Program:
@@ -169,7 +169,7 @@ class _Program:
 
         state = dict(module.named_parameters()) | dict(module.named_buffers())
         passed = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-        # Without the tensors: what stays with the program must not keep them.
+        # The layouts without the tensors, since the program would keep the tensors alive.
         rest = [_TENSOR if torch.is_tensor(leaf) else leaf for leaf in leaves]
 
         def flat(*given: torch.Tensor) -> tuple[Any, ...]:
@@ -197,7 +197,7 @@ class _Program:
 
 
 def _check_compiler(module: nn.Module, compiled: Any) -> None:
-    """An error where `torch.compile` compiles nothing, or another backend than inductor does."""
+    """Raises an error where `torch.compile` compiles nothing, or uses another backend than inductor."""
     if compiled.get_compiler_config() is None:
         raise AsWritten("another backend than inductor compiles")
     if not isinstance(compiled, nn.Module) and type(module).forward.__module__.startswith("torch.nn."):
@@ -227,7 +227,7 @@ def _traced_by(recorder: StepRecorder) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings here of the compiler's imports, and about the speed of kernels: others go on being warned."""
+    """Silences, in the body, the compiler's warnings about its imports and about slow kernels."""
     with patched(warnings, "warn", _ignore), patched(warnings, "warn_explicit", _ignore):
         yield
 
@@ -238,7 +238,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _hooks_away() -> Iterator[None]:
-    """No hook sees what autograd keeps while a module is traced, and none may come in: the compiler has its own way."""
+    """Hides saved-tensor hooks while a module is traced, and refuses new ones: the compiler partitions by itself."""
     hooks, push = [], internals.autograd._push_saved_tensors_default_hooks
     while (top := internals.autograd._top_saved_tensors_default_hooks(False)) is not None:
         hooks.append(top)
@@ -256,7 +256,7 @@ def _hooks_away() -> Iterator[None]:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Makes on the CPU what a traced module makes on the card, where its fakes are."""
+    """Makes tensors on the CPU where a traced module makes them on the card, since its fake tensors are on the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs or {}))

@@ -23,9 +23,9 @@ from memscale.hardware import Hardware
 from memscale.simulation.kernels.cuda_autocast import CudaAutocast
 from memscale.simulation.process.process_state import answers_asked_again, patched
 
-# The folders of PyTorch and of memscale, whose code is told where tensors are. Of PyTorch's, optimizers are told as a
-# user is: they decide by it where they count their steps, and whether that may be captured in a graph. And so is what
-# casts arguments for autocast (`custom_fwd`), since it compares a tensor's device with the one that it is told.
+# Code in the folders of PyTorch and memscale sees the true device. Two parts of PyTorch see the simulated device as
+# users do: optimizers, which choose by the device where to keep step counts, and `custom_fwd` of autocast, which
+# compares a tensor's device with the spoofed one.
 _TORCH = os.path.dirname(torch.__file__)
 _INSIDERS = (os.path.join(_TORCH, ""), os.path.join(str(Path(__file__).parents[2]), ""))
 _TOLD = (os.path.join(_TORCH, "optim", ""), os.path.join(_TORCH, "amp", "autocast_mode.py"))
@@ -52,8 +52,8 @@ class DeviceSpoofing:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Answer in the body."""
-        # PyTorch looks up once, at the first `with torch.device(...)`, what makes tensors: not while that is patched.
+        """Spoofs the device in the body."""
+        # PyTorch looks up its factory functions once, at the first `with torch.device(...)`: before they are patched.
         torch.utils._device._device_constructors()
         with ExitStack() as stack:
             stack.enter_context(answers_asked_again())
@@ -62,7 +62,7 @@ class DeviceSpoofing:
                 stack.enter_context(patched(torch.cuda, "_lazy_init", lambda: None))
             for name, value in (("is_cuda", True), ("is_cpu", False), ("device", _DEVICE)):
                 stack.enter_context(self._attribute(name, value))
-            # Without CUDA, PyTorch cannot say which device is the present one, as "cuda" alone means.
+            # Without CUDA, PyTorch cannot resolve "cuda" without an index.
             stack.enter_context(patched(torch.Tensor, "to", _indexed(torch.Tensor.to)))
             stack.enter_context(patched(torch.Tensor, "cuda", _to_device))
             for name in ("tensor", "as_tensor"):
@@ -91,7 +91,7 @@ class DeviceSpoofing:
         original = getattr(torch.cuda, name)
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            # Autocast, which is PyTorch's, asks whether it may use bfloat16.
+            # Autocast asks whether bfloat16 is supported.
             if name != "is_bf16_supported" and self._is_insider(sys._getframe(2).f_code):
                 return original(*args, **kwargs)
             self.asked[f"torch.cuda.{name}()"] = None
@@ -109,7 +109,7 @@ class DeviceSpoofing:
             if inside or not self._on_device(tensor):
                 if tensor.__class__ in _PLAIN:
                     return get(tensor)
-                # A subclass would be told to handle this very function, which it does not know.
+                # A subclass would receive this patched function in `__torch_function__`.
                 with torch._C.DisableTorchFunctionSubclass():
                     return get(tensor)
             self.asked[f"Tensor.{name}"] = None
@@ -130,7 +130,7 @@ class DeviceSpoofing:
         return enabled
 
     def _is_insider(self, code: CodeType) -> bool:
-        file = code.co_filename  # the hash of a code goes through all of its constants, at each question
+        file = code.co_filename  # by file: the hash of a code object goes through all of its constants
         known = self._insider.get(file)
         if known is None:
             known = self._insider[file] = file.startswith(_INSIDERS)
@@ -138,7 +138,7 @@ class DeviceSpoofing:
 
 
 def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, where a CUDA device without a number is the first."""
+    """Wraps `function` so that a CUDA device without an index means index 0."""
 
     def indexed(value: Any) -> Any:
         if isinstance(value, (str, torch.device)) and str(value) == "cuda":
@@ -152,7 +152,7 @@ def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _made_on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`function`, whose result is made on the CPU, and goes to a CUDA device by an operator."""
+    """Wraps `function` so that its result is made on the CPU and copied to a CUDA device by an operator."""
 
     def call(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         device = torch.get_default_device() if kwargs.get("device") is None else torch.device(kwargs["device"])

@@ -5,8 +5,7 @@ NOTE: the rules, by torch/_inductor (lowering.py, ir.py, scheduler.py) of PyTorc
     operator of a library (product, convolution, attention, sort)   runs as in eager mode
     view                                                            runs where a library or the caller needs it
     reduction, concatenation                                        a fused kernel makes a buffer
-    element-wise operator                                           so where a library or the caller reads it;
-                                                                    else each of its readers computes it again
+    element-wise operator                                           a buffer where a library or the caller reads it;
 
 Neighbouring operators that read a common buffer, or each other, are one kernel. A buffer dies after its last reader.
 """

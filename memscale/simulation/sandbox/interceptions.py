@@ -27,8 +27,8 @@ from memscale.simulation.process.process_state import patched, placed
 def calls_followed(recorder: StepRecorder, paths: dict[int, str]) -> Iterator[None]:
     """Keeps ``recorder.modules`` at the modules that are running, and the host busy with modules, regions and hooks.
 
-    Modules are not followed by forward hooks: they are not told of a forward that ends in an exception outside
-    `Exception`, such as the one that ends a recompute early, and modules take another path while global hooks exist.
+    Forward hooks would miss a forward that ends in an exception outside `Exception`, such as the one that ends a
+    recompute early, and modules take a slower path while global hooks exist.
     """
     run, forward, push = nn.Module.__call__, Method.__call__, internals.autograd._push_saved_tensors_default_hooks
     look = OperatorWatch.__torch_dispatch__
@@ -43,7 +43,7 @@ def calls_followed(recorder: StepRecorder, paths: dict[int, str]) -> Iterator[No
             recorder.modules.pop()
 
     def region_run(method: Method, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(method.fn, Transformed):  # and no face of the whole model
+        if isinstance(method.fn, Transformed):  # the forward of a wrapped whole model is excluded
             calls("region")
         return forward(method, *args, **kwargs)
 
@@ -53,7 +53,7 @@ def calls_followed(recorder: StepRecorder, paths: dict[int, str]) -> Iterator[No
             calls("saved")
             return pack(tensor)
 
-        packing.__self__ = getattr(pack, "__self__", None)  # type: ignore[attr-defined]  # a region asks whose it is
+        packing.__self__ = getattr(pack, "__self__", None)  # type: ignore[attr-defined]  # which a region reads
         calls("region")
         push(packing, unpack)
 
@@ -72,7 +72,7 @@ def calls_followed(recorder: StepRecorder, paths: dict[int, str]) -> Iterator[No
 
 @contextmanager
 def threads_followed(mode: TorchDispatchMode) -> Iterator[None]:
-    """Have threads and what is given to a pool of them run under `mode` in the body. Autograd's do by themselves."""
+    """Runs threads and the work of thread pools under `mode` in the body. Autograd's threads inherit the mode."""
     start, submit = Thread.start, ThreadPoolExecutor.submit
 
     def under(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,8 +103,8 @@ _Hook = Callable[[torch.optim.Optimizer, Any, Any], None]
 def optimizers_followed(before: _Hook, after: _Hook) -> Iterator[None]:
     """Calls `before` and `after` around each step of an optimizer in the threads of the simulation.
 
-    A hook of all optimizers would be in the table of all threads. This is one that an optimizer seems to have itself,
-    where the wrapper of its `step` looks there.
+    A hook of all optimizers would be called in all threads. This hook appears as one of the optimizer's own hooks, to
+    the wrapper of its `step` alone.
     """
     names = ("_optimizer_step_pre_hooks", before), ("_optimizer_step_post_hooks", after)
     (pre, first), (post, last) = names
@@ -116,7 +116,7 @@ def optimizers_followed(before: _Hook, after: _Hook) -> Iterator[None]:
 
 
 class _Hooks:
-    """An attribute of optimizers: their own table of hooks, and one hook more for who is about to call them."""
+    """A descriptor in place of an optimizer's table of hooks: the wrapper of `step` sees one more hook."""
 
     def __init__(self, name: str, hook: _Hook) -> None:
         self._name = name
@@ -146,7 +146,7 @@ _WRAPPER = torch.optim.Optimizer.profile_hook_step.__code__
 
 @contextmanager
 def reads_checked(mode: FakeMode) -> Iterator[None]:
-    """Makes the ways to read a tensor that pass by the dispatcher raise for values that were not computed."""
+    """Makes reads of tensors outside the dispatcher raise an error for values that were not computed."""
 
     def checked(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
@@ -154,7 +154,7 @@ def reads_checked(mode: FakeMode) -> Iterator[None]:
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if type(tensor) not in (torch.Tensor, nn.Parameter):
                 return original(tensor, *args, **kwargs)
-            with _disable_current_modes():  # values computed for this, by no operator of the step
+            with _disable_current_modes():  # reads the values outside of the step
                 values = mode.values.of(tensor)
                 if values is None:
                     raise NeedsValues(

@@ -29,12 +29,12 @@ from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.process.garbage import all_objects_seen, is_from_before
 
 _Cached = type(functools.lru_cache(maxsize=1)(lambda: None))
-_DEEPEST = 8  # how far up from a tensor its holders are looked for
+_DEEPEST = 8  # the most references from a tensor up to a holder
 _PASSES = 3
 
 
 class Made(NamedTuple):
-    """A storage of a simulation, and what is known of it."""
+    """A storage of a simulation, with its record."""
 
     storage: weakref.ref[torch.UntypedStorage]
     record: StorageRecord
@@ -53,13 +53,13 @@ class LeftBehind:
         self._on_card = on_card
 
     def clear(self, *, refuses: bool) -> None:
-        """Leaves none.
+        """Computes or removes every remaining tensor.
 
         Args:
-            refuses: whether to raise for what stays; an error that is on its way has the step's frames with it.
+            refuses: whether to raise an error for remaining tensors; an error in flight still holds the step's frames.
 
         Raises:
-            ConfigError: something has one that it cannot be taken from.
+            ConfigError: an object holds a tensor that cannot be removed from it.
         """
         if not self._alive():
             return
@@ -72,9 +72,9 @@ class LeftBehind:
         alive: dict[int, StorageRecord] = {}
         for turn in range(_PASSES):
             before, alive = alive, self._alive()
-            found = _tensors_over(alive) if alive.keys() != before.keys() else None  # else a turn changes nothing
+            found = _tensors_over(alive) if alive.keys() != before.keys() else None  # unchanged: stop
             if not found:
-                break  # in C++ alone, as a graph that nobody can ask for
+                break  # held in C++ alone, such as by a graph without a Python object
             self._settle(found, alive, takes=turn == 0 and self._on_card)
             del found
         if refuses:
@@ -103,7 +103,7 @@ class LeftBehind:
 
 
 def _is_right(record: StorageRecord) -> bool:
-    """Whether its values are what a real step would have."""
+    """Whether the storage has the values that a real step would have."""
     return record.known and record.later is None and not record.guess
 
 
@@ -133,7 +133,7 @@ def _all_tensors() -> _Own:
 
 
 def _computed(tensors: _Own, record: StorageRecord) -> bool:
-    """Whether these, all over one storage, have the values now that they stand for."""
+    """Computes the values of `tensors`, all over one storage, in place; returns whether that was possible."""
     later, nbytes = record.later, tensors[0].untyped_storage().nbytes()
     if later is None or record.guess:
         return False
@@ -151,16 +151,17 @@ def _computed(tensors: _Own, record: StorageRecord) -> bool:
 
 
 class _Own(list[Any]):
-    """A list of this file's own, which is nobody who has something."""
+    """A list of this file, which the search for holders skips."""
 
 
 class _Wanted(NamedTuple):
-    """Something that nobody may have any more.
+    """An object to be removed from its holders.
+
 
     Attributes:
-        root: which tensor it comes from, by id.
-        thing: the tensor, or what was made in the step and has it.
-        entry: what a dict of that has; None where `thing` is no dict.
+        root: the id of the tensor that leads to the object.
+        thing: the tensor, or an object of the step that holds it.
+        entry: the entry to remove, if `thing` is a dict; else None.
     """
 
     root: int
@@ -212,16 +213,16 @@ def _keeper(tensors: _Own) -> tuple[torch.Tensor, Any] | None:
 
 
 def _owner(holder: Any, thing: Any) -> Any:
-    """Whose attributes a dict has; anything else, and a dict of nobody's, is its own."""
+    """Returns the object whose attributes `holder` is; a plain dict or any other object is its own owner."""
     owners = _holders_of(_Own([holder]))[id(holder)] if isinstance(holder, dict) else _Own()
     return next((each for each in owners if _has_as_attributes(each, holder, thing)), holder)
 
 
 def _taken_out(tensors: _Own, *, attributes: bool) -> frozenset[int]:
-    """Takes these out of all that has them: of `attributes` only if they may be None.
+    """Removes `tensors` from all holders; from attributes only with `attributes`, which then become None.
 
     Returns:
-        The ids of those that somebody has still.
+        The ids of the tensors that still have a holder.
     """
     frontier, stuck = _Own(_Wanted(id(each), each) for each in tensors), set()
     visited = {(each.root, id(each.thing), id(None)) for each in frontier}
@@ -237,7 +238,7 @@ def _taken_out(tensors: _Own, *, attributes: bool) -> frozenset[int]:
                 if each is False:
                     stuck.add(wanted.root)
                 elif each is not True and (key := (each.root, id(each.thing), id(each.entry))) not in visited:
-                    visited.add(key)  # once: there are cycles, and second ways up
+                    visited.add(key)  # once: references form cycles
                     above.append(each)
         if not above:
             break
@@ -246,8 +247,8 @@ def _taken_out(tensors: _Own, *, attributes: bool) -> frozenset[int]:
 
 
 def _let_go(holder: Any, wanted: _Wanted, attributes: bool) -> bool | _Wanted:
-    """Whether `holder` has it no more; or what nobody may have, either, for that."""
-    if isinstance(holder, torch.Tensor):  # a view's base goes with the view
+    """Removes `wanted` from `holder` and returns True; returns False if that fails, or the next object to remove."""
+    if isinstance(holder, torch.Tensor):  # a view keeps its base alive, and is removed as well
         return True
     if isinstance(holder, _Cached):
         holder.cache_clear()
@@ -265,19 +266,19 @@ def _let_go(holder: Any, wanted: _Wanted, attributes: bool) -> bool | _Wanted:
         return attributes
     if is_from_before(holder) and (names := [*_names_of(holder, wanted.thing)]):
         for name in names if attributes else ():
-            with suppress(Exception):  # its class's own: what has a tensor still is refused afterwards
+            with suppress(Exception):  # a property of the class may raise; `_refuse` reports what remains
                 setattr(holder, name, None)
         return attributes
-    # What the step has made goes as a whole: a tuple, an object, a function with what it closes over.
+    # An object of the step is removed as a whole: a tuple, an instance, a closure.
     return _Wanted(wanted.root, holder)
 
 
 def _out_of_dict(wanted: _Wanted, holders: _Own, attributes: bool) -> _Own:
-    """Removes `wanted` from a dict, as `_let_go` does from other containers."""
+    """Removes `wanted` from a dict, as `_let_go` does for other containers."""
     root, table, entry = wanted
     owners = _Own(each for each in holders if _has_as_attributes(each, table, entry))
     if not owners:
-        # One from before that held no objects until now looks as new as one that the step has made.
+        # An older dict that was empty until now counts as new to the garbage collector.
         for key in [key for key, value in table.items() if value is entry or key is entry]:
             del table[key]
         return _Own([True])
@@ -297,7 +298,7 @@ def _has_as_attributes(owner: Any, table: dict[Any, Any], thing: Any) -> bool:
 
 
 def _names_of(owner: Any, thing: Any) -> Iterator[str]:
-    """The attributes of `owner` that are `thing`."""
+    """Yields the names of the attributes of `owner` that are `thing`."""
     with suppress(TypeError):
         yield from [name for name, value in vars(owner).items() if value is thing]
     for cls in type(owner).__mro__:

@@ -27,10 +27,10 @@ class CountingRuntimes:
     Args:
         clock: the clock of the simulated device.
         make_offloaded: makes a uint8 CPU tensor of so many bytes, which takes no memory of the simulated device.
-        references: storage -> the number of the simulation's own tensors that refer to it.
-        on_trim: called where a runtime would empty the device's cache; its argument says: only if memory has grown.
+        references: storage -> the number of references that the simulation itself holds.
+        on_trim: called where a runtime would empty the device's cache; its argument means: only if memory has grown.
         on_copy: called with the source and the target of each copy, a tensor of bytes and a buffer.
-        new_bytes: bytes of a tensor -> bytes that a CPU process would have to get from the system for it now.
+        new_bytes: bytes of a tensor -> bytes that a CPU process would have to get from the operating system for it.
 
     Attributes:
         at_home: address of a storage -> the host parameter, for storages on another tier in the simulation.
@@ -177,7 +177,7 @@ class CarriedValues:
         self._left: weakref.WeakKeyDictionary[Buffer, _Left] = weakref.WeakKeyDictionary()
 
     def copied(self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer) -> None:
-        """A copy is made, between a tensor of bytes and a buffer."""
+        """Copies the values of a tensor of bytes and a buffer, from source to target."""
         if isinstance(source, torch.Tensor):
             assert not isinstance(target, torch.Tensor)
             self._leave(source, target)

@@ -1,4 +1,4 @@
-"""The world of a simulated step: the caller's own objects, made ready and put back exactly as they were."""
+"""The sandbox of a simulated step: prepares the caller's own objects, and restores them exactly afterwards."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ from memscale.simulation.sandbox.stand_ins import contents_kept, on_cpu, with_st
 from memscale.simulation.sandbox.step_scope import StepScope
 from memscale.simulation.schedule.clock import Clock
 
-# Of what DDP sends when it is made. Source: max_in_flight in torch/csrc/distributed/c10d/comm.cpp.
+# The number of buckets that DDP has in flight while it is built: max_in_flight in torch/csrc/distributed/c10d/comm.cpp.
 _PIECES_AT_ONCE = 2
 
 
 class Simulation:
-    """A context in which the caller's objects can be stepped without computing and without a trace.
+    """A context in which the caller's step runs without computing, and without lasting changes.
 
-    On entry, parameters off the CPU (on ``meta``, on a GPU) get fake CPU contents; on exit everything reached has
-    what it had: contents, gradients, version counters, optimizer state, attributes, random states.
+    On entry, parameters off the CPU (on ``meta``, on a GPU) get fake CPU contents. On exit all reached objects have
+    their former state: contents, gradients, version counters, optimizer state, attributes, random states.
 
     Args:
         step: one pass of the loop.
-        model: the module it trains, whose paths name things; None to find them.
-        optimizer, batch: what else it uses.
-        kernels: those of the device that is simulated.
-        answering: whether the step's own code is told that it is on that device, where it asks.
-        draws: which random numbers the step draws.
-        as_graphs: whether compiled modules run as the graphs that the compiler makes of them for a card.
-        host: times what the step does between its operators; None if nobody asks.
+        model: the trained module, whose paths name other modules; None names modules by class.
+        optimizer, batch: the optimizer and the batch of the step.
+        kernels: the kernels of the simulated device.
+        answering: whether the step's own code sees the simulated device.
+        draws: the random numbers that the step draws.
+        as_graphs: whether compiled modules run as the graphs that a compiler receives for a card.
+        host: times the host's work between operators; None times nothing.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class Simulation:
         self._tensors = with_storages(self._leaves)
         self._meets_sparse = any(map(is_sparse, [*given, *self._leaves]))
         self._inputs = inputs
-        # Of a model on meta, what its own code makes is real (a weight norm's), and the rest is no skeleton for that.
+        # Beside a model on meta, tensors of its own code are real, such as a weight norm's; other meta tensors are
+        # unused.
         self._own = [] if model is None else with_storages([*model.parameters(), *model.buffers()])
         self._kernels = kernels
         self.clock = Clock(kernels.hardware, charges=host is None)
@@ -111,8 +112,8 @@ class Simulation:
         self._paths = _module_paths(model, self.scope.modules)
         self._order = {key: at for at, key in enumerate(self._paths)}
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._aliases: Counter[int] = Counter()  # how many of them each storage has
-        self._variables = contextvars.Context()  # of Python, such as a step sets
+        self._aliases: Counter[int] = Counter()  # aliases by storage
+        self._variables = contextvars.Context()  # context variables, which a step may set
         self.mode: FakeMode
         self.runtimes: CountingRuntimes
 
@@ -122,7 +123,7 @@ class Simulation:
             stack.enter_context(own_threads())
             self._variables = contextvars.copy_context()
             stack.enter_context(process_kept())
-            if torch.get_default_device().type == "meta":  # left over from building the model
+            if torch.get_default_device().type == "meta":  # left over from building the model on meta
                 stack.enter_context(torch.device("cpu"))
             stack.enter_context(without_side_effects(self.scope, self._leaves, self._tensors, computes=False))
             stack.callback(self.scope.put_back_classes)
@@ -138,7 +139,7 @@ class Simulation:
             self.mode.storages.given = given
             stack.callback(self.mode.storages.end)
             stack.callback(self.mode.recorder.collections.end)
-            # Functions of the mode, not of the simulation, which holds the caller's model: a cycle would keep that.
+            # Functions of the mode: functions of the simulation, which holds the caller's model, would make a cycle.
             self.runtimes = CountingRuntimes(
                 self.clock,
                 partial(_offloaded, self.mode),
@@ -150,7 +151,8 @@ class Simulation:
             stack.enter_context(optimizers_followed(self._before_optimizer, self._after_optimizer))
             stack.enter_context(calls_followed(self.mode.recorder, self._paths))
             stack.enter_context(threads_followed(self.mode))
-            # A compiled function has inlined what the simulation needs to see.
+            # Compiled functions run as Python, since the simulation intercepts calls that a compiled function has
+            # inlined.
             compiler: Any = importlib.import_module("torch._dynamo.eval_frame")
             stack.enter_context(patched(compiler, "_callback_from_stance", lambda callback: None))
             stack.enter_context(self.mode.randomness.installed(counts=self._kernels.device_type == "cpu"))
@@ -195,7 +197,7 @@ class Simulation:
         left = LeftBehind(self.mode.storages, on_card=self._kernels.device_type != "cpu")
         self.mode.recorder.graphs.end()
         self._stack.close()
-        self._contents.clear()  # it holds the caller's storages
+        self._contents.clear()  # releases the caller's storages
         self._variables = contextvars.Context()
         _let_go_of_frames(error)
         left.clear(refuses=error is None)
@@ -218,9 +220,10 @@ class Simulation:
             self.mode.storages.gone(tensor.untyped_storage())
 
     def let_go(self, kept: list[Any]) -> None:
-        """Drops what the loop keeps from step to step, as long as the runtimes are here that free what its graph saved.
+        """Drops the loop's values from step to step while the counting runtimes, which free what its graph saved, are
+        active.
 
-        Its death is no part of a step.
+        The deaths are not part of a step.
         """
         builder = self.mode.builder
         count = len(builder.events)
@@ -230,14 +233,14 @@ class Simulation:
 
     def _forget_former_contents(self) -> None:
         for tensor, alias in self._contents:
-            # It was given other contents; only the simulation still holds the former.
+            # The tensor has other contents now; only the simulation holds the former ones.
             if tensor.untyped_storage()._cdata != alias.untyped_storage()._cdata:
                 self.mode.storages.gone(alias.untyped_storage())
 
     def _send_home(self) -> None:
-        """Lets parameters that a region streams be at home before the step, as they are in every step but the first.
+        """Places streamed parameters on the host before the step, as in every step but the first.
 
-        As `Module.to` moves them there: what one region has on the device is free again when the next one's comes.
+        The order is that of `Module.to`: the device memory of one region is free when the next region moves.
         """
         builder = self.mode.builder
         for module in self.scope.modules:
@@ -253,11 +256,11 @@ class Simulation:
         for optimizer in self.scope.optimizers:
             for tensor in optimizer.below() if isinstance(optimizer, TransformedOptimizer) else ():
                 self.mode.storages.mark_offloaded(tensor)
-        # An optimizer's states are made where the parameter lives. On a host that is the CPU, and its RAM the device.
+        # Optimizer states live where the parameter lives. On a host, the CPU's RAM is the device.
         for optimizer in self.scope.optimizers if self._kernels.device_type != "cpu" else ():
             for group in filter(counts_on_host, optimizer.param_groups):
                 for parameter in group["params"]:
-                    # Adagrad's are there before the step.
+                    # Adagrad's states exist before the step.
                     if torch.is_tensor(count := optimizer.state.get(parameter, {}).get("step")):
                         self.mode.storages.mark_offloaded(count)
             for parameter, state in optimizer.state.items():
@@ -272,7 +275,7 @@ class Simulation:
         return any(map(self.mode.storages.is_offloaded, with_storages([parameter])))
 
     def below(self) -> dict[str, int]:
-        """The most bytes that each tier below the device held."""
+        """Returns the most bytes that each tier below the device held."""
         found = self.runtimes.high_water_bytes()
         if self._sharded.offloaded:
             for tier, nbytes in host_bytes(self.mode.builder, pins=self._sharded.pins).items():
@@ -280,7 +283,7 @@ class Simulation:
         return found
 
     def mark_gradients(self) -> None:
-        """Records the present gradients of everything reached as gradients."""
+        """Records the present gradients of all reached parameters as gradients."""
         storages = self.mode.storages
         for tensor in self._leaves:
             if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
@@ -288,9 +291,9 @@ class Simulation:
                     storages.mark(part, "gradient", storages.record(with_storages([tensor])[0]).path)
 
     def _record_residents(self) -> None:
-        """Records what is there before the step.
+        """Records the storages from before the step.
 
-        What modules have, in the order of `Module.to`: what lies beside what decides where there is room later.
+        The order is that of `Module.to`, since the neighbours of a storage decide where free memory arises later.
         """
         storages, seen = self.mode.storages, set[int]()
         if self._kernels.is_cuda:
@@ -316,10 +319,10 @@ class Simulation:
             builder.death(number)
 
     def _record_shards(self) -> None:
-        """Records how shards came to the card that `fully_shard` cut from parameters with numbers.
+        """Records the allocation of shards that `fully_shard` cut from real parameters.
 
-        It brings the whole parameters of a group, cuts this process's shards, and lets the whole ones go: the next
-        group's find the memory that these leave, and so does the step.
+        FSDP2 moves the whole parameters of a group, cuts this process's shards and frees the whole ones; the next
+        group, and the step, reuse that memory.
         """
         builder, seen = self.mode.builder, set[int]()
         for module in sorted(self.scope.modules, key=self._place):
@@ -339,14 +342,14 @@ class Simulation:
         return self._order.get(id(module), len(self._order))
 
     def _residents(self) -> dict[int, tuple[str, str]]:
-        """The category and the name of each storage that is there before the step."""
+        """Returns the category and the name of each storage from before the step, by address."""
         found: dict[int, tuple[str, str]] = {}
 
         def enter(tensor: torch.Tensor | None, category: str, name: str) -> None:
             for part in with_storages([] if tensor is None else [tensor]):
                 found.setdefault(part.untyped_storage()._cdata, (category, name))
 
-        # In the order of the tree, so that a tied weight has the name that `named_parameters` gives it.
+        # The order is that of the tree, so that a tied weight has the name that `named_parameters` gives it.
         for module in sorted(self.scope.modules, key=self._place):
             prefix = f"{path}." if (path := self._paths.get(id(module), "")) else ""
             for name, parameter in module._parameters.items():
@@ -370,7 +373,7 @@ class Simulation:
         with self._unseen():
             self.mark_gradients()
         self.mode.recorder.course.optimizing = True
-        # An optimizer that evaluates the loss itself, such as LBFGS, decides by its value how often it does.
+        # An optimizer that evaluates the loss itself, such as LBFGS, decides by its value how often.
         self.mode.searching = any(map(callable, (*args[1:], *kwargs.values())))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
@@ -400,9 +403,9 @@ def _is_on_device(storages: LiveStorages, tensor: torch.Tensor) -> bool:
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """Empty the frames that an error went through: they hold tensors of the step, and guards.
+    """Clears the frames of an error's traceback, which hold tensors and guards of the step.
 
-    A tensor that fails to be printed leaves one in a frame of PyTorch that turns `torch.func` off for the thread.
+    A tensor whose printing fails leaves a guard in a frame of PyTorch that turns `torch.func` off for the thread.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -412,7 +415,7 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 
 
 def _offloaded(mode: FakeMode, nbytes: int) -> torch.Tensor:
-    with _disable_current_modes():  # it is made by no operator of the step
+    with _disable_current_modes():  # without an operator of the step
         tensor = mode.fakes.tensor(mode.fakes.storage(nbytes), torch.uint8, (nbytes,), (1,))
     mode.storages.enter_offloaded(tensor)
     return tensor
@@ -441,7 +444,9 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[tuple[nn.Modu
 
 
 def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int, str]:
-    """A name for each module: its path in `model`; elsewhere the class of the outermost module, and the path in it."""
+    """Returns a name by module id: the path in `model`; for other modules the outermost module's class and the path in
+    it.
+    """
     paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
     children = {id(child) for module in modules for child in module._modules.values() if child is not None}
     roots = [module for module in modules if id(module) not in children and id(module) not in paths]

@@ -1,4 +1,4 @@
-"""The caller's tensors during a simulation: the same objects, with contents that a simulation may do anything to."""
+"""The caller's tensors during a simulation: the same objects, with contents that a simulation may change freely."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memscale.simulation.process.fake_storages import FakeStorages
 
 @contextmanager
 def contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Gives each tensor back the storage and the shape that it had: a step may assign ``.data``, or resize it.
+    """Restores the storage and shape of each tensor afterwards: a step may assign ``.data``, or resize a tensor.
 
     Yields the tensors, each with an alias of its contents.
     """
@@ -32,11 +32,11 @@ def contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tens
 
 @contextmanager
 def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeStorages) -> Iterator[frozenset[int]]:
-    """Gives every tensor that is not on the CPU fake contents there; the objects stay who they are.
+    """Gives every tensor off the CPU fake contents there; the tensor objects keep their identity.
 
-    Yields the addresses of the storages of these.
+    Yields the addresses of the fake storages.
     """
-    # In C++ the reducer of a DDP around the model waits for the gradients of its parameters, and would send these on.
+    # DDP's C++ reducer waits for the gradients of its own parameters, and would communicate these.
     distributed = in_process_group()
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     storages: dict[int, torch.UntypedStorage] = {}
@@ -46,7 +46,7 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeS
         given = {id(tensor) for tensor in inputs}
         for tensor in tensors:
             if tensor.is_meta and real and id(tensor) not in given:
-                continue  # beside real parameters, a model on meta is a skeleton of the caller's
+                continue  # a meta tensor beside real parameters is the caller's skeleton
             if tensor.device.type == "cpu":
                 if distributed and tensor.requires_grad and tensor.is_leaf:
                     _exchange(tensor, tensor.detach(), swapped)
@@ -57,12 +57,12 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeS
                 )
             own = tensor.untyped_storage()
             if own._cdata not in storages:
-                # What may be computed needs memory of its own: all that is fake shares one.
+                # Values that may be computed need memory; all fake storages share one range.
                 is_fake = tensor.requires_grad or not is_small(tensor)
                 storages[own._cdata] = fakes.storage(own.nbytes()) if is_fake else _zeros(own.nbytes())
             stand_in = fakes.like(tensor, storages[own._cdata])
             if not tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel() <= 1 << 20:
-                stand_in = tensor.detach().cpu()  # its values may decide what the model does
+                stand_in = tensor.detach().cpu()  # the model may decide by these values
             given.add(stand_in.untyped_storage()._cdata)
             _exchange(tensor, stand_in, swapped)
         yield frozenset(given)
@@ -73,7 +73,7 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeS
 
 @contextmanager
 def wrapped_on_cpu(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Lets wrappers say that they are where what they wrap is now."""
+    """Rebuilds wrapper subclasses, so that each reports the device of its inner tensors."""
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         for tensor in tensors:
@@ -89,7 +89,7 @@ def wrapped_on_cpu(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 def _exchange(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Gives `tensor` the contents of `stand_in`, and of its hooks on gradients those that are Python's."""
+    """Swaps the implementations of `tensor` and `stand_in`, keeping the Python hooks on the gradient."""
     stand_in.requires_grad_(tensor.requires_grad)
     torch._C._swap_tensor_impl(tensor, stand_in)
     swapped.append((tensor, stand_in))
@@ -103,7 +103,7 @@ def _zeros(nbytes: int) -> torch.UntypedStorage:
 
 
 def with_storages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that have storages: a wrapper subclass has none of its own, and is made of others or of nothing."""
+    """Returns the tensors that have storages; a wrapper subclass is replaced by its inner tensors."""
     found: list[torch.Tensor] = []
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):

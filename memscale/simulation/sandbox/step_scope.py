@@ -19,7 +19,7 @@ from memscale.optimizers import TransformedOptimizer
 from memscale.regions import NOWHERE, Attributes, Captures, Names, code_names, differing, holds, read
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Deeper or larger than this is data (a dataset, a tokeniser), which a training step reads and does not change.
+# A deeper or larger object is data (a dataset, a tokeniser), which a step reads and leaves unchanged.
 _DEEPEST = 6
 _MOST_OBJECTS = 20_000
 _HOLDS_NOTHING = (torch.Tensor, int, float, str, type(None))
@@ -47,13 +47,13 @@ class StepScope(Captures):
         self._visit_code(roots)
 
     def put_back_classes(self) -> None:
-        """Makes the classes that the code names have the attributes that they had when the scope was read."""
+        """Restores the attributes of the classes that the code names."""
         for cls, name, value in self._classes:
             if vars(cls).get(name) is not value:
                 setattr(cls, name, value)
 
     def _visit_code(self, roots: Any) -> None:
-        """Adds what the code of the modules, of their hooks and of the roots names, in whichever file."""
+        """Adds the objects that the code of the modules, of their hooks and of the roots names, in any file."""
         called: dict[int, Any] = {id(root): root for root in roots}
         for module in self.modules:
             for cls in type(module).__mro__:
@@ -80,8 +80,8 @@ class StepScope(Captures):
             if id(thing) in self._seen:
                 return
             if isinstance(thing, tuple) and any(isinstance(part, torch.Tensor) for part in thing):
-                self._add(thing)  # a batch: what it holds cannot change, and its tensors may be on meta
-            if isinstance(thing, (dict, list, set, deque)):  # of a class of its own: a defaultdict, an OrderedDict
+                self._add(thing)  # a batch keeps its objects, and its tensors may be on meta
+            if isinstance(thing, (dict, list, set, deque)):  # including subclasses: a defaultdict, an OrderedDict
                 self._visit_container(thing, home)
             elif isinstance(getattr(thing, "__dict__", None), dict):
                 self._visit_object(thing)
@@ -92,7 +92,7 @@ class StepScope(Captures):
         known = len(self.modules)
         super()._visit_module(root)
         for module in self.modules[known:]:
-            # A region's forward remembers what earlier calls changed; hooks may hold optimizers and lists.
+            # A region's forward stores what earlier calls changed; hooks may hold optimizers and lists.
             self._visit(module.__dict__.get("forward"), None)
             for name in _HOOKS:
                 self._visit_hooks(module.__dict__.get(name))
@@ -127,7 +127,7 @@ class StepScope(Captures):
         return [tensor for tensor in former if _has_storage(tensor) and tensor.untyped_storage()._cdata in known - held]
 
     def _visit_hooks(self, hooks: dict[int, Any] | None) -> None:
-        if hooks is not None:  # also where there are none yet: a forward may register the first
+        if hooks is not None:  # also an empty table: a forward may register the first hook
             self._add(hooks)
             for hook in list(hooks.values()):
                 self._visit(hook, None)
@@ -150,7 +150,7 @@ class StepScope(Captures):
             self._add(group)
             self._add(group["params"])
         if isinstance(optimizer, TransformedOptimizer):
-            self._visit(optimizer.parts, NOWHERE)  # which remember what has stepped, and where states are
+            self._visit(optimizer.parts, NOWHERE)  # the parts store which parameters have stepped, and where states are
         self._add(optimizer.state)
         for state in optimizer.state.values():
             if isinstance(state, dict):
@@ -161,7 +161,7 @@ def _has_storage(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) and not value.is_meta
 
 
-# Not followed: none of these keeps what a step gives it, and most of a process's code is theirs.
+# Not followed: these packages hold most of a process's code, and keep no object of a step.
 _OTHERS = frozenset({"torch", "memscale", "numpy", *sys.stdlib_module_names})
 _MOST_FUNCTIONS = 2_000
 _CONTAINERS = (dict, list, set, deque)
@@ -184,7 +184,7 @@ def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | ty
     ['table']
     """
     pending = deque(functions)
-    seen: set[int] = set()  # functions and classes, which live as long as what has them
+    seen: set[int] = set()  # the ids of functions and classes, which stay alive through their holders
     followed = 0
     while pending and followed < _MOST_FUNCTIONS:
         thing = pending.popleft()
@@ -223,13 +223,13 @@ def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | ty
 
 
 def _may_keep(value: Any) -> bool:
-    """Whether `value` is a tensor, or can be given one."""
+    """Whether `value` is a tensor, or can hold one."""
     return isinstance(value, (torch.Tensor, *_CONTAINERS)) or not _is_others(type(value).__module__)
 
 
 @functools.lru_cache(maxsize=4096)
 def _assigned(code: types.CodeType) -> frozenset[str]:
-    """The globals that `code` may assign, among other names: those of a ``global`` are in no list of its own."""
+    """Returns the globals that `code` may assign, found by its STORE_GLOBAL instructions."""
     found = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -238,7 +238,7 @@ def _assigned(code: types.CodeType) -> frozenset[str]:
 
 
 def _function_of(thing: Any) -> types.FunctionType | None:
-    """The function of Python's that is called where `thing` is."""
+    """Returns the Python function that a call of `thing` runs."""
     for _ in range(8):
         if isinstance(thing, types.FunctionType):
             return thing
@@ -262,12 +262,12 @@ def _parts(thing: Any) -> list[Any]:
 
 
 def _contents(function: types.FunctionType) -> list[Any]:
-    """Functions that `function` closes over."""
+    """Returns the functions in the closure of `function`."""
     found = []
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
-        except ValueError:  # empty as yet
+        except ValueError:  # the cell is still empty
             continue
     return [each for each in found if _function_of(each) is not None]
 

@@ -161,7 +161,7 @@ def test_a_hook_below_sees_no_value_that_is_not_there():
     x = torch.randn(6, 4)
     out = tile(chunks=2)(model)(x)
     torch.testing.assert_close(out, model(x))
-    assert seen == [torch.Tensor] * 2, "once for the tiled call, and once for the model as it is"
+    assert seen == [torch.Tensor] * 2, "once for the tiled call, and once for the model as written"
 
 
 def test_under_torch_func_a_counter_counts_once_and_a_stored_tensor_is_refused():
