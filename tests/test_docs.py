@@ -33,8 +33,8 @@ OTHERWISE = {
 }
 
 
-# Commands for whoever runs a server, how the planner searches, a schema, tables of measurements: no Python.
-WITHOUT_PYTHON = {"server-team.md", "planner.md", "telemetry-schema.md", "benchmarks.md"}
+# Commands for whoever runs a server, how the planner searches, tables of measurements: no Python.
+WITHOUT_PYTHON = {"server-team.md", "planner.md", "benchmarks.md"}
 
 
 SLOW = {

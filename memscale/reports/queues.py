@@ -23,7 +23,7 @@ COLOURS = {"busy": "#4C72B0", "input": "#D55E00", "room": "#CC79A7", "disk": "#8
 COLOURS |= {"stream": "#E69F00"} | dict(zip(COLLECTIVES, _BETWEEN_PROCESSES, strict=True))
 MEANINGS = {
     "busy": "busy",
-    "input": "waits for what comes back",
+    "input": "waits for copies back",
     "room": "waits for room",
     "disk": "waits for the disk",
     "host": "waits for the host",

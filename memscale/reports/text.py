@@ -17,7 +17,7 @@ _TABLES = 19  # rows of the two tables of categories and modules together, which
 _TENSORS = 7
 _GAP = "  "
 _WORTH_A_WORD = 0.01
-_CAUSES = {"input": "what comes back", "room": "room", "disk": "the disk", "host": "the host"}
+_CAUSES = {"input": "copies back", "room": "room", "disk": "the disk", "host": "the host"}
 _CAUSES |= {"stream": "another stream"} | {kind: f"{kind.removesuffix('s')}s" for kind in COLLECTIVES}
 
 
@@ -46,9 +46,9 @@ def facts(profile: Profile) -> list[str]:
         moved.append(f"on other tiers at most {tiers}")
     if profile.prefetch_depth:
         moved.append(f"prefetch depth {profile.prefetch_depth}")
-    step = [profile.method, f"first step {format_bytes(profile.first_step_peak_bytes)}"]
+    how, bound = ("simulated", "at least ") if profile.method == "static" else ("measured", "")
+    step = [how, f"first step {format_bytes(profile.first_step_peak_bytes)}"]
     if profile.step_seconds is not None:
-        bound = "at least " if profile.method == "static" else ""
         step.append(f"time {bound}{format_seconds(profile.step_seconds)}")
         moved += _waits(profile, profile.step_seconds)
     if profile.flops:

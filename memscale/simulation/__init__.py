@@ -1,23 +1,21 @@
-"""A step that never ran: what it would hold of the device, when, and for how long.
+"""Simulation: the bytes, the operators and the times of a training step, found without running the step.
 
-The journey of `profile(model, batch)`, in the order in which to read:
+The path of `profile(model, batch)` through the package, in reading order:
 
-1. `step`: the training step as a value, whose making `checks` what it is made of, and `packed` where it has layers in
-   few bits without numbers; and the device, a `Target`. `record` simulates the step under a plan, twice (the first
-   step makes the optimizer's states). `profiler` asks for that, and for real steps where a step
-   cannot be simulated (`measured/`).
-2. `sandbox/`: finds what the step can reach (`step_scope`), gives what is not on the CPU `stand_ins` there, and puts
-   everything back afterwards; `process/` has its patches of PyTorch (`process_state`), for its own threads alone.
-3. `dispatch/`: `fake_mode` answers each operator with fake tensors. `operators` and `call_effects` know what it
-   does whatever its values are: the layout of its results (`kernels/shapes`), what the kernel takes beside them
-   (`kernels/`). `values` knows which values are known all the same; `in_place_sums` what happens in place where no mode
-   is active. `parallel/`: collectives, and what FSDP2 and DDP keep, where the step is one process's of several.
-4. `schedule/`: when each operator and each copy runs, by a clock that the offload engine's waits go by.
-5. `dispatch/step_recorder` notes what each operator did, and `live_storages` when a storage is made and when the last
-   tensor over it dies, in a `trace_builder`. What it returns at the end is a `trace`: immutable data.
-6. Functions of a trace: `memory` gives the blocks, the peaks and the reserved bytes of the device's allocator
-   (`allocator/` replays CUDA's), `schedule/schedule` the queues, `attribution` what each module holds and runs,
-   `analysis` a `Profile`.
+1. `step`: the training step as a value (`TrainingStep`), and the device (`Target`). `checks` validates the step, and
+   `packed` packs quantized layers on meta. `record` simulates the step under a plan, twice: the first step makes the
+   optimizer's states. `profiler` runs real steps where a step cannot be simulated (`measured/`).
+2. `sandbox/`: finds the objects that the step can reach (`step_scope`), replaces tensors off the CPU by `stand_ins`,
+   and restores all objects afterwards. `process/` patches PyTorch, for the simulation's threads alone.
+3. `dispatch/`: `fake_mode` returns fake tensors from each operator. `operators` and `call_effects` hold what is
+   independent of values: the layouts of results (`kernels/shapes`) and the memory of the kernels (`kernels/`). `values`
+   tracks known values; `in_place_sums` finds sums that PyTorch makes in place. `parallel/`: collectives, and the state
+   that FSDP2 and DDP keep of a model.
+4. `schedule/`: the times of operators and copies, by the clock that the offload engine waits on.
+5. `dispatch/step_recorder` records the effects of each operator, and `live_storages` the births and deaths of storages,
+   in a `trace_builder`, which returns the `trace`: immutable data.
+6. Functions of a trace: `memory` replays it in the device's allocator (`allocator/` is CUDA's), `schedule/schedule`
+   lists the queues, `attribution` sums bytes and seconds by module, `analysis` makes the `Profile`.
 7. `results`: the `Profile`, frozen data; `reports` prints and draws it.
 """
 

@@ -144,7 +144,7 @@ def _holding(trace: Trace, storage: Storage) -> Holding:
 def _timeline(
     trace: Trace, taken: DeviceMemory, begins: Sequence[float], ends: Sequence[float]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...], tuple[tuple[str, float], ...]]:
-    """The changes of the last step, their positions, and where its phases begin."""
+    """Returns the changes of the last step, their positions, and the beginnings of its phases."""
     begin, first_op = trace.steps[-1]
     alive: dict[int, None] = {}
     applied(trace.events[:begin], alive, taken.sizes)
@@ -163,7 +163,7 @@ def _timeline(
     positions = [0.0] * len(changes)
     latest = 0.0 if positions else -math.inf
     for event, op in zip(trace.events[begin:], trace.event_ops[begin:], strict=True):
-        # An operator's results are there while it runs, and what it was the last to need until it is done.
+        # An operator's results exist while it runs, and its last-used arguments until it ends.
         at = 0.0 if op < first_op else (begins if event > 0 else ends)[op - first_op]
         latest = max(latest, at)
         sign = 1 if event > 0 else -1

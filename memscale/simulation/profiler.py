@@ -28,10 +28,9 @@ from memscale.simulation.trace import Trace
 class MemoryProfiler:
     """A profiler of steps of one model with different batches.
 
-    Static first: the step is simulated, operators without a rule for their shapes run on zeros. If the step reads
-    values that only a real run computes, it is measured on ``config.warmup_steps`` real steps and one more, and
-    everything they changed is put back. ``config.use_static_profiling`` and ``config.use_empirical_fallback`` turn the
-    two off.
+    The step is simulated; operators without a rule for their shapes run on zeros. A step that reads values of a real
+    run is measured: ``config.warmup_steps`` real steps and one more run, and all changes are undone.
+    ``config.use_static_profiling`` and ``config.use_empirical_fallback`` turn either off.
 
     >>> import torch, memscale as ms
     >>> profiler = ms.MemoryProfiler(torch.nn.Linear(8, 8), loss=lambda y, _: y.sum())
@@ -41,7 +40,7 @@ class MemoryProfiler:
 
     Args:
         model, optimizer, loss, plan, hardware, keeps_output, probe, parallel, world, shard, tensor: as in `profile`.
-        config: None is ``Config()``.
+        config: the settings; None means ``Config()``.
     """
 
     def __init__(
@@ -79,8 +78,8 @@ class MemoryProfiler:
     def profile(self, batch: Any = None, *, accumulate: int = 1, capacity_bytes: int | None = None) -> Profile:
         """Returns the profile of a step with this batch; arguments and errors as in `memscale.profile`.
 
-        `capacity_bytes` is what a simulated CUDA device gives to the step, where that is less than all it can
-        (``hardware.usable_bytes``): PyTorch gives back cached memory before it goes beyond.
+        `capacity_bytes` limits the memory of a simulated CUDA device below ``hardware.usable_bytes``: at the limit
+        PyTorch's allocator returns cached memory before it fails.
         """
         return profile_of(self._on(batch, accumulate), self.plan, self.target, self.config, capacity_bytes)
 
@@ -89,13 +88,14 @@ class MemoryProfiler:
 
         Args:
             batch, accumulate: as in `profile`.
-            updates: whether the optimizer steps; without, only forward and backward are simulated, and gradients stay.
+            updates: whether the optimizer steps; otherwise forward and backward are simulated alone, and gradients
+                stay.
 
         Raises:
-            ConfigError, NeedsValues, or what the model raises: the step cannot be simulated.
+            ConfigError, NeedsValues, or an error of the model: the step cannot be simulated.
         """
         step = self._on(batch, accumulate)
-        # Without an optimizer there is no update, either: a step that drops its gradients would hide what they are.
+        # A step without an optimizer keeps its gradients, too: dropped gradients would not be recognised as gradients.
         holds_gradients = not updates or (step.optimizer is None and step.module is not None)
         return record(step, self.plan, self.target, holds_gradients=holds_gradients)
 
@@ -111,19 +111,19 @@ def profile_of(
     """Returns the profile of a step under a plan: simulated, or measured on real steps where `config` allows that.
 
     Args:
-        step: with its batch.
+        step: the step, with its batch.
         plan, target: as in `record`.
         config: see `MemoryProfiler`.
         capacity_bytes: see `MemoryProfiler.profile`.
 
     Raises:
-        ConfigError: the step fails, or can only be measured and may not be.
-        RuntimeUnavailable: it can be neither simulated nor run here.
+        ConfigError: the step fails, or needs a real run that `config` forbids.
+        RuntimeUnavailable: the step can be neither simulated nor run on this machine.
     """
     if not config.use_static_profiling:
         return _measured(step, plan, target, config, "Config(use_static_profiling=False)")
     try:
-        with few_collections():  # also between the simulation and what is made of it
+        with few_collections():  # also between the simulation and the analysis
             return analyse(record(step, plan, target), capacity_bytes, advises=True)
     except ConfigError:
         raise
@@ -131,7 +131,7 @@ def profile_of(
         reason = str(error)
     except MemscaleError:
         raise
-    except Exception as error:  # the model's own, or one that only a simulation provokes: a real step tells which
+    except Exception as error:  # an error of the model, or of the simulation alone: a real step decides
         reason = f"{type(error).__name__}: {error}"
         if step.module is not None and any(parameter.is_meta for parameter in step.module.parameters()):
             numbers = any(each.is_meta and not each.is_floating_point() for each in tensors_of(step.batch))

@@ -116,7 +116,7 @@ def test_a_profile_prints_as_this():
         == """\
 peak 275 MiB in backward, aten::nll_loss_backward of net.head
   0.3 % of 78.7 GiB on NVIDIA H100 80GB HBM3; the allocator reserves 295 MiB
-  static; first step 175 MiB; time at least 26.0 ms; 12.9 GFLOP
+  simulated; first step 175 MiB; time at least 26.0 ms; 12.9 GFLOP
 at the peak           bytes     %
   optimizer state   108 MiB  39.3
   activation       72.0 MiB  26.2
@@ -145,7 +145,7 @@ def test_a_measured_step_prints_what_is_known_of_it():
         == """\
 peak 275 MiB in backward
   26.9 % of 1.00 GiB on box
-  empirical; first step 175 MiB; time 26.0 ms
+  measured; first step 175 MiB; time 26.0 ms
 at the peak           bytes     %
   optimizer state   108 MiB  39.3
   activation       72.0 MiB  26.2

@@ -84,7 +84,7 @@ def test_the_picture_and_the_page_have_the_queues_under_the_curve(profile, tmp_p
     memory, queues = figure.axes
     assert [label.get_text() for label in queues.get_yticklabels()] == ["device", "device to host", "host to device"]
     drawn = {text.get_text() for text in queues.get_legend().get_texts()}
-    assert {"busy", "waits for room", "waits for what comes back"} <= drawn
+    assert {"busy", "waits for room", "waits for copies back"} <= drawn
     assert queues.get_xlim() == memory.get_xlim()
     profile.html(tmp_path / "step.html")
     page = (tmp_path / "step.html").read_text()

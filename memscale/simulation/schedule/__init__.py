@@ -1,1 +1,1 @@
-"""When each operator and each copy of a simulated step runs: the clock that the engine's waits go by."""
+"""The schedule of a simulated step: the times of operators and copies, by the clock that the engine waits on."""

@@ -1,4 +1,4 @@
-"""The backend of a simulated step: it moves nothing, and says when what it was asked for would have happened."""
+"""The backend of a simulated step: moves no bytes, and reports the times at which copies would end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memscale.simulation.trace import Transfer
 
 
 class _Reached:
-    """The moment when a copy is over, or without one when the device is through with what it was given so far."""
+    """The end of a copy; without a copy, the end of the device's work so far."""
 
     def __init__(self, clock: Clock, transfer: Transfer | None = None) -> None:
         self._clock = clock
@@ -24,8 +24,8 @@ class _Reached:
         return self._clock.now >= self.end
 
     def span(self) -> tuple[float, float] | None:
-        # Of a point none, not even once it is done: the engine would take the gaps between points as its measure of how
-        # far to load ahead, and the memory of a step is that of the most that it may.
+        # A point has no span, even when done: the engine would take the gaps between points for its load-ahead
+        # distance, and the memory of a step is that of the largest distance.
         return None if self.transfer is None or not self.done() else (self.transfer.begin, self.end)
 
     def error(self) -> None:
@@ -33,19 +33,19 @@ class _Reached:
 
 
 class ClockedBackend(TraceBackend):
-    """A `TraceBackend` on which everything takes the time that it would take.
+    """A `TraceBackend` with the times of real copies.
 
     Args:
-        caps: as of `TraceBackend`.
-        clock: that of the step, which all of its engines share.
-        new_bytes: how much of a tensor of so many bytes a process on a CPU would have to get from the system now.
+        caps: the caps of the tiers, as in `TraceBackend`.
+        clock: the clock of the step, shared by all of its engines.
+        new_bytes: bytes of a tensor -> bytes that a CPU process would have to get from the operating system for it now.
     """
 
     def __init__(self, caps: Mapping[str, int | None], clock: Clock, new_bytes: Callable[[int], int]) -> None:
         super().__init__(caps)
         self._clock = clock
         self._new_bytes = new_bytes
-        self._leaving: list[tuple[float, Buffer]] = []  # given back, and still read or written until then
+        self._leaving: list[tuple[float, Buffer]] = []  # (time of the last read or write, freed buffer)
         self._trims = Trims() if clock.is_host else None
 
     def allocate(self, nbytes: int, tier: str) -> CountedBuffer | None:
@@ -89,7 +89,7 @@ class ClockedBackend(TraceBackend):
         return _Reached(self._clock, transfer)
 
     def wait(self, event: Event, stream: int | None = None) -> None:
-        """Sees `Backend.wait`. Blocks the host where the CPU takes part in the copy, and only there."""
+        """Makes `stream` wait for `event`. The host waits only if the CPU takes part in the copy."""
         if (transfer := _reached(event).transfer) is not None:
             self._clock.come_after(transfer)
 

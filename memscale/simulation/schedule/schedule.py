@@ -1,4 +1,4 @@
-"""A step's schedule as frozen data: what each queue does, and when."""
+"""The schedule of a step as frozen data: the work of each queue, with its times."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ QUEUES = ("device", "streams", *COLLECTIVES, "out", "in", "disk", "host")
 
 
 class ScheduledOperator(NamedTuple):
-    """An operator: what it is and where it was called, as of `OpCall`, and when it runs.
+    """An operator with its times.
 
     Attributes:
-        name, path, phase: ``"aten::mm"``, the module, ``"forward"``.
-        queue: ``"device"``, ``"streams"`` for one beside the main stream of that, or ``"host"`` where the CPU beside
-            the device computes.
-        begin: in seconds from the beginning of the step.
-        seconds: how long it takes.
-        issued: when the host had handed it over.
+        name, path, phase: the name, the module and the phase of the `OpCall`, such as ``"aten::mm"`` and ``"forward"``.
+        queue: ``"device"``; ``"streams"`` for a stream other than the main one; ``"host"`` for work of the CPU.
+        begin: seconds from the beginning of the step.
+        seconds: the duration.
+        issued: the time at which the host has issued the operator.
     """
 
     name: str
@@ -47,7 +46,7 @@ class ScheduledCopy(NamedTuple):
 
 
 class ScheduledCollective(NamedTuple):
-    """A collective among `size` processes: what it is (``"all-gather"``), and how large as a whole."""
+    """A collective among `size` processes: its kind (``"all-gather"``) and its total bytes."""
 
     kind: str
     nbytes: int
@@ -57,9 +56,9 @@ class ScheduledCollective(NamedTuple):
 
 
 class ScheduledWait(NamedTuple):
-    """The ``"device"`` or the ``"host"`` stands still; see `Profile.exposed_seconds` for the causes.
+    """A wait of the ``"device"`` or the ``"host"``; `Profile.exposed_seconds` lists the causes.
 
-    `operator` is the number of the first one after it.
+    `operator` is the number of the first operator after the wait.
     """
 
     queue: str
@@ -71,14 +70,14 @@ class ScheduledWait(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """When everything in a step happens, in seconds from its beginning.
+    """The schedule of a step, in seconds from its beginning.
 
     Attributes:
-        seconds: until the next step begins. Copies may go on beyond.
-        operators: in the order in which they are issued.
-        copies: in the order in which they start in their direction.
-        waits: of the device, and of the host for copies.
-        collectives: in the order in which they are issued.
+        seconds: the time at which the next step begins; copies may end later.
+        operators: the operators, in the order of issue.
+        copies: the copies, in the order of their starts in each direction.
+        waits: the waits of the device, and of the host for copies.
+        collectives: the collectives, in the order of issue.
     """
 
     seconds: float
@@ -89,7 +88,7 @@ class Schedule:
 
     @property
     def utilisation(self) -> dict[str, float]:
-        """The share of the step in which each queue is busy; without those that do nothing in it.
+        """Returns the share of the step in which each queue is busy, without idle queues.
 
         >>> copies = (ScheduledCopy("out", "pinned", 8, 0.0, 0.5), ScheduledCopy("in", "pinned", 8, 1.75, 0.5))
         >>> Schedule(2.0, (), copies, ()).utilisation
@@ -108,7 +107,7 @@ class Schedule:
 
     @property
     def exposed_seconds(self) -> dict[str, float]:
-        """Cause -> seconds that the device waits."""
+        """Returns cause -> seconds that the device waits."""
         found = dict.fromkeys(CAUSES, 0.0)
         for wait in self.waits:
             if wait.queue == "device":
@@ -117,7 +116,7 @@ class Schedule:
 
     @property
     def seconds_by_module(self) -> dict[str, float]:
-        """The step by module path: what the device computes, and what it waits for before."""
+        """Returns module path -> seconds of the device: its operators, and the waits before them."""
         found: dict[str, float] = defaultdict(float)
         for operator in self.operators:
             if operator.queue == "device":
@@ -130,7 +129,7 @@ class Schedule:
 
     @classmethod
     def of_last_step(cls, trace: Trace) -> Schedule:
-        """The schedule of the last step in `trace`."""
+        """Returns the schedule of the last step in `trace`."""
         times, zero = trace.times, trace.times.steps[-1]
         return cls(
             times.end - zero,
@@ -149,7 +148,7 @@ class Schedule:
         )
 
     def to_data(self) -> dict[str, Any]:
-        """The schedule as what JSON can hold; names are written once."""
+        """Returns the schedule as JSON data, with each name written once."""
         names: dict[str, int] = {}
 
         def coded(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
@@ -163,7 +162,7 @@ class Schedule:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Schedule:
-        """The schedule that `to_data` wrote."""
+        """Returns the schedule that `to_data` wrote."""
         names = data["names"]
 
         def texts(rows: Sequence[Sequence[Any]], columns: int, *, at: int = 0) -> Iterator[list[Any]]:
@@ -180,7 +179,7 @@ class Schedule:
 
 
 def queues_of(copy: ScheduledCopy) -> tuple[str, ...]:
-    """The queues that a copy is in: of the link, of the disk, or of both where an accelerator's bytes go to disk."""
+    """Returns the queues of a copy: the link's direction, and also the disk for a copy to or from the disk."""
     return (copy.direction, "disk") if copy.tier == "disk" else (copy.direction,)
 
 
@@ -198,7 +197,7 @@ def _operations(trace: Trace) -> Iterator[ScheduledOperator]:
         elif at in on_host:
             assert op.seconds is not None
             queue, seconds, begin = "host", op.seconds, issued - op.seconds
-        # Half the time of calling the class.
+        # tuple.__new__ takes half the time of calling the class.
         row = (op.name, op.path, names[op.phase], queue, begin - zero, seconds, issued - zero)
         yield tuple.__new__(ScheduledOperator, row)
 

@@ -23,10 +23,10 @@ def prefetch_depth(
     The function replays the step as queues for each depth: the compute waits while more than `depth` copies out are in
     flight, and each copy in starts `depth` requests ahead of its use. Requests at one moment count as one.
 
-    Args:
-        seconds: of each operator.
-        passes: of each operator, which pass over the model it belongs to; nothing is asked for across passes.
+    seconds: [operator] the seconds of each operator.
+        passes: [operator] the pass over the model that the operator belongs to; no copy is requested across passes.
         transfers: the copies of the step.
+        first: the number of the step's first operator.
         first: the number of its first operator.
     """
     replay = DepthReplay(seconds, passes, transfers, first)
@@ -44,7 +44,7 @@ def prefetch_depth(
 
 
 class DepthReplay:
-    """A step as queues, to be run with any depth; arguments as of `prefetch_depth`."""
+    """A step as queues, which `seconds` replays with a given depth; arguments as in `prefetch_depth`."""
 
     def __init__(
         self, seconds: Sequence[float], passes: Sequence[int], transfers: Sequence[Transfer], first: int
@@ -58,7 +58,7 @@ class DepthReplay:
         self._requests = sorted(requests.items())
         self._passes = [passes[min(op, last - 1)] for op, _ in self._requests]
         departures = [(max(0, each.asked - first), each) for each in transfers if each.direction == "out"]
-        # At one moment what leaves goes first, as in the engine's order of stash and fetch.
+        # At equal moments copies out come first, as in the engine's order of stash and fetch.
         self._moments: list[tuple[int, int, Transfer | None]] = sorted(
             [(op, -1, each) for op, each in departures]
             + [(op, number, None) for number, (op, _) in enumerate(self._requests)],
@@ -87,7 +87,7 @@ class DepthReplay:
 
 
 def _copied(transfer: Transfer, now: float, ends: dict[str, float]) -> float:
-    """When a copy that is asked for now is done."""
+    """Returns the end of a copy that is requested now."""
     queues = [transfer.direction, "disk"] if transfer.tier == "disk" else [transfer.direction]
     end = max(now, *(ends[queue] for queue in queues)) + transfer.end - transfer.begin
     for queue in queues:
