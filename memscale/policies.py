@@ -58,7 +58,7 @@ Verdict = Save | Recompute | Move
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One value inside a region, as a policy sees it.
+    """A value inside a region, as a policy sees it.
 
     Attributes:
         op: the ATen operator that computes the value, such as ``torch.ops.aten.mm.default``.

@@ -34,7 +34,7 @@ _DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One line of a plan: `transform` for every module whose path matches `pattern`."""
+    """A line of a plan: `transform` for every module whose path matches `pattern`."""
 
     pattern: str
     transform: Transform

@@ -24,11 +24,12 @@ class Subject:
         batch, length: of token ids.
         head: the path of the linear layer of the loss.
         device: the card.
-        inner: the path, within a block, of a module that works on each position alone; None for none.
-        beside: the paths of what is worth recomputing beside the blocks.
-        published_bytes: the peak of the closed tool of the same name (AGGRESSIVE, bf16 and 8-bit Adam); None for none.
-        published_plain_bytes: that of the model as it is, from the same source.
-        columns: what is done to it; none is all that are for models of this size.
+        inner: the path, within a block, of a module that works on each position separately; None without such a module.
+        beside: the paths of modules besides the blocks that are worth recomputing.
+        published_bytes: the peak of the closed tool of the same name (AGGRESSIVE, bf16 and 8-bit Adam); None if
+            unpublished.
+        published_plain_bytes: the peak of the model without that tool, from the same source.
+        columns: the titles of the columns; empty means all columns for models of this size.
     """
 
     title: str
@@ -104,7 +105,7 @@ def _built(kind: Any, config: Any) -> nn.Module:
 
 
 class LowRank(nn.Module):
-    """A linear layer that is frozen, with a product of two small matrices beside it (LoRA)."""
+    """A frozen linear layer with a product of two small trained matrices added (LoRA)."""
 
     def __init__(self, frozen: nn.Linear, rank: int) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ _LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class Job:
-    """One training job. Equal jobs have equal batches, weights and dropout masks.
+    """A training job. Equal jobs have equal batches, weights and dropout masks.
 
     Args:
         steps: optimizer steps. The first warms up, the last is measured, those between are timed.
@@ -201,7 +201,7 @@ def train(
 
 
 class _Step:
-    """One training step as a function without arguments; ``loss`` holds its result."""
+    """A training step as a function without arguments; ``loss`` holds its result."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
         self.model, self.optimizer, self.batch = model, optimizer, batch

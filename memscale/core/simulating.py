@@ -31,7 +31,7 @@ _keys: list[str] = []  # thread-local keys that mark the threads of each running
 
 
 class Simulated(NamedTuple):
-    """What a running simulation simulates.
+    """The device of a running simulation.
 
     Attributes:
         device_type: the type of the device.

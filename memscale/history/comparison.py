@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One of ``"regression"``, ``"same"``, ``"smaller"``, ``"within tolerance"``, ``"simulator changed"``."""
+        """The verdict: ``"regression"``, ``"same"``, ``"smaller"``, ``"within tolerance"``, ``"simulator changed"``."""
         if self.changed_bytes and self.simulator_changed:
             return "simulator changed"
         if self.changed_bytes <= 0:

@@ -17,7 +17,7 @@ from memscale.transforms.checkpoint import is_view
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """One storage that is saved in forward for backward.
+    """A storage that is saved in forward for backward.
 
     >>> import torch, memscale as ms
     >>> [residual] = ms.saved_residuals(torch.exp, torch.ones(10, requires_grad=True))

@@ -96,7 +96,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """One line: equal, rounding only, or different, with the result that decides."""
+        """The verdict in a line: equal, rounding only, or different, with the deciding result."""
         total = len(self.differences)
         if self.exact:
             return f"equal, bit for bit: {total} results of the step"

@@ -58,7 +58,7 @@ class Terms:
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What `wrap` does to a model.
+    """The decision of `wrap` about a model.
 
     Attributes:
         plan: the plan to install.

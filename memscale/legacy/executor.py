@@ -43,7 +43,7 @@ _OF_PROCESS = {"_own", "_optimizing", "_headline", "_comparison", "_server"}
 
 
 class Executor:
-    """What `wrap` did to a model; ``str`` of it is a readable report, including what was moved so far.
+    """The effect of `wrap` on a model; prints as a report that includes the bytes moved so far.
 
     It plans at the first call of a training loop if it was given no batch, and again, between two steps, when a larger
     batch comes; see `docs/wrap.md`. It holds the model weakly: after the model is gone only the report works. A deep

@@ -65,7 +65,7 @@ def widened(shapes: Shapes, former: Shapes, refused: Sequence[Shapes] = ()) -> l
 
 @dataclass
 class PlansByShapes:
-    """Which plan serves which batch, as a state machine with two states and two events.
+    """The plan for each shape of batch, as a state machine with two states and two events.
 
     |                   | a batch that the plan covers | a larger batch                   |
     |-------------------|------------------------------|----------------------------------|

@@ -27,7 +27,7 @@ _NO_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_p
 
 
 class StepPart:
-    """One transform of one optimizer. It holds the optimizer weakly, so that dropping the optimizer frees both."""
+    """A transform of an optimizer. A part holds the optimizer weakly, so that dropping the optimizer frees both."""
 
     writes_offloaded: ClassVar[bool] = False  # whether a step writes states that are outside the optimizer's `state`
     places_states: ClassVar[bool] = False  # whether states live in this part's own memory, in one place per parameter
@@ -104,7 +104,7 @@ class StepPart:
 
     @property
     def backward_passes(self) -> int:
-        """How many passes of backward over one graph make a step."""
+        """The number of backward passes over one graph in a step."""
         return 1
 
     def after_zero_grad(self) -> None:
@@ -206,7 +206,7 @@ class PartedOptimizer(torch.optim.Optimizer):
 
     @property
     def backward_passes(self) -> int:
-        """How many passes of backward over one graph make a step."""
+        """The number of backward passes over one graph in a step."""
         return max((part.backward_passes for part in self.parts), default=1)
 
     def below(self) -> list[torch.Tensor]:

@@ -47,7 +47,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Separability:
-    """What the trial of an optimizer has shown.
+    """The result of the trial of an optimizer.
 
     Attributes:
         full: the states that have their parameter's shape, as pairs of the parameter's number of dimensions and the

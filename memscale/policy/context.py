@@ -27,7 +27,7 @@ _NUMBERED = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)(?:\.|$)")
 
 @dataclasses.dataclass(frozen=True)
 class StrategyContext:
-    """One step on one device under one budget, in numbers without units, and without names of models or cards.
+    """A step on a device under a budget, in numbers without units, and without names of models or cards.
 
     All numbers except the last two are ratios in units of 1/1024, capped at 2**40.
 

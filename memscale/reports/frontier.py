@@ -61,7 +61,7 @@ class PartOfPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class DrawnPoint:
-    """One point of the curve.
+    """A point of the curve.
 
     Attributes:
         peak_bytes: the device memory of the step, in bytes.

@@ -111,7 +111,7 @@ class Runtime:
 
     @property
     def at_home(self) -> dict[int, HostParameter]:
-        """All host parameters of this process, by the address of their storage."""
+        """The host parameters of this process, by the address of their storage."""
         return HOST_PARAMETERS
 
     def stats(self) -> DeviceStats:
@@ -241,7 +241,7 @@ def runtime_for(own: Runtime | None) -> Runtime:
 
 @contextmanager
 def runtimes_replaced(instead: Callable[[Runtime], Runtime]) -> Iterator[None]:
-    """In the simulation's own threads, replaces each region's runtime by ``instead(runtime)`` within the body."""
+    """Replaces each region's runtime by ``instead(runtime)`` in the body, for the simulation's own threads."""
     with own_threads():
         _instead.append(instead)
         try:

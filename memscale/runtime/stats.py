@@ -16,7 +16,7 @@ from memscale.runtime.storage.tiers import TierUse
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What an engine has moved since it was made, and what its tiers hold now; `str` of it is a table.
+    """The bytes that an engine has moved so far and that its tiers hold now; prints as a table.
 
     Attributes:
         out_bytes: bytes copied from the device, by target tier.
@@ -62,7 +62,7 @@ class Stats:
 
 
 class DeviceStats(dict[str, Stats]):
-    """What a runtime has moved, by device; `str` of it is one table per device.
+    """The bytes that a runtime has moved, by device; prints as a table per device.
 
     >>> print(DeviceStats())
     nothing was moved

@@ -25,7 +25,7 @@ _OWN = "MEMSCALE_TELEMETRY"
 
 
 class State(enum.Enum):
-    """What is counted and sent; each state includes the previous one."""
+    """The extent of counting and sending; each state includes the previous one."""
 
     OFF = "off"  # nothing is counted
     LOCAL = "local"  # calls are counted in files that are never sent

@@ -22,7 +22,7 @@ _OF_MODELS = "optimize plan predict transform wrap"
 
 
 class Dimension(NamedTuple):
-    """One way to divide calls. Each dimension is counted by itself, never combined with another one."""
+    """A division of calls into buckets. Each dimension is counted separately."""
 
     buckets: tuple[str, ...]
     calls: tuple[str, ...]

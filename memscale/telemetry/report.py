@@ -20,7 +20,7 @@ _WEEK = re.compile(r"[0-9]{4}-W[0-9]{2}")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a report says about the machine: entries of closed lists, and two-number versions."""
+    """The machine in a report: entries of closed lists, and two-number versions."""
 
     memscale: str
     python: str

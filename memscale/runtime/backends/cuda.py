@@ -71,7 +71,7 @@ class CudaEvent:
 
 
 class _CopyStream:
-    """One direction of the link: a CUDA stream, and a thread for copies in which the CPU takes part."""
+    """A direction of the link: a CUDA stream, and a thread for copies in which the CPU takes part."""
 
     def __init__(self, cupy: Any, name: str) -> None:
         self.stream = cupy.cuda.Stream(non_blocking=True)

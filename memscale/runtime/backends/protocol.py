@@ -48,11 +48,11 @@ class Buffer(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of the tier's cap the buffer takes."""
+        """The bytes of the tier's cap that the buffer takes."""
 
 
 class Backend(Protocol):
-    """One kind of device and the tiers below it."""
+    """A kind of device and the tiers below it."""
 
     tiers: tuple[str, ...]
     """The names of the tiers, nearest to the device first; allocation tries them in this order."""

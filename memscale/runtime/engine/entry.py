@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
 
 class Record:
-    """One stashed tensor: a detached alias while its bytes are on the device, its layout after they moved."""
+    """A stashed tensor: a detached alias while the bytes are on the device, the layout after the move."""
 
     __slots__ = ("alias", "changed", "handles", "layout", "times_back", "unfetched", "version")
 
@@ -201,7 +201,7 @@ _Known = tuple["weakref.ref[torch.Tensor]", "weakref.ref[Handle]"]
 
 
 class Entry(Loadable):
-    """One stashed storage: the records of its views, and where its bytes are."""
+    """A stashed storage: the records of its views, and the place of its bytes."""
 
     __slots__ = ("departure", "engine", "key", "known", "ordinal", "records", "region", "streams", "tier")
 

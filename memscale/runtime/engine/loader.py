@@ -17,7 +17,7 @@ ALIGNMENT = 64
 
 
 class State(enum.Enum):
-    """Where some bytes are."""
+    """The place of loaded bytes."""
 
     DEVICE = "where they were"
     LEAVING = "on the device, with a copy to a tier in flight"

@@ -174,7 +174,7 @@ def host_parameter_of(
 
 
 class Residency:
-    """One run of a region: the host parameters that it has on the device, and whether it is the region's first run."""
+    """A run of a region: its host parameters on the device, and whether it is the first run."""
 
     __slots__ = ("__weakref__", "homes", "is_first", "loaded")
 

@@ -86,7 +86,7 @@ class FileIO:
 
 
 class _Piece(NamedTuple):
-    """One system call: the offset, the memory, and a part of the tensor that goes through staging memory.
+    """A system call: the offset, the memory, and the part of the tensor that goes through staging memory.
 
     Attributes:
         offset: the first byte in the file.

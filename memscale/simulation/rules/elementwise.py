@@ -1,4 +1,4 @@
-"""Operators element by element, of optimizers too, and those that make, move, choose or read numbers."""
+"""Elementwise operators, of optimizers too, and operators that make, move, choose or read numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _norms(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 
 def _histogram(input: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
-    """``torch.histc``, by which experts' tokens are counted: CUDA has one of integers, and a CPU has not."""
+    """Computes ``torch.histc`` of integers, which counts the tokens of experts: a CPU lacks the operator."""
     counted: torch.Tensor = torch.ops.aten.histc.default(input.float(), *options, **named)
     return counted.to(input.dtype)
 
@@ -50,7 +50,7 @@ RULES = {
     **{f"aten.{name}_": OpRule(time=by_layouts) for name in ("add", "div", "mul")},
     **{f"aten.{name}.Tensor": OpRule(time=by_layouts, in_place=True) for name in ("add", "mul", "sub")},
     **{f"aten.{name}": OpRule(composed_on=("cuda",)) for name in ("dist.default", "isinf", "ldexp.Tensor", "mvlgamma")},
-    # What moves numbers: views, constants, copies, joins.
+    # Operators that move numbers: views, constants, copies, joins.
     **{f"aten.{name}": OpRule(method=getattr(torch.Tensor, name.partition(".")[0])) for name in (
         "detach", "expand", "permute", "select.int", "t", "transpose.int", "unsqueeze", "view",
     )},

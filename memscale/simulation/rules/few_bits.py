@@ -1,6 +1,6 @@
-"""The operators of bitsandbytes by which layers with weights in few bits compute.
+"""The operators of bitsandbytes for layers with quantized weights.
 
-Read off bitsandbytes 0.50.2: ``backends/cuda/ops.py`` and ``backends/default/ops.py``.
+Source: bitsandbytes 0.50.2, ``backends/cuda/ops.py`` and ``backends/default/ops.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program
 
 
 def _rows_in_8_bits(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Magnitudes, which of them are outliers, and whether one is."""
+    """Returns the program of magnitudes, the outliers among them, and a flag for outliers."""
     rows, threshold = args[0], args[1] if len(args) > 1 else 0.0
     if not threshold:
         return (RESULTS,)
@@ -23,7 +23,7 @@ def _rows_in_8_bits(args: Sequence[Any], results: Any, card: CardTraits) -> Prog
 
 
 def _sums_as_floats(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Its kernel writes float16, from which another dtype is cast."""
+    """Returns the program of a kernel that writes float16, which a cast converts to another dtype."""
     sums, dtype = args[0], args[3] if len(args) > 3 else None
     return (RESULTS,) if dtype in (None, torch.float16) else (2 * sums.numel(), RESULTS)
 
@@ -47,8 +47,8 @@ def notes_of_few_bits(modules: Iterable[nn.Module]) -> list[str]:
     ]
 
 
-# Made of others, which are asked about one by one. A kernel that multiplies by 4 bits is taken on a card for less than
-# some 512 rows, which no training step is about; else the weight is unpacked for a product of PyTorch's.
+# Compositions of other operators, each with its own rule. A card's 4-bit product kernel serves less than about 512
+# rows, fewer than a training step has; for more rows the weight is unpacked for a product of PyTorch's.
 _COMPOSED = OpRule(composed_on=("cpu", "cuda"))
 
 RULES = {

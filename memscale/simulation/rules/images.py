@@ -12,7 +12,7 @@ from memscale.simulation.rules.times import passes
 
 
 def _patches(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Source: ``im2col_cuda``, whose result is made as large as the image, and then grows."""
+    """Source: ``im2col_cuda``, which makes the result as large as the image, and then grows it."""
     image = args[0].numel() * args[0].itemsize
     return *taken(image, copied(args[0])), RESULTS
 
@@ -26,12 +26,12 @@ def _roll(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 
 def _as_large_as_columns(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) -> ResultLayout:
-    """Made as large as its argument, and then shrunk (``col2im_cuda``, ``col2im_cpu``)."""
+    """Source: ``col2im_cuda`` and ``col2im_cpu``, which make the result as large as the argument and shrink it."""
     columns = args[0].numel() * args[0].itemsize
     return replace(layout, storage_bytes=(max(columns, *layout.storage_bytes, 0),))
 
 
-# On a CPU a picture's channels go last and back; its backward also gets the shape of all that it had.
+# On a CPU images are converted to channels last and back; the backward also receives the shape of the input.
 _UPSAMPLINGS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
 
 RULES = {

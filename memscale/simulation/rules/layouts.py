@@ -1,4 +1,4 @@
-"""The layout of what an operator returns, and the ways in which real kernels differ from PyTorch's fake ones."""
+"""The layouts of operators' results, and the differences between real kernels and PyTorch's fake ones."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ResultLayout:
         return _build(self.outputs, fakes, [fakes.storage(nbytes) for nbytes in self.storage_bytes], arguments)
 
 
-# A function of the module and not a closure: one that calls itself is a cycle, which would keep the tensors that it
-# holds alive until the next garbage collection.
+# A module-level function: a closure that calls itself is a reference cycle, which would keep its tensors alive until
+# the next garbage collection.
 def _build(
     output: Any, fakes: FakeStorages, storages: list[torch.UntypedStorage], arguments: Sequence[torch.Tensor]
 ) -> Any:
@@ -62,7 +62,7 @@ def _build(
 
 
 def result_layout(result: Any, arguments: Sequence[torch.Tensor]) -> ResultLayout:
-    """The layout of `result`, which an operator returned for `arguments`."""
+    """Returns the layout of `result`, which an operator returned for `arguments`."""
     storages: dict[int, tuple[int, int]] = {}
     outputs = _describe(result, arguments, storages)
     given = {tensor.untyped_storage()._cdata for tensor in arguments}
@@ -87,19 +87,19 @@ def _describe(output: Any, arguments: Sequence[torch.Tensor], storages: dict[int
 
 
 def whole_storage(layout: ResultLayout, args: Sequence[Any], card: object) -> ResultLayout:
-    """A scalar over a storage with an element for each number of the arguments, as real kernels of losses return it.
+    """Returns the layout of a loss: a scalar over a storage with an element for each number of the arguments.
 
-    They shrink the result after they have reduced it (aten/src/ATen/native/BinaryOps.cpp).
+    The kernels shrink the result after the reduction (aten/src/ATen/native/BinaryOps.cpp).
     """
     elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
     return replace(layout, storage_bytes=(elements * layout.outputs.dtype.itemsize,))
 
 
 def ordered_as(argument: int | None = None) -> Callable[[ResultLayout, Sequence[Any], object], ResultLayout]:
-    """Results whole and in order, or in channels_last where `argument` is; fake kernels keep an argument's strides.
+    """Returns the layout with contiguous results, or in channels_last where `argument` is; fake kernels keep strides.
 
-    Found by running PyTorch's own samples of each operator, permuted. A gradient in the other order costs a copy in
-    each kernel that it goes through.
+    Found by running PyTorch's own samples of each operator, permuted. Wrong strides of a gradient would cost a copy in
+    each kernel that it passes.
     """
 
     def correct(layout: ResultLayout, args: Sequence[Any], card: object) -> ResultLayout:
@@ -110,7 +110,7 @@ def ordered_as(argument: int | None = None) -> Callable[[ResultLayout, Sequence[
 
 
 def in_order(layout: ResultLayout, memory_format: torch.memory_format) -> ResultLayout:
-    """`layout` with whole results in `memory_format`."""
+    """Returns `layout` with contiguous results in `memory_format`."""
 
     def ordered(output: Any) -> Any:
         if isinstance(output, (list, tuple)):
@@ -124,14 +124,14 @@ def in_order(layout: ResultLayout, memory_format: torch.memory_format) -> Result
 
 
 def of_dtype(layout: ResultLayout, dtype: torch.dtype) -> ResultLayout:
-    """`layout`, one tensor's, with another dtype."""
+    """Returns the layout of a single tensor with another dtype."""
     (nbytes,) = layout.storage_bytes
     scaled = nbytes // layout.outputs.dtype.itemsize * dtype.itemsize
     return replace(layout, outputs=replace(layout.outputs, dtype=dtype), storage_bytes=(scaled,))
 
 
 def with_statistics(layout: ResultLayout, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> ResultLayout:
-    """`layout` of a norm, whose results after the first are statistics, with these in `dtype` and `shape`."""
+    """Returns the layout of a norm, with its statistics (the results after the first) in `dtype` and `shape`."""
     result, *statistics = layout.outputs
     wide = [replace(tensor, dtype=dtype) for tensor in statistics]
     if shape is not None:

@@ -1,4 +1,4 @@
-"""Products of matrices, and what is composed of them."""
+"""Matrix products, and their compositions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memscale.simulation.rules.times import half_of_result, product, share
 
 
 def _product(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """A copy of each matrix without a dense dimension.
+    """Returns the program of a copy of each matrix without a dense dimension.
 
     Source: ``prepare_matrix_for_cublas`` and ``prepare_batch_matrix_for_cublas`` in aten/src/ATen/native/cuda/Blas.cpp.
     """
@@ -40,7 +40,7 @@ RULES = {
     **{f"aten.{name}.default": _dense(0) for name in ("mm", "bmm")},
     **{f"aten.{name}.default": _dense(1) for name in ("addmm", "baddbmm")},
     **{f"aten.{name}": _LIBRARY for name in ("mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot")},
-    # Its kernel takes more dtypes than its fake one; the real one, on zeros, would take minutes for a mixture.
+    # The real kernel takes more dtypes than the fake one; on zeros it would take minutes for a mixture of experts.
     "aten._grouped_mm": OpRule(faked_in=torch.bfloat16, time=share(0.7, 0.7)),
     "aten._trilinear": OpRule(composed_on=("cuda",)),
     "aten._euclidean_dist": OpRule(composed_on=("cuda",)),

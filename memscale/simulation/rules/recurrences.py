@@ -69,7 +69,7 @@ class Recurrence:
 
     @property
     def positions(self) -> int:
-        """The number of positions of all sequences together."""
+        """Returns the number of positions of all sequences together."""
         return self.input.numel() // max(1, self.input.size(-1))
 
     @property
@@ -78,12 +78,12 @@ class Recurrence:
 
     @property
     def matrices(self) -> int:
-        """Numbers in the weight matrices."""
+        """Returns the number of elements in the weight matrices."""
         return sum(weight.numel() for weight in self.weights if weight.dim() == 2)
 
     @property
     def flat_weights(self) -> int:
-        """Numbers in the one buffer of all weights, which has room for two biases wherever there are none, too."""
+        """Returns the number of elements in the flat weight buffer, which always has room for two biases."""
         biases = 2 * GATES[self.mode] * self.hidden
         return self.matrices + self.layers * self.directions * biases
 
@@ -94,7 +94,7 @@ class Recurrence:
 
     @property
     def transposed(self) -> torch.Tensor:
-        """The input, steps first."""
+        """Returns the input with steps as its first dimension."""
         return self.input.transpose(0, 1) if self.batch_first and not self.batch_sizes else self.input
 
     def in_user_order(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def workspace_bytes(call: Recurrence, *, backward: bool = False) -> int:
 
 
 def _is_small(call: Recurrence, *, backward: bool) -> bool:
-    """``use_rnn_persist_small_h``. bfloat16 was measured to take what the standard algorithm takes."""
+    """Source: ``use_rnn_persist_small_h``. Measured: bfloat16 takes the memory of the standard algorithm."""
     if call.batch_sizes or call.input.dtype not in (torch.float16, torch.float32):
         return False
     largest = 384 if GATES[call.mode] == 1 else 192
@@ -150,7 +150,7 @@ def _is_small(call: Recurrence, *, backward: bool) -> bool:
 
 
 def _persists(call: Recurrence) -> bool:
-    """``use_persist_common_heuristics`` and ``use_persist_device_heuristics``, of large cards since Ampere."""
+    """Source: ``use_persist_common_heuristics`` and ``use_persist_device_heuristics``, for large cards since Ampere."""
     if call.batch_sizes or call.projection or call.input.dtype is not torch.float16 or _is_small(call, backward=False):
         return False
     fits = call.layers == 1 == call.directions and call.hidden <= 1024
@@ -159,19 +159,19 @@ def _persists(call: Recurrence) -> bool:
     return fits and is_mode and whole and call.batch <= 128
 
 
-#: What they are called among the workspaces.
+#: The names of the workspaces.
 DROPOUT_STATES = "cuDNN dropout"
 
 
 def dropout_states_bytes(multiprocessors: int) -> int:
-    """The states of cuDNN's random generators, which stay from the first dropout on.
+    """The states of cuDNN's random generators, which stay allocated from the first dropout on.
 
-    Measured: an H100 takes 6.5 to 7.1 MB, by what the first steps of three networks leave.
+    Measured on an H100: 6.5 to 7.1 MB after the first steps of three networks.
     """
     return multiprocessors * 1024 * 48
 
 
-# What the operators return.
+# The results of the operators.
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -195,32 +195,33 @@ def _backward(*args: Any) -> tuple[Any, ...]:
         return dx, dhx, dcx, []
     if not _has_biases(call):
         return dx, dhx, dcx, [weight.new_empty(weight.shape) for weight in call.weights]
-    # Matrices of all layers come first. Which part is whose does not matter: they are parts of one.
+    # Matrices of all layers come first; each is a view of one buffer, so their order has no influence.
     flat = call.input.new_empty(call.flat_weights)
     parts = flat[: sum(weight.numel() for weight in call.weights)].split([weight.numel() for weight in call.weights])
     return dx, dhx, dcx, [part.view(weight.shape) for part, weight in zip(parts, call.weights, strict=True)]
 
 
 def _dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)  # what it returns is kept beside tensors, as a workspace
+    return torch.empty(0, dtype=torch.uint8)  # cuDNN's states count as a workspace instead
 
 
 def _has_biases(call: Recurrence) -> bool:
     return call.stride >= 4
 
 
-# What they take.
+# The programs of the operators.
 
 
 def _forward_program(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     call = Recurrence.of(args)
-    # Output and states, the weights where they are copied together, and the reserve space last.
+    # Results and states, the copied weights, and the reserve space last.
     results = Result(0), Result(1), Result(2), Result(4)
     return *taken(copied(call.transposed)), *results, workspace_bytes(call), RESULTS
 
 
 def _backward_program(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """First the gradients of input and states, then those of the weights, which need the input in order again.
+    """Returns the program of the backward: gradients of input and states, then of the weights, which read the input
+    again.
 
     Source: ``_cudnn_rnn_backward`` in aten/src/ATen/native/cudnn/RNN.cpp.
     """
@@ -244,10 +245,10 @@ def _backward_program(args: Sequence[Any], results: Any, card: CardTraits) -> Pr
 
 
 def _launches(*, backward: bool) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
-    """The kernels after the first one, one after the other, each of which takes the least time of a kernel or more.
+    """Returns the launches after the first kernel, each of which takes at least the least time of a kernel.
 
-    Measured: 4 times 5.5 µs for each step, layer and direction of the standard algorithm, 14 to 34 µs in nine of ten of
-    59 networks forward, and a quarter of that where one kernel does all steps.
+    Measured: 4 kernels of 5.5 µs for each step, layer and direction of the standard algorithm (14 to 34 µs in nine of
+    ten of 59 networks forward), and a quarter of that where one kernel does all steps.
     """
 
     def extra(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
@@ -258,7 +259,7 @@ def _launches(*, backward: bool) -> Callable[[Sequence[Any], Work, CardTraits], 
     return extra
 
 
-# Cells of recurrences that cuDNN does not run.
+# Recurrent cells, for recurrences without cuDNN.
 
 
 def _lstm_state(gates: torch.Tensor, hidden_gates: Any, cx: torch.Tensor, *biases: Any) -> tuple[torch.Tensor, ...]:
@@ -309,6 +310,6 @@ RULES = {
     "aten._thnn_fused_lstm_cell_backward_impl": OpRule(program=_lstm_backward_program, results=_lstm_gradients),
     "aten._thnn_fused_gru_cell": OpRule(order=(1, 0), results=_gru_state),
     "aten._thnn_fused_gru_cell_backward": OpRule(program=_gru_backward_program, results=_gru_gradients),
-    # Its kernel alone knows the size of its workspace, which it keeps for backward; the fake one's is empty.
+    # Only cuDNN's kernel knows the size of the workspace that it keeps for backward; the fake kernel's is empty.
     "aten.mkldnn_rnn_layer": OpRule(runs=True),
 }

@@ -1,4 +1,4 @@
-"""The rules of all operators in one table; `tests/simulation/test_rules.py` lists the few tables beside it."""
+"""The rules of all operators in one table; `tests/simulation/test_rules.py` lists the few tables elsewhere."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _FAMILIES = (
     recurrences,
     reductions,
 )
-#: By ``str(OpOverload)``, or ``str(OpOverloadPacket)`` where all its overloads have one rule.
+#: By ``str(OpOverload)``, or ``str(OpOverloadPacket)`` where all overloads share a rule.
 RULES: dict[str, OpRule] = {name: rule for family in _FAMILIES for name, rule in family.RULES.items()}
 _NONE = OpRule()
 
 
 def rule_of(op: OpOverload) -> OpRule:
-    """The rule of `op`; one that says nothing where none is known.
+    """Returns the rule of `op`; an empty rule for an operator without facts.
 
     >>> import torch
     >>> rule_of(torch.ops.aten.native_dropout.default).order, rule_of(torch.ops.aten.add.Scalar).order

@@ -68,7 +68,7 @@ def nothing(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int
 
 
 def never(args: Sequence[Any], card: CardTraits) -> bool:
-    """A kernel that is none of cuBLAS."""
+    """Whether a call uses cuBLAS: never."""
     return False
 
 

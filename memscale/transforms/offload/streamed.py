@@ -213,7 +213,7 @@ class _OnDevice(Origin):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AtHome(Note):
-    """What a checkpoint keeps of a device tensor of a host parameter."""
+    """The origin of a host parameter's device tensor, which a checkpoint keeps in its place."""
 
     home: HostParameter
     contents: torch.Tensor  # keeps the memory alive; the module may have another parameter by then

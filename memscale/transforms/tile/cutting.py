@@ -34,14 +34,14 @@ class Cutting(Protocol):
 
     @property
     def reduce(self) -> str | None:
-        """What happens to outputs that are not joined: ``"sum"``, ``"mean"`` or None."""
+        """The reduction of outputs that are not joined: ``"sum"``, ``"mean"`` or None."""
 
     def ranges(self, total: int) -> list[tuple[int, int]]:
         """Returns the start and length of each piece of `total` rows."""
 
 
 class Cut:
-    """How the arguments of one call are cut: which leaves, along which dimension, at which ranges."""
+    """The cut of a call's arguments: leaves, dimension, ranges."""
 
     def __init__(self, how: Cutting, args: Any, kwargs: Any) -> None:
         _refuse_packed(how, (*args, *kwargs.values()))

@@ -27,7 +27,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: its arguments by name, its result, the number of rows, and the place of the rows."""
+    """A call of an operator: arguments by name, result, number of rows, and the dimension of the rows."""
 
     given: dict[str, Any]
     result: Any

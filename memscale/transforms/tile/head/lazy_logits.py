@@ -24,7 +24,7 @@ from memscale.transforms.tile.head.tiled_loss import cross_entropy
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How lazy logits follow from their projection.
+    """The steps from a projection to its lazy logits.
 
     Attributes:
         projection: the projection.
