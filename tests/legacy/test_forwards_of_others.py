@@ -117,7 +117,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[ms.Plan]:
     return decided
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(30), *(pytest.param(at, marks=pytest.mark.deep) for at in range(30, 60))])
 def test_any_order(seed: int, plans: list[ms.Plan]) -> None:
     choose = random.Random(seed)
     model, plain = blocks(), blocks()

@@ -33,7 +33,12 @@ def _loss(output, _):
 
 
 def _step(model, batch):
-    return {"batch": batch, "optimizer": torch.optim.AdamW(model.parameters()), "loss": _loss, "hardware": CPU}
+    return {
+        "batch": batch,
+        "optimizer": torch.optim.AdamW(model.parameters(), fused=True),
+        "loss": _loss,
+        "hardware": CPU,
+    }
 
 
 class Stages(nn.Module):
@@ -304,7 +309,7 @@ box = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**36)
 def loss(output, _):
     return output.square().mean()
 plan = ms.plan(model, torch.ones(512, 64), budget=3_900_000, loss=loss, hardware=box,
-               optimizer=torch.optim.AdamW(model.parameters()))
+               optimizer=torch.optim.AdamW(model.parameters(), fused=True))
 print(hashlib.sha256(plan.to_json().encode()).hexdigest())
 """
 
@@ -539,7 +544,7 @@ def test_a_curve_names_the_modules_of_each_plan():
 
 
 def test_a_plan_says_where_rounding_was_allowed_and_not_needed():
-    step = _step(model := _mlps(), torch.ones(512, 64))
+    step = _step(model := _mlps(2), torch.ones(512, 64))
     limit = ms.profile(model, **step).taken_bytes * 9 // 10
     notes = ms.plan(model, budget=limit, exact=False, **step).evidence.notes
     assert any("rounding is allowed, and the fastest plan needs none" in note for note in notes)

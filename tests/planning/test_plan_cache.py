@@ -46,7 +46,7 @@ def loss(output, _):
 
 def step(made=None, **fields):
     made = model() if made is None else made
-    given = {"batch": torch.ones(512, 64), "optimizer": torch.optim.AdamW(made.parameters()), "loss": loss}
+    given = {"batch": torch.ones(512, 64), "optimizer": torch.optim.AdamW(made.parameters(), fused=True), "loss": loss}
     return {"model": made, "hardware": BOX, **given, **fields}
 
 
@@ -102,7 +102,7 @@ def test_that_nothing_fits_is_known_too():
 
 def test_an_answer_depends_on_its_arguments_alone(monkeypatch):
     """Not on what was asked before, nor on what is known from disk."""
-    budgets = (4 * MIB, int(3.8 * MIB), int(4.4 * MIB))
+    budgets = (4 * MIB, int(4.4 * MIB))
     monkeypatch.setenv("MEMSCALE_CACHE", "")
     expected = [ms.DecisionEngine(**step()).plan(budget).to_json() for budget in budgets]
     engine = ms.DecisionEngine(**step())
