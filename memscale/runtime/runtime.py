@@ -122,7 +122,7 @@ class Runtime:
                 found.update({f"fake {device}": engine for device, engine in engines.items()})
         return DeviceStats({name: engine.stats() for name, engine in found.items()})
 
-    def tell_of_tier(self, engine: Engine, tier: str) -> None:
+    def warn_of_tier(self, engine: Engine, tier: str) -> None:
         """Warns once that a device lacks the requested tier, and which tier is used instead."""
         tiers = engine.backend.tiers
         if tier == "auto" or tier in tiers or tier in self._warned_tiers:
@@ -130,9 +130,9 @@ class Runtime:
         self._warned_tiers.add(tier)
         instead = next(iter(at_or_below(tiers, tier)), None)
         place = f"goes to {instead}" if instead else "stays where it is"
-        self.tell(f"offload(tier={tier!r}): this device has only {', '.join(tiers)} below it, so what moves {place}")
+        self.warn(f"offload(tier={tier!r}): this device has only {', '.join(tiers)} below it, so what moves {place}")
 
-    def tell(self, what: str) -> None:
+    def warn(self, what: str) -> None:
         """Warns about a setting that the caller may not have meant."""
         warnings.warn(f"{what}; this is said once", RuntimeWarning, stacklevel=2)
 

@@ -103,7 +103,7 @@ class Hooks(PacksSeveral):
         engine = self._runtime.engine(tensor)
         if engine not in self._engines:
             self._engines.add(engine)
-            self._runtime.tell_of_tier(engine, self._tier)
+            self._runtime.warn_of_tier(engine, self._tier)
         return engine
 
     def leave(self) -> None:

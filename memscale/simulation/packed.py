@@ -47,7 +47,7 @@ def packed(model: nn.Module) -> nn.Module:
     return other
 
 
-def beside_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+def quantization_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the scales and tables with which a bitsandbytes layer unpacks its weight, by name in its state dict."""
     if not isinstance(module, _kinds()):
         return {}

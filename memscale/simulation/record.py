@@ -178,15 +178,15 @@ class _Attempt:
 
     Attributes:
         as_graphs: whether compiled modules run as their graphs, or as written.
-        answers: whether code sees its tensors on the simulated device; false shows the CPU.
+        spoofs: whether code sees its tensors on the simulated device; false shows the CPU.
         followed: the ids of the compiled modules that ran as graphs.
-        asked: the attributes and functions by which the code read its device.
+        device_reads: the attributes and functions by which the code read its device.
     """
 
     as_graphs: bool
-    answers: bool
+    spoofs: bool
     followed: set[int] = field(default_factory=set)
-    asked: list[str] = field(default_factory=list)
+    device_reads: list[str] = field(default_factory=list)
 
 
 def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...], draws: Draws) -> Trace:
@@ -199,8 +199,8 @@ def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[st
     for as_graphs in (True, False):
         faults: list[Exception] = []
         followed: set[int] = set()
-        for answers in (True, False):
-            attempt = _Attempt(as_graphs, answers)
+        for spoofs in (True, False):
+            attempt = _Attempt(as_graphs, spoofs)
             try:
                 with few_collections():
                     return _simulated(steps, step, target, (*notes, *said), draws, attempt)
@@ -209,11 +209,11 @@ def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[st
             except Exception as error:  # an error of the step, raised below unless a fallback succeeds
                 followed |= attempt.followed
                 faults.append(error)
-                if not attempt.asked:
+                if not attempt.device_reads:
                     break
                 said += (
-                    f"the step asks for {', '.join(attempt.asked)} and goes where it cannot be simulated on a CUDA "
-                    f"device ({as_text(error)}); simulated is the way that it goes on a CPU",
+                    f"the step reads {', '.join(attempt.device_reads)}, and its branch for a CUDA device cannot be "
+                    f"simulated ({as_text(error)}); its branch for a CPU was simulated instead",
                 )
         fault = faults[0]  # the error with device spoofing: on the real device the step would fail with this one
         if not followed:
@@ -240,7 +240,7 @@ def _simulated(
         step.batch,
         kernels=kernels,
         host=host,
-        answering=attempt.answers,
+        spoofs=attempt.spoofs,
         as_graphs=attempt.as_graphs,
         draws=draws,
     )
@@ -262,7 +262,7 @@ def _simulated(
         steps.kept.clear()
         kernels.save()
         if simulation.spoofing is not None:
-            attempt.asked += simulation.spoofing.asked
+            attempt.device_reads += simulation.spoofing.reads
         if simulation.compiled is not None:
             attempt.followed |= simulation.compiled.followed
     builder, values = simulation.mode.builder, simulation.mode.values

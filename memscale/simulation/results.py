@@ -162,12 +162,12 @@ class Profile:
         >>> box.taken_bytes == box.peak_bytes, card.taken_bytes == card.reserved_peak_bytes
         (True, True)
         """
-        beside = (
+        on_host = (
             sum(self.by_tier.get(tier, 0) for tier in ("pinned", "pageable")) if self.hardware.unified_memory else 0
         )
         if self.reserved_peak_bytes is not None:
-            return self.reserved_peak_bytes + beside  # over all steps
-        return max(self.first_step_peak_bytes, self.peak_bytes) + beside
+            return self.reserved_peak_bytes + on_host  # over all steps
+        return max(self.first_step_peak_bytes, self.peak_bytes) + on_host
 
     @property
     def fragmentation_bytes(self) -> int | None:

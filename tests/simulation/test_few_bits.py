@@ -12,7 +12,7 @@ from torch import nn
 import memscale as ms
 from memscale.core import ConfigError
 from memscale.simulation.measured import measure, training_roles
-from memscale.simulation.packed import beside_weights
+from memscale.simulation.packed import quantization_tensors
 from tests.support.coverings import DEEP, in_turn
 
 bnb = pytest.importorskip("bitsandbytes", reason="the weights in few bits are of bitsandbytes")
@@ -207,5 +207,5 @@ def test_an_old_bitsandbytes_is_told_which_is_needed(monkeypatch):
 
 
 def test_layers_without_few_bits_have_nothing_beside():
-    assert beside_weights(nn.Linear(2, 2)) == {}
+    assert quantization_tensors(nn.Linear(2, 2)) == {}
     assert "bitsandbytes.nn" in sys.modules

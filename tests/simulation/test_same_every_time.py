@@ -195,7 +195,7 @@ def test_what_libraries_keep_of_answers_about_the_device_is_asked_again(monkeypa
         return torch.cuda.is_available()
 
     monkeypatch.setattr(sys.modules[__name__], "is_cuda_here", is_cuda_here, raising=False)
-    process_state._kept_answers.cache_clear()
+    process_state._cached_questions.cache_clear()
     assert is_cuda_here() == torch.cuda.is_available()
     model, told = nn.Linear(4, 4), []
 
@@ -206,7 +206,7 @@ def test_what_libraries_keep_of_answers_about_the_device_is_asked_again(monkeypa
     ms.profile(step, hardware="h100")
     assert all(told)
     assert is_cuda_here() == torch.cuda.is_available()
-    process_state._kept_answers.cache_clear()
+    process_state._cached_questions.cache_clear()
 
 
 def test_weights_that_came_from_another_tier_have_no_known_values():

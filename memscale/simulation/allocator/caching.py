@@ -164,7 +164,7 @@ class _Allocator:
         self.reserved = self.reserved_peak = 0
         self.segments = 0
         self.large_taken = 0  # bytes ever taken from the device for large blocks; never falls
-        self.asked: int | None = None  # `large_taken` at the last `trim_if_grown`; None before the first
+        self.trimmed_at: int | None = None  # `large_taken` at the last `trim_if_grown`; None before the first
         self.retries = 0
         self.older_first = older_first
         self.ranges: list[tuple[int, int]] = []  # (begin, end) addresses of all segments, highest first
@@ -218,9 +218,9 @@ class _Allocator:
             self._release_blocks(small)
 
     def trim_if_grown(self) -> None:
-        if self.asked is not None and self.large_taken > self.asked:
+        if self.trimmed_at is not None and self.large_taken > self.trimmed_at:
             self.trim()
-        self.asked = self.large_taken
+        self.trimmed_at = self.large_taken
 
     def _get_free_block(self, pool: Pool, size: int) -> Block | None:
         pool.searches += 1

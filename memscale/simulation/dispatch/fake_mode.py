@@ -99,7 +99,7 @@ class FakeMode(TorchDispatchMode):
         self.storages = LiveStorages(
             self.builder,
             residents,
-            beside_cpu=kernels.device_type != "cpu",
+            has_own_memory=kernels.device_type != "cpu",
             caches=None if host is None else own_caches(),
             stream=lambda: clock.stream,
         )
@@ -154,7 +154,7 @@ class FakeMode(TorchDispatchMode):
             device = torch.device(device)
             if device.type == self._accelerator:
                 kwargs = {**kwargs, "device": _CPU}  # the CPU stands for the device
-                if op is aten._to_copy.default and self._is_there(args[0], kwargs):
+                if op is aten._to_copy.default and self._is_on_device(args[0], kwargs):
                     return aten.alias.default(args[0])
                 device = _CARD
         if operator.kind is Kind.RUN:
@@ -167,7 +167,7 @@ class FakeMode(TorchDispatchMode):
         if device is _CARD:
             self.storages.offloaded = False
         elif device == _CPU and not tensors:
-            self.storages.offloaded = self._counts_beside(args[0])  # a number in `where` is not a count
+            self.storages.offloaded = self._is_host_count(args[0])  # a number in `where` is not a count
         if operator.rule.values == "reads":
             return self._read(call)
         if operator.rule.values == "lengths":
@@ -256,7 +256,7 @@ class FakeMode(TorchDispatchMode):
         """Runs an operator that touches no data."""
         op = operator.op
         # New tensors here come from Python (`torch.tensor`), so their values are real.
-        self.storages.offloaded = self.storages.counts = op is _FROM_PYTHON and self._counts_beside(list(args[0].shape))
+        self.storages.offloaded = self.storages.counts = op is _FROM_PYTHON and self._is_host_count(list(args[0].shape))
         if self.host is not None:
             self.recorder.used = []
             self.host.views()
@@ -268,11 +268,11 @@ class FakeMode(TorchDispatchMode):
         self.recorder.enter(operator, result, NOTHING, known=True)
         return result
 
-    def _counts_beside(self, shape: Any) -> bool:
+    def _is_host_count(self, shape: Any) -> bool:
         """Whether a scalar is made on the CPU beside a device, as an optimizer does for its step count."""
-        return shape == [] and self.storages.beside_cpu and self.recorder.course.optimizing
+        return shape == [] and self.storages.has_own_memory and self.recorder.course.optimizing
 
-    def _is_there(self, tensor: torch.Tensor, wanted: Mapping[str, Any]) -> bool:
+    def _is_on_device(self, tensor: torch.Tensor, wanted: Mapping[str, Any]) -> bool:
         """Whether `tensor` already has the wanted device and dtype, so that ``x.to("cuda")`` copies nothing."""
         return wanted.get("dtype") in (None, tensor.dtype) and not (
             tensor.is_meta or self.storages.is_offloaded(tensor)
@@ -308,7 +308,7 @@ class FakeMode(TorchDispatchMode):
                     record.guess = record.guess or GIVEN
         else:
             self.values.overwrite(call, written)
-        crosses = self.storages.beside_cpu and op is aten.copy_.default and len(records) == 2
+        crosses = self.storages.has_own_memory and op is aten.copy_.default and len(records) == 2
         crosses = crosses and records[0].offloaded != records[1].offloaded
         way: Direction | None = ("out" if records[0].offloaded else "in") if crosses else None
         self.recorder.enter(operator, None, effect, way=way)

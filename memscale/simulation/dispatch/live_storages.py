@@ -25,7 +25,7 @@ class LiveStorages:
     Args:
         builder: the trace builder that records births and deaths.
         residents: address of a storage object from before the step -> (category, path).
-        beside_cpu: whether the device has memory of its own besides a CPU's.
+        has_own_memory: whether the device has memory of its own besides a CPU's.
         caches: the caches of the device; None if no time depends on them.
         stream: returns the current stream; None is the step's main stream.
 
@@ -39,21 +39,21 @@ class LiveStorages:
         builder: TraceBuilder,
         residents: dict[int, tuple[str, str]],
         *,
-        beside_cpu: bool = False,
+        has_own_memory: bool = False,
         caches: Caches | None = None,
         stream: Callable[[], object] = lambda: None,
     ) -> None:
         self.builder = builder
         self._current_stream = stream
         self._streams: dict[object, int] = {None: 0}
-        self.beside_cpu = beside_cpu
+        self.has_own_memory = has_own_memory
         self._caches = None if caches is None else CacheContents(caches)
-        self._memory = None if beside_cpu else NewMemory()
+        self._memory = None if has_own_memory else NewMemory()
         self.offloaded = False  # whether new storages are on another memory tier
         self.counts = False  # whether an operator is of single numbers, whose time on a CPU is that of the call
         self._residents = residents
         self.given: frozenset[int] = frozenset()
-        self._beside: set[int] = set()  # addresses of storages that `enter_offloaded` recorded
+        self._entered_offloaded: set[int] = set()  # addresses of storages that `enter_offloaded` recorded
         self.live: dict[int, int] = {}  # address of the storage object -> number of its record
         self._sizes: dict[int, int] = {}  # address -> bytes, of storages that were resized
         self._deaths: dict[int, _Death] = {}
@@ -75,7 +75,7 @@ class LiveStorages:
             records.append(record)
             some_offloaded = some_offloaded or record.offloaded
         # Next to an accelerator, the CPU computes from offloaded tensors, and its results are offloaded too.
-        self.offloaded = some_offloaded and self.beside_cpu and all(map(_may_be_offloaded, records))
+        self.offloaded = some_offloaded and self.has_own_memory and all(map(_may_be_offloaded, records))
         self.counts = not (self.offloaded and any(record.shape for record in records))
         return records
 
@@ -132,7 +132,7 @@ class LiveStorages:
         """Records a new storage of a parameter or a gradient on another memory tier."""
         before, self.offloaded = self.offloaded, True
         self.enter(tensor.untyped_storage(), tensor, len(self.builder.ops) - 1, "", "", False)
-        self._beside.add(tensor.untyped_storage()._cdata)
+        self._entered_offloaded.add(tensor.untyped_storage()._cdata)
         self.offloaded = before
 
     def put_together(self, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
@@ -232,7 +232,7 @@ class LiveStorages:
         """Yields a weak reference to each live storage that the simulation made, with its record."""
         for key, number in self.live.items():
             record, storage = self.builder.records[number], self._deaths[key]()
-            if storage is not None and (record.op >= 0 or key in self.given) and key not in self._beside:
+            if storage is not None and (record.op >= 0 or key in self.given) and key not in self._entered_offloaded:
                 yield weakref.ref(storage), record
 
     def end(self) -> None:

@@ -138,7 +138,7 @@ class StepRecorder:
             if self._host is not None:  # with the rates of a device, the place of operands has no influence
                 share = storages.missing_share(self.used, [storage.nbytes() for storage, _ in new])
                 seconds = None if effect.seconds is None else effect.seconds.at(share)
-            if seconds and not storages.beside_cpu:  # unwritten memory stays untouched, and takes no pages
+            if seconds and not storages.has_own_memory:  # unwritten memory stays untouched, and takes no pages
                 new_bytes = sum(storages.new_bytes(storage.nbytes()) for storage, _ in new)
                 seconds += new_memory_seconds(new_bytes, clock.hardware)
             by_autograd = in_backward and not (records or modules)
@@ -227,9 +227,9 @@ class StepRecorder:
                     storages.enter(storage, tensor, at, "", path, known)
             return
         results, before = results_of(result), storages.offloaded
-        beside = {id(results[number]) for number in operator.on_host if number < len(results)}
+        on_host = {id(results[number]) for number in operator.on_host if number < len(results)}
         for storage, tensor in new:
             if storage._cdata not in storages.live:
-                storages.offloaded = before or id(tensor) in beside
+                storages.offloaded = before or id(tensor) in on_host
                 storages.enter(storage, tensor, at, "", path, known)
         storages.offloaded = before

@@ -195,8 +195,8 @@ def _linear_of_wrapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 def _with_loops(is_below: Callable[[torch.Tensor], bool]) -> list[str]:
     """Returns the devices with multi-tensor loops; an empty list where one of the caller's `params` is on the host."""
-    asked = sys._getframe(2).f_locals.get("params", ())
-    return [] if any(each is not None and is_below(each) for each in asked) else ["cpu", "cuda"]
+    parameters = sys._getframe(2).f_locals.get("params", ())
+    return [] if any(each is not None and is_below(each) for each in parameters) else ["cpu", "cuda"]
 
 
 class CudaProbe:

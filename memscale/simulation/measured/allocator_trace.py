@@ -24,7 +24,7 @@ from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memscale.core import ConfigError, RuntimeUnavailable, shown
-from memscale.simulation.packed import beside_weights
+from memscale.simulation.packed import quantization_tensors
 from memscale.simulation.results import MemoryTimeline
 from memscale.simulation.sandbox.stand_ins import with_storages
 from memscale.simulation.trace import CATEGORIES
@@ -220,10 +220,10 @@ def training_roles(
 
     def roles() -> dict[str, list[torch.Tensor]]:
         parameters = list(model.parameters())
-        beside = [tensor for module in model.modules() for tensor in beside_weights(module).values()]
+        scales = [tensor for module in model.modules() for tensor in quantization_tensors(module).values()]
         states = dict(optimizer.state) if optimizer is not None else {}
         return {
-            "parameter": [*parameters, *model.buffers(), *beside],
+            "parameter": [*parameters, *model.buffers(), *scales],
             "optimizer state": _tensors(list(states.values())),
             "gradient": [parameter.grad for parameter in parameters if parameter.grad is not None],
             "input": _tensors(batch),

@@ -38,9 +38,9 @@ class Parallel:
     tensor: int = 1
 
     def __str__(self) -> str:
-        beside = "" if self.shard is None else f", sharding {', '.join(self.shard)}"
-        beside = f", tensors over {self.tensor} of them{beside}" if self.tensor > 1 else beside
-        return f"{self.kind} over {self.world} process{'es' * (self.world > 1)}{beside}"
+        sharding = "" if self.shard is None else f", sharding {', '.join(self.shard)}"
+        sharding = f", tensors over {self.tensor} of them{sharding}" if self.tensor > 1 else sharding
+        return f"{self.kind} over {self.world} process{'es' * (self.world > 1)}{sharding}"
 
     @classmethod
     def of(cls, model: Any, parallel: Any, world: Any, shard: Any, tensor: Any, *, caller: str) -> Parallel | None:
@@ -154,14 +154,14 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 def check_tensor(model: nn.Module, parallel: str, world: int, tensor: Any, *, caller: str) -> None:
     """Raises ConfigError where `tensor` processes cannot split the weights of `model`."""
-    asked = f"{caller}(parallel={parallel!r}, world={world}, tensor={tensor!r})"
+    call = f"{caller}(parallel={parallel!r}, world={world}, tensor={tensor!r})"
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
-        raise ConfigError(f"{asked} takes over how many processes each weight is split, an int above 0")
+        raise ConfigError(f"{call} takes over how many processes each weight is split, an int above 0")
     if parallel != "fsdp2":
-        raise ConfigError(f"{asked}: weights that are split are sharded by FSDP2 besides; say parallel='fsdp2'")
+        raise ConfigError(f"{call}: weights that are split are sharded by FSDP2 besides; say parallel='fsdp2'")
     if world % tensor:
         raise ConfigError(
-            f"{asked}: {world} processes are no whole groups of {tensor}; take a world that {tensor} divides"
+            f"{call}: {world} processes are no whole groups of {tensor}; take a world that {tensor} divides"
         )
     own = (
         "; split it with parallelize_module() in a process group of the fake backend yourself, and profile or plan that"
@@ -169,23 +169,21 @@ def check_tensor(model: nn.Module, parallel: str, world: int, tensor: Any, *, ca
     styles = dict(_styles(model))
     if not styles:
         raise ConfigError(
-            f"{asked} splits weights as the model's tp_plan says, and this {type(model).__name__} has none that names "
+            f"{call} splits weights as the model's tp_plan says, and this {type(model).__name__} has none that names "
             f"its modules{own}"
         )
     if unknown := sorted({style for _, style in styles.values() if style not in _STYLES}):
-        raise ConfigError(f"{asked}: the model's tp_plan has styles that are not DTensor's, {', '.join(unknown)}{own}")
+        raise ConfigError(f"{call}: the model's tp_plan has styles that are not DTensor's, {', '.join(unknown)}{own}")
     for path, (module, _) in styles.items():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             raise ConfigError(
-                f"{asked}: {path} is a {type(module).__name__}, which DTensor splits in no such style{own}"
+                f"{call}: {path} is a {type(module).__name__}, which DTensor splits in no such style{own}"
             )
     # DTensor can split rows unevenly, but every attention head has to be whole on one process.
     for name in _HEADS:
         heads = getattr(getattr(model, "config", None), name, None)
         if isinstance(heads, int) and heads % tensor:
-            raise ConfigError(
-                f"{asked}: {name} = {heads} cannot be split over {tensor} processes; take a divisor of it"
-            )
+            raise ConfigError(f"{call}: {name} = {heads} cannot be split over {tensor} processes; take a divisor of it")
 
 
 def split(model: nn.Module, mesh: Any) -> None:

@@ -209,17 +209,17 @@ def _value_patched(module: types.ModuleType, name: str, value: Any) -> Iterator[
 
 
 @contextmanager
-def answers_asked_again() -> Iterator[None]:
+def library_caches_bypassed() -> Iterator[None]:
     """Bypasses, in the body, the ``lru_cache`` of libraries' questions about CUDA: a simulation changes the answers."""
     with ExitStack() as stack:
-        for module, name, question in _kept_answers(len(sys.modules)):
+        for module, name, question in _cached_questions(len(sys.modules)):
             if id(vars(module).get(name)) == id(question):
                 stack.enter_context(patched(module, name, question.__wrapped__))
         yield
 
 
 @functools.lru_cache(maxsize=1)
-def _kept_answers(modules: int) -> list[tuple[types.ModuleType, str, Any]]:
+def _cached_questions(modules: int) -> list[tuple[types.ModuleType, str, Any]]:
     """Returns (module, name, function) of cached functions such as ``transformers.utils.is_torch_cuda_available``.
 
     The argument is the number of loaded modules: a new module makes a new search.

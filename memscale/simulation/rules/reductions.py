@@ -99,18 +99,18 @@ def reduced(kernel: Reduction, args: Sequence[Any], results: Any, card: CardTrai
     threads = threads_per_multiprocessor(card.capability)
     source = args[0]
     result = results if isinstance(results, torch.Tensor) else results[0]
-    asked = args[kernel.dims] if kernel.dims is not None and len(args) > kernel.dims else None
+    given = args[kernel.dims] if kernel.dims is not None and len(args) > kernel.dims else None
     copied = 0
     fused = source.dtype in _HALVES and result.dtype == torch.float32
     if kernel.converts and source.dtype != result.dtype and not fused:
         source = torch.empty_strided(source.shape, source.stride(), dtype=result.dtype, device="meta").clone()
         copied = source.nbytes
-    if kernel.flattens and asked is None and not source.is_contiguous():
+    if kernel.flattens and given is None and not source.is_contiguous():
         source = torch.empty(source.shape, dtype=source.dtype, device="meta")
         copied = source.nbytes
     if not source.numel():
         return ()
-    dims = [asked] if isinstance(asked, int) else asked
+    dims = [given] if isinstance(given, int) else given
     gone = {dim % source.dim() for dim in dims} if dims and source.dim() else set(range(source.dim()))
     loop = _Loop.over(source, gone)
     partial = kernel.partial_bytes(source.dtype)

@@ -50,14 +50,14 @@ class BackwardThread:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Patches autograd so that every backward in the body numbers its nodes like a card's thread."""
-        run = self._beside(torch.autograd.graph._engine_run_backward)
+        run = self._numbering(torch.autograd.graph._engine_run_backward)
         with (
             patched(torch.autograd.graph, "_engine_run_backward", run),
             patched(torch.autograd, "_engine_run_backward", run),
         ):
             yield
 
-    def _beside(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+    def _numbering(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         def run(outputs: Any, gradients: Any, retain_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
             if torch._C._current_graph_task_id() != -1:  # a backward inside another runs in the card's thread
                 return engine(outputs, gradients, retain_graph, create_graph, *args, **kwargs)

@@ -21,14 +21,14 @@ import torch.utils._device
 
 from memscale.hardware import Hardware
 from memscale.simulation.kernels.cuda_autocast import CudaAutocast
-from memscale.simulation.process.process_state import answers_asked_again, patched
+from memscale.simulation.process.process_state import library_caches_bypassed, patched
 
 # Code in the folders of PyTorch and memscale sees the true device. Two parts of PyTorch see the simulated device as
 # users do: optimizers, which choose by the device where to keep step counts, and `custom_fwd` of autocast, which
 # compares a tensor's device with the spoofed one.
 _TORCH = os.path.dirname(torch.__file__)
 _INSIDERS = (os.path.join(_TORCH, ""), os.path.join(str(Path(__file__).parents[2]), ""))
-_TOLD = (os.path.join(_TORCH, "optim", ""), os.path.join(_TORCH, "amp", "autocast_mode.py"))
+_SPOOFED = (os.path.join(_TORCH, "optim", ""), os.path.join(_TORCH, "amp", "autocast_mode.py"))
 _DEVICE = torch.device("cuda", 0)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
@@ -37,12 +37,12 @@ class DeviceSpoofing:
     """The patches that make the code of one step see the simulated CUDA device.
 
     Attributes:
-        asked: the names of the attributes and functions that the code has read, each once.
+        reads: the names of the attributes and functions that the code has read, each once.
         notes: notes on answers that may differ from those of the real device.
     """
 
     def __init__(self, hardware: Hardware, capability: tuple[int, int], on_device: Callable[[Any], bool]) -> None:
-        self.asked: dict[str, None] = {}
+        self.reads: dict[str, None] = {}
         self.notes: dict[str, None] = {}
         self._hardware = hardware
         self._capability = capability
@@ -56,7 +56,7 @@ class DeviceSpoofing:
         # PyTorch looks up its factory functions once, at the first `with torch.device(...)`: before they are patched.
         torch.utils._device._device_constructors()
         with ExitStack() as stack:
-            stack.enter_context(answers_asked_again())
+            stack.enter_context(library_caches_bypassed())
             if not torch.cuda.is_available():
                 torch._C._ensureCUDADeviceGuardSet()
                 stack.enter_context(patched(torch.cuda, "_lazy_init", lambda: None))
@@ -94,7 +94,7 @@ class DeviceSpoofing:
             # Autocast asks whether bfloat16 is supported.
             if name != "is_bf16_supported" and self._is_insider(sys._getframe(2).f_code):
                 return original(*args, **kwargs)
-            self.asked[f"torch.cuda.{name}()"] = None
+            self.reads[f"torch.cuda.{name}()"] = None
             return answer
 
         return function
@@ -105,14 +105,14 @@ class DeviceSpoofing:
 
         def read(tensor: torch.Tensor) -> Any:
             code = sys._getframe(2).f_code
-            inside = self._is_insider(code) and not code.co_filename.startswith(_TOLD)
+            inside = self._is_insider(code) and not code.co_filename.startswith(_SPOOFED)
             if inside or not self._on_device(tensor):
                 if tensor.__class__ in _PLAIN:
                     return get(tensor)
                 # A subclass would receive this patched function in `__torch_function__`.
                 with torch._C.DisableTorchFunctionSubclass():
                     return get(tensor)
-            self.asked[f"Tensor.{name}"] = None
+            self.reads[f"Tensor.{name}"] = None
             return value
 
         with patched(torch.Tensor, name, property(read)):

@@ -92,8 +92,8 @@ class CountingRuntime(Runtime):
         self._backends: list[TraceBackend] = []
         self.notes: list[str] = []
 
-    def tell(self, what: str) -> None:
-        """Adds the message to the notes, in place of `Runtime.tell`."""
+    def warn(self, what: str) -> None:
+        """Adds the message to the notes, in place of `Runtime.warn`."""
         self.notes.append(what)
 
     @property

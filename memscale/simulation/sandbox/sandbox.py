@@ -28,7 +28,7 @@ from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.trace_builder import Course, StorageRecord
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import is_sparse
-from memscale.simulation.packed import beside_weights
+from memscale.simulation.packed import quantization_tensors
 from memscale.simulation.parallel.dtensors import propagating
 from memscale.simulation.parallel.sharded import Sharded
 from memscale.simulation.parallel.streams import SimulatedStreams
@@ -67,7 +67,7 @@ class Simulation:
         model: the trained module, whose paths name other modules; None names modules by class.
         optimizer, batch: the optimizer and the batch of the step.
         kernels: the kernels of the simulated device.
-        answering: whether the step's own code sees the simulated device.
+        spoofs: whether the step's own code sees the simulated device.
         draws: the random numbers that the step draws.
         as_graphs: whether compiled modules run as the graphs that a compiler receives for a card.
         host: times the host's work between operators; None times nothing.
@@ -82,14 +82,14 @@ class Simulation:
         *,
         kernels: Kernels,
         host: HostTime | None = None,
-        answering: bool = True,
+        spoofs: bool = True,
         draws: Draws = Draws.SEEDED,
         as_graphs: bool = True,
     ) -> None:
         self._host = host
         self._as_graphs = as_graphs
         self._draws = draws
-        self._answering = answering and kernels.is_cuda
+        self._spoofs = spoofs and kernels.is_cuda
         self.spoofing: DeviceSpoofing | None = None
         self.compiled: CompiledModules | None = None
         self._thread: BackwardThread | None = None
@@ -97,8 +97,8 @@ class Simulation:
         self._sharded = Sharded(self.scope.modules, on_card=kernels.is_cuda)
         given = batches.tensors(batch)
         inputs = with_storages(given)
-        beside = [tensor for module in self.scope.modules for tensor in beside_weights(module).values()]
-        reached = [*(tensor for _, _, tensor in self.scope.tensors), *self._sharded.tensors, *beside, *inputs]
+        scales = [tensor for module in self.scope.modules for tensor in quantization_tensors(module).values()]
+        reached = [*(tensor for _, _, tensor in self.scope.tensors), *self._sharded.tensors, *scales, *inputs]
         self._leaves = list({id(tensor): tensor for tensor in reached}.values())
         self._tensors = with_storages(self._leaves)
         self._meets_sparse = any(map(is_sparse, [*given, *self._leaves]))
@@ -160,8 +160,8 @@ class Simulation:
                 self.compiled = CompiledModules(self.mode.recorder, self._kernels.programs)
                 stack.enter_context(self.compiled.installed(compiled))
             self._record_residents()
-            beside = with_storages(self._sharded.offloaded)
-            for tensor in beside:
+            shards = with_storages(self._sharded.offloaded)
+            for tensor in shards:
                 self.mode.storages.mark_offloaded(tensor)
             stack.enter_context(reads_checked(self.mode))
             if self._kernels.is_cuda:
@@ -173,14 +173,14 @@ class Simulation:
                 simulation(self._kernels.device_type, device_type, capability, choices, self.mode.randomness)
             )
             stack.enter_context(runtimes_replaced(self.runtimes.in_place_of))
-            if self._answering:
+            if self._spoofs:
                 on_device = partial(_is_on_device, self.mode.storages)
                 self.spoofing = DeviceSpoofing(self._kernels.hardware, self._kernels.capability, on_device)
                 stack.enter_context(self.spoofing.given())
             stack.enter_context(propagating())
             streams = SimulatedStreams(self.clock) if self._kernels.device_type != "cpu" else None
             stack.enter_context(self._sharded.on_streams(streams))
-            if beside:
+            if shards:
                 stack.enter_context(
                     offloaded_shards(self.mode.storages, self.clock, partial(_like, self.mode), pins=self._sharded.pins)
                 )
@@ -354,7 +354,7 @@ class Simulation:
             prefix = f"{path}." if (path := self._paths.get(id(module), "")) else ""
             for name, parameter in module._parameters.items():
                 enter(parameter, "parameter", prefix + name)
-            for name, buffer in {**module._buffers, **beside_weights(module)}.items():
+            for name, buffer in {**module._buffers, **quantization_tensors(module)}.items():
                 enter(buffer, "buffer", prefix + name)
         for optimizer in self.scope.optimizers:
             for state in optimizer.state.values():

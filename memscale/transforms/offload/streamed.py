@@ -76,7 +76,7 @@ class Streamed(Placing):
             home = host_parameter_of(parameter, runtime.at_home)
             may_leave = home is None and parameter.nbytes >= least and id(parameter) not in staying
             if may_leave and (mover := runtime.homes(like)).is_movable(parameter):
-                runtime.tell_of_tier(mover.engine, self.how.tier)
+                runtime.warn_of_tier(mover.engine, self.how.tier)
                 before = weakref.ref(parameter.untyped_storage())
                 home = mover.place(parameter, self.how.tier, like)
                 moved(parameter, before)
@@ -131,7 +131,7 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
             self.resident = ()
             own = [tensor for _, _, tensor in captures.tensors if type(tensor) is nn.Parameter]
             if (why := self.why_none_leaves(own)) is not None:
-                runtime_for(self.runtime).tell(why)
+                runtime_for(self.runtime).warn(why)
         streams = Streams([device] if homes else [])
         stand_ins = stack.enter_context(_on_device(homes))
         # A transform of `torch.func` refuses hooks, and keeps its residuals itself.
