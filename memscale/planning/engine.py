@@ -164,7 +164,7 @@ class DecisionEngine:
         self.plain = analyse(self.plain_step)
         self._plan_cache: PlanCache[DecisionEngine] = PlanCache()
 
-    def plan(self, budget: Budget, *, tells: bool = True, seconds: float | None = None) -> ProvenPlan:
+    def plan(self, budget: Budget, *, with_remedies: bool = True, seconds: float | None = None) -> ProvenPlan:
         """Returns the fastest plan whose step takes at most `budget`, as in `memscale.plan`.
 
         Interrupted from the keyboard, or after `seconds`, the result is the fastest plan that was simulated and fits,
@@ -173,8 +173,8 @@ class DecisionEngine:
         Args:
             budget: the most that the step may take: bytes as an int, ``"6GiB"`` or ``"6GB"``, or a share of the
                 device's usable bytes as a float in (0, 1].
-            tells: whether the error for a budget that no plan fits has remedies, which take simulations. The error
-                always has the smallest peak.
+            with_remedies: whether the error for a budget that no plan fits has remedies, which take simulations; the
+                smallest peak is always in the error.
             seconds: the time limit of the search; None for no limit.
 
         Raises:
@@ -183,7 +183,7 @@ class DecisionEngine:
         """
         progress, self.steps.progress = self.steps.progress, limited(self.steps.progress, seconds)
         try:
-            return self.fastest(budget, tells=tells)
+            return self.fastest(budget, with_remedies=with_remedies)
         except (OutOfTime, KeyboardInterrupt) as end:
             return self.so_far(budget, end)
         finally:
@@ -208,7 +208,7 @@ class DecisionEngine:
         fitting = [each for each in shown if each.taken_bytes <= limit]
         if not fitting:
             smallest = min(shown, key=lambda each: each.taken_bytes)
-            raise self._refusal().error(smallest, limit, tells=True, stopped=str(end))
+            raise self._refusal().error(smallest, limit, with_remedies=True, stopped=str(end))
         return self._best_so_far(fitting, limit, end)
 
     def _shown(self, limit: int, end: BaseException) -> list[Proven]:
@@ -237,11 +237,11 @@ class DecisionEngine:
         evidence = dataclasses.replace(plan.evidence, notes=(f"{reason(end)}: {SO_FAR}", *plan.evidence.notes))
         return ProvenPlan(plan, evidence, plan.decision)
 
-    def fastest(self, budget: Budget, *, tells: bool = True) -> ProvenPlan:
+    def fastest(self, budget: Budget, *, with_remedies: bool = True) -> ProvenPlan:
         """Returns the fastest plan for `budget`, for callers that call `so_far` after an interruption.
 
         Args:
-            budget, tells: as in `plan`.
+            budget, with_remedies: as in `plan`.
 
         Raises:
             BudgetError: no plan fits.
@@ -264,11 +264,11 @@ class DecisionEngine:
                 found = smallest
             if found is None:
                 assert smallest is not None, "it was looked for"
-                return Answer(fault=engine._refusal().error(smallest.proven, limit, tells=tells))
-            return Answer((engine._proven_plan(found, limit, decision, tells_room=tells),))
+                return Answer(fault=engine._refusal().error(smallest.proven, limit, with_remedies=with_remedies))
+            return Answer((engine._proven_plan(found, limit, decision, names_gains=with_remedies),))
 
         request = f"plan {limit}" if asked is None else f"plan {limit} {asked.to_json()}"
-        request += "" if tells else ", no more"
+        request += "" if with_remedies else ", no more"
         return self._plan_cache.answer(self, request, find).plan()
 
     def nearest(self, budget: Budget) -> ProvenPlan:
@@ -508,11 +508,11 @@ class DecisionEngine:
         return ProvenPlan(Plan(), evidence, decision or self._as_given(limit))
 
     def _proven_plan(
-        self, best: Found, limit: int, decision: StrategyDecision | None = None, *, tells_room: bool = False
+        self, best: Found, limit: int, decision: StrategyDecision | None = None, *, names_gains: bool = False
     ) -> ProvenPlan:
         found, bound = best.proven, best.bound_seconds
         trace = trace_of(best, limit, self.plain, self._link)
-        room = room_of_loop(self.steps, found) if tells_room else ""
+        room = room_of_loop(self.steps, found) if names_gains else ""
         evidence = self._evidence(
             limit,
             found.profile,
@@ -527,9 +527,9 @@ class DecisionEngine:
             lighter = lighter_update(self.plain, limit, self.step.optimizer)
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))
         tiles = "tile" in self.config.eligible()
-        if tells_room and not tiles and (rounded := gain_of_rounding(self.steps, self.hardware, found, limit)):
+        if names_gains and not tiles and (rounded := gain_of_rounding(self.steps, self.hardware, found, limit)):
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, rounded))
-        if tells_room and tiles and all(rule.transform.numbers == "exact" for rule in found.plan):
+        if names_gains and tiles and all(rule.transform.numbers == "exact" for rule in found.plan):
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, _ROUNDS_NOTHING))
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision or self._as_given(limit))
 

@@ -62,7 +62,7 @@ class Proofs:
         self._hardware = hardware
         self._allowed = frozenset(allowed)
 
-    def again(self, answer: Answer) -> Answer | None:
+    def proven(self, answer: Answer) -> Answer | None:
         """Returns the answer for the present free memory; None if a plan's simulated figures differ by one byte."""
         try:
             if answer.fault is not None:
@@ -88,7 +88,7 @@ class Proofs:
         return self._simulate(plan) if plan else self._plain
 
 
-class Answering(Protocol):
+class CachedEngine(Protocol):
     """The interface of an engine to the plan cache."""
 
     def about(self) -> Mapping[str, str]:
@@ -98,10 +98,10 @@ class Answering(Protocol):
         """Returns the proofs for the engine's step."""
 
 
-Asked = TypeVar("Asked", bound=Answering)
+AnyEngine = TypeVar("AnyEngine", bound=CachedEngine)
 
 
-class PlanCache(Generic[Asked]):
+class PlanCache(Generic[AnyEngine]):
     """The cache of the answers of one engine, shared on disk by all engines with the same fingerprint.
 
     The engine is an argument of `answer`: a cache that held its engine would be a reference cycle that keeps the
@@ -113,7 +113,7 @@ class PlanCache(Generic[Asked]):
         self._about: Mapping[str, str] | None = None
 
     @few_collections()  # also between simulations, where the garbage collector would take a tenth of planning
-    def answer(self, engine: Asked, request: str, find: Callable[[Asked], Answer]) -> Answer:
+    def answer(self, engine: AnyEngine, request: str, find: Callable[[AnyEngine], Answer]) -> Answer:
         """Returns the answer of `engine` to `request`, from disk if a proven answer is there, else from `find`."""
         if self._disk.folder is None:
             return find(engine)
@@ -124,7 +124,7 @@ class PlanCache(Generic[Asked]):
             return find(engine)
         name = hashlib.sha256(json.dumps([self._about, request], sort_keys=True).encode()).hexdigest()
         known = _read(self._disk.read(name))
-        if known is not None and (proven := engine.proofs().again(known)) is not None:
+        if known is not None and (proven := engine.proofs().proven(known)) is not None:
             return proven
         found = find(engine)
         self._disk.write(name, _as_data(found))

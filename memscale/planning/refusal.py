@@ -36,13 +36,13 @@ class Refusal:
     ) -> None:
         self.steps, self.config, self.search_of = steps, config, search_of
 
-    def error(self, smallest: Proven, limit: int, *, tells: bool, stopped: str = "") -> BudgetError:
+    def error(self, smallest: Proven, limit: int, *, with_remedies: bool, stopped: str = "") -> BudgetError:
         """Returns the error for a budget of `limit` bytes that not even the `smallest` plan fits.
 
         Args:
             smallest: the plan with the smallest peak.
             limit: bytes that a step may take.
-            tells: whether the message names remedies, for which more steps are simulated.
+            with_remedies: whether the message names remedies, for which more steps are simulated.
             stopped: why the search ended early, "" for a complete search. A stopped search tries no other config.
         """
         least = smallest.taken_bytes
@@ -52,7 +52,7 @@ class Refusal:
         said = f"{no_plan}the smallest peak {'so far' if stopped else 'within reach'} is {reached} ({least} bytes)"
         model = self.steps.step.module
         assert model is not None, "a function is not planned"
-        lines, arguments = self._what_helps(smallest, limit, wider=not stopped) if tells else ([], [])
+        lines, arguments = self._what_helps(smallest, limit, wider=not stopped) if with_remedies else ([], [])
         error = BudgetError("; ".join([said, *lines])).naming(*arguments)
         error.peak_bytes, error.plan = least, with_globs(smallest.plan, model)
         return error

@@ -50,7 +50,7 @@ def step(made=None, **fields):
     return {"model": made, "hardware": BOX, **given, **fields}
 
 
-class Asked:
+class Planned:
     """What an engine simulates."""
 
     def __init__(self, **fields):
@@ -79,7 +79,7 @@ def unkept(monkeypatch):
 
 
 def test_the_second_time_a_plan_is_only_proven(unkept):
-    first, second = Asked(), Asked()
+    first, second = Planned(), Planned()
     plans = first.plan(), second.plan()
     assert not first.known
     assert second.known
@@ -92,7 +92,7 @@ def test_the_second_time_a_plan_is_only_proven(unkept):
 def test_that_nothing_fits_is_known_too():
     found = []
     for _ in range(2):
-        asked = Asked()
+        asked = Planned()
         with pytest.raises(ms.BudgetError) as caught:
             asked.plan(1 * MIB)
         found.append((str(caught.value), caught.value.peak_bytes, caught.value.plan.to_json()))
@@ -109,10 +109,10 @@ def test_an_answer_depends_on_its_arguments_alone(monkeypatch):
     engine.smallest()
     assert [engine.plan(budget).to_json() for budget in budgets[::-1]] == expected[::-1]
     monkeypatch.undo()
-    Asked().plan(budgets[0])
-    asked = Asked()
+    Planned().plan(budgets[0])
+    asked = Planned()
     assert [asked.plan(budget).to_json() for budget in budgets] == expected
-    again = Asked()
+    again = Planned()
     assert [again.plan(budget).to_json() for budget in budgets] == expected
     assert again.known
 
@@ -120,14 +120,14 @@ def test_an_answer_depends_on_its_arguments_alone(monkeypatch):
 def test_what_only_the_planned_step_shows_is_planned_again(unkept, monkeypatch):
     """The key cannot see everything; the proof does."""
     budget = int(4.7 * MIB)
-    before = Asked().plan(budget)
+    before = Planned().plan(budget)
     monkeypatch.setitem(_HABITS, "recomputes", 4)
-    asked = Asked()
+    asked = Planned()
     plan = asked.plan(budget)
     assert not asked.known
     assert plan.to_json() == unkept(budget).to_json() != before.to_json()
     assert plan.evidence.planned.taken_bytes <= budget
-    last = Asked()
+    last = Planned()
     last.plan(budget)
     assert last.known, "what no longer holds is replaced"
 
@@ -140,8 +140,8 @@ def test_an_edited_forward_never_gets_a_plan_of_before(unkept):
         exec(source.format(text), space)
         return nn.Sequential(*[space["Made"]() for _ in range(3)])
 
-    Asked(made=edited("self.down(self.act(self.up(x)))")).plan()
-    asked = Asked(made=edited("self.down(torch.relu(self.up(x)))"))
+    Planned(made=edited("self.down(self.act(self.up(x)))")).plan()
+    asked = Planned(made=edited("self.down(torch.relu(self.up(x)))"))
     plan = asked.plan()
     assert not asked.known
     assert plan.to_json() == unkept(made=edited("self.down(torch.relu(self.up(x)))")).to_json()
@@ -155,16 +155,16 @@ def _spoiled_choice(value):
 
 @pytest.mark.deep
 def test_an_entry_that_says_something_else_is_planned_again():
-    expected = Asked().plan().to_json()
+    expected = Planned().plan().to_json()
     cache = DiskCache("plans")
     (path,) = cache.folder.glob("*.json")
     kept = cache.read(path.stem)
     for spoiled in (_spoiled_choice(kept), {}, [1], {"fault": {}, "plans": []}):
         cache.write(path.stem, spoiled)
-        asked = Asked()
+        asked = Planned()
         assert asked.plan().to_json() == expected
         assert not asked.known
-    asked = Asked()
+    asked = Planned()
     assert asked.plan().to_json() == expected
     assert asked.known, "the last one has put it right"
 
@@ -173,8 +173,8 @@ def test_a_kept_plan_uses_nothing_that_is_not_allowed(monkeypatch):
     """Not even where its figures are right: cast changes numbers."""
     monkeypatch.setattr(engines, "fingerprint", lambda *_: {})
     allowed = ms.Config(mode="conservative", use_mixed_precision=True)
-    assert "cast" in repr(Asked(config=allowed).plan())
-    asked = Asked()
+    assert "cast" in repr(Planned(config=allowed).plan())
+    asked = Planned()
     assert "cast" not in repr(asked.plan())
     assert not asked.known
 
@@ -182,7 +182,7 @@ def test_a_kept_plan_uses_nothing_that_is_not_allowed(monkeypatch):
 @pytest.mark.deep
 def test_a_model_that_cannot_be_described_is_planned_every_time(monkeypatch):
     monkeypatch.setattr(engines, "fingerprint", lambda *_: 1 / 0)
-    one, other = (Asked(made=model(2)).plan(3 * MIB) for _ in range(2))
+    one, other = (Planned(made=model(2)).plan(3 * MIB) for _ in range(2))
     assert one.to_json() == other.to_json()
     assert not DiskCache("plans").folder.exists()
 
@@ -333,7 +333,7 @@ def test_settings_of_the_process_are_in_the_key(inside):
 
 
 def _plan_into(queue):
-    queue.put(Asked(made=model(2)).plan(3 * MIB).to_json())
+    queue.put(Planned(made=model(2)).plan(3 * MIB).to_json())
 
 
 def test_processes_that_plan_at_once_find_the_same():

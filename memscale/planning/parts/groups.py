@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from memscale.planning.parts.parts import Part, Uses
+from memscale.planning.parts.parts import ModuleShares, Part
 from memscale.simulation import Trace
 
 # Share of a group's kept bytes: another module around the same parts is a group only if it keeps more by this share.
@@ -28,7 +28,7 @@ def groups_of(model: nn.Module, step: Trace, parts: Sequence[Part]) -> tuple[Par
     """
     if any(not part.path for part in parts):
         return ()
-    uses = Uses(model, step)
+    found = ModuleShares(model, step)
     members: dict[str, list[int]] = {}
     for number, part in enumerate(parts):
         above = part.path
@@ -39,12 +39,12 @@ def groups_of(model: nn.Module, step: Trace, parts: Sequence[Part]) -> tuple[Par
     for path in sorted(members, key=lambda path: (-len(path.split(".")) if path else 0, members[path])):
         same = [each for each in chosen if members[each] == members[path] and f"{each}.".startswith(path)]
         same += [parts[number].path for number in members[path] if len(members[path]) == 1]
-        least = max([_LEAST * uses.kept[""], *((1 + _MORE) * uses.kept[each] for each in same)])
-        if _is_called(uses.modules[path]) and uses.kept[path] >= least:
+        least = max([_LEAST * found.kept[""], *((1 + _MORE) * found.kept[each] for each in same)])
+        if _is_called(found.modules[path]) and found.kept[path] >= least:
             chosen.append(path)
     return tuple(
         replace(part, alike=("group", part.alike), members=(*members[part.path], *(() if part.path else (len(parts),))))
-        for part in uses.parts(chosen)
+        for part in found.parts(chosen)
     )
 
 

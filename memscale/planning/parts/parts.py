@@ -52,7 +52,7 @@ class Part:
     members: tuple[int, ...] = ()
 
 
-class Uses:
+class ModuleShares:
     """The shares of a model's modules in a step; a module's share includes the modules inside.
 
     Attributes:
@@ -126,8 +126,8 @@ def parts_of(model: nn.Module, step: Trace, *, tiles: bool = False) -> tuple[Par
         tiles: whether `tile` is allowed. Modules around the loss head are then divided, so that the head is outside all
             parts and can be tiled by itself.
     """
-    uses = Uses(model, step)
-    modules, kept, first = uses.modules, uses.kept, uses.first
+    found = ModuleShares(model, step)
+    modules, kept, first = found.modules, found.kept, found.first
     patterns = repeated_blocks(model)
     blocks = {path for path in modules if any(matches(pattern, path) for pattern in patterns)}
     around = _above(blocks)
@@ -141,7 +141,7 @@ def parts_of(model: nn.Module, step: Trace, *, tiles: bool = False) -> tuple[Par
         if kept[path] <= _LARGE * kept[""]:
             return True
         # A module around a loop runs once, though its operators run often: one of its children keeps nearly all bytes.
-        return all(kept[child] <= _MOST * kept[path] for child in uses.children(path)) and runs_of(step, path) >= _RUNS
+        return all(kept[child] <= _MOST * kept[path] for child in found.children(path)) and runs_of(step, path) >= _RUNS
 
     def within(path: str) -> list[str]:
         """Returns the paths of the parts at and below `path`."""
@@ -150,12 +150,12 @@ def parts_of(model: nn.Module, step: Trace, *, tiles: bool = False) -> tuple[Par
         can_be = path not in opened and could_be_block(modules[path])
         if can_be and (path in blocks or (path and path not in around and is_small(path))):
             return [path]
-        below = [each for child in uses.children(path) for each in within(child)]
+        below = [each for child in found.children(path) for each in within(child)]
         has_blocks = path in around if path else bool(blocks)
         least = 0.0 if has_blocks else kept[path] * (_COVERED if path else _COVERED_OF_ALL)
         return [path] if can_be and sum(kept[each] for each in below) <= least else below
 
-    return uses.parts(sorted(within(""), key=lambda path: first.get(path, 0)))
+    return found.parts(sorted(within(""), key=lambda path: first.get(path, 0)))
 
 
 def _above(paths: Collection[str]) -> frozenset[str]:

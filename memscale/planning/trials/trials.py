@@ -78,7 +78,7 @@ class TrialSteps:
         for row, part in enumerate(parts):
             self.families.setdefault(part.alike, []).append(row)
         self.families[None] = [len(parts)]
-        self._tells: dict[frozenset[str], bool] = {}  # by left out parts: is the rest as in the whole model's step?
+        self._representative: dict[frozenset[str], bool] = {}  # by left-out parts: does the rest run as in the whole?
 
     def _path(self, row: int) -> str:
         """Returns the path that candidates in this row are relative to; "" for the rest of the model."""
@@ -185,10 +185,10 @@ class TrialSteps:
         away = left_out(self.parts, self.families) if set(tried) == {outside} else frozenset[str]()
         if away:
             with contextlib.suppress(Exception):  # the model's forward may need the left out blocks
-                if away not in self._tells:
-                    self._tells[away] = False
-                    self._tells[away] = self._is_alike(attribute(self.simulate((), away), self.paths), outside)
-                if self._tells[away]:
+                if away not in self._representative:
+                    self._representative[away] = False
+                    self._representative[away] = self._is_alike(attribute(self.simulate((), away), self.paths), outside)
+                if self._representative[away]:
                     return self.simulate(rules, away)
         return self.simulate(rules, frozenset())
 

@@ -73,7 +73,7 @@ class SizeSearch:
         count: Count | None,
     ) -> None:
         self.own = own
-        self._tell = say
+        self._report = say
         self.objective, self.limit, self.count = objective, limit, count
         self.unit = "counted" if count is not None else "tokens" if objective == "sequence" else "samples"
         self.at_least, self.at_most = at_least, at_most
@@ -94,7 +94,7 @@ class SizeSearch:
     def within(self, limit: int) -> SizeSearch:
         """Returns a new search with the same arguments and a budget of `limit` bytes."""
         sizes = (self.at_least, self.at_most)
-        return SizeSearch(self.own, self._tell, self.sizes.batch_fn, self.objective, limit, *sizes, self.count)
+        return SizeSearch(self.own, self._report, self.sizes.batch_fn, self.objective, limit, *sizes, self.count)
 
     def best(self) -> Tuning:
         """Returns the best size found, with its plan.
@@ -273,7 +273,7 @@ class SizeSearch:
             if stopped is not None and engine.plain.taken_bytes > self.limit:
                 plan = engine.so_far(self.limit, stopped)
             else:
-                plan = engine.fastest(self.limit, tells=size == self.at_least)
+                plan = engine.fastest(self.limit, with_remedies=size == self.at_least)
         except BudgetError as error:
             if size in self._others:
                 return self._adopted(size)
@@ -406,7 +406,7 @@ class SizeSearch:
 
     def _say(self, size: int, what: str) -> None:
         best = f", so far size {max(self.plans, key=self._value)}" if self.plans else ""
-        self._tell(f"size {size}: {what}{best}", self.simulations)
+        self._report(f"size {size}: {what}{best}", self.simulations)
 
 
 def _tokens(batch: Any, size: int) -> int:
