@@ -121,6 +121,9 @@ class Config:
     default `None` follows from the others: the mode is balanced, a switch is as the mode sets it, ``async_offload`` is
     `False`. ``repr`` shows the fields that the caller set, as Python that makes an equal config.
 
+    `dataclasses.replace` keeps what the caller set. It cannot tell a value that equals the present one from no value: a
+    switch that is to stay as it is under every mode is set in ``Config(...)`` itself.
+
     Args:
         mode: an :class:`OptimizationMode` or its name in any case; balanced by default.
         enable_checkpointing: activations may be recomputed in backward instead of kept.

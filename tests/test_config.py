@@ -167,3 +167,5 @@ def test_replace_keeps_what_the_caller_set_and_lets_the_rest_follow_the_mode():
     assert untiled.given == {"mode", "enable_offloading", "enable_tiling"}
     assert dataclasses.replace(config).given == config.given
     assert config.eligible() == {"checkpoint", "tile"}
+    same = dataclasses.replace(Config(), enable_tiling=False)  # as it is already
+    assert (same, same.eligible(), same.given) == (Config(), Config().eligible(), frozenset())

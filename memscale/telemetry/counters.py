@@ -1,8 +1,8 @@
-"""The closed lists of telemetry: what is counted, in which buckets, and what a report may contain."""
+"""The closed lists of telemetry: what is counted, and in which buckets."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 SCHEMA = 3
 MOST = 100  # the largest count that is reported; more is reported as this
@@ -11,7 +11,6 @@ MOST = 100  # the largest count that is reported; more is reported as this
 CALLS = ("detach", "optimize", "plan", "predict", "transform", "wrap")
 COMMANDS = ("cards", "demo", "explain", "frontier", "history", "plan", "predict", "tune")
 
-_VERSION = r"^[0-9]{1,3}\.[0-9]{1,3}$"
 _ARCHITECTURES = "convnet decoder embedding encoder encoder_decoder mixture recurrent state_space other"
 _TECHNIQUES = (
     "cast checkpoint compensate_rounding offload offload_states quantize_states round_stochastically "
@@ -83,34 +82,3 @@ def peak_error(share: float) -> str:
     """
     side = "over" if share >= 0 else "under"
     return side + next((f"<{bound}%" for bound in (0.1, 1, 5) if abs(share) * 100 < bound), ">=5%")
-
-
-def schema(cards: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the JSON Schema of a report, which lists every key and every string.
-
-    Args:
-        cards: the names of cards; ``"none"`` and ``"other"`` are allowed besides.
-    """
-    fields: dict[str, Any] = {
-        "schema": {"const": SCHEMA},
-        "week": {"type": "string", "pattern": "^[0-9]{4}-W[0-9]{2}$"},
-        "memscale": {"type": "string", "pattern": _VERSION},
-        "python": {"type": "string", "pattern": _VERSION},
-        "torch": {"type": "string", "pattern": _VERSION},
-        "os": {"enum": ["darwin", "linux", "windows", "other"]},
-        "accelerator": {"enum": ["cuda", "mps", "none", "rocm", "xpu", "other"]},
-        "card": {"enum": [*cards, "none", "other"]},
-        "counters": {
-            "type": "object",
-            "propertyNames": {"enum": list(counters())},
-            "additionalProperties": {"type": "integer", "minimum": 1, "maximum": MOST},
-        },
-    }
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "memscale telemetry report",
-        "type": "object",
-        "properties": fields,
-        "required": list(fields),
-        "additionalProperties": False,
-    }

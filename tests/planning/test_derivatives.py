@@ -73,7 +73,7 @@ def _peak(fn, model, x):
 @pytest.mark.parametrize(
     ("kind", "depth", "share", "exact"),
     [
-        (Field, 3, 0.8, False),
+        (Field, 2, 0.8, False),
         pytest.param(Field, 4, 0.85, True, marks=pytest.mark.deep),
         (Penalised, 4, 0.85, True),
     ],
