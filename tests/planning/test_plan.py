@@ -211,7 +211,7 @@ def test_more_budget_is_never_slower(name):
 
 
 def test_nothing_fits():
-    model, batch, few = _mlps(2), torch.ones(512, 64), ms.Config(mode="conservative")
+    model, batch, few = _mlps(1), torch.ones(512, 64), ms.Config(mode="conservative")
     engine = ms.DecisionEngine(model, config=few, **_step(model, batch))
     smallest = engine.smallest().evidence.planned.taken_bytes
     with pytest.raises(ms.BudgetError, match="no plan fits") as caught:
@@ -496,12 +496,12 @@ def test_a_plan_changes_no_bit_unless_it_is_asked_to():
     asked = ms.plan(model, x, plain // 2, config=ms.Config(mode="aggressive"), **step)
     assert rounds == asked
     assert any(rule.pattern == "head" for rule in rounds)
-    curve = ms.frontier(model, x, points=3, **step)
+    curve = ms.frontier(model, x, points=2, **step)
     assert all(ms.verify(model, ms.transform(model, point.plan), x, loss=step["loss"]).exact for point in curve)
 
 
 def test_after_the_last_second_a_plan_that_takes_few_simulations_is_tried(monkeypatch, tmp_path):
-    step = _step(model := _mlps(), torch.ones(512, 64))
+    step = _step(model := _mlps(2), torch.ones(512, 64))
     monkeypatch.setenv("MEMSCALE_CACHE", "")
     whole = ms.DecisionEngine(model, **step)
     smallest = whole.smallest().evidence.planned.taken_bytes
@@ -516,12 +516,12 @@ def test_after_the_last_second_a_plan_that_takes_few_simulations_is_tried(monkey
     # An answer that was cut short is not kept for others, and what the engine says after it is what any other says.
     assert not list(tmp_path.rglob("plans/*"))
     monkeypatch.setenv("MEMSCALE_CACHE", "")
-    assert engine.plan("4MiB").to_json() == ms.DecisionEngine(model, **step).plan("4MiB").to_json()
+    assert engine.plan("3MiB").to_json() == ms.DecisionEngine(model, **step).plan("3MiB").to_json()
 
 
 def test_a_curve_that_is_stopped_has_the_plans_until_then(monkeypatch):
     monkeypatch.setenv("MEMSCALE_CACHE", "")
-    step = _step(model := _mlps(), torch.ones(512, 64))
+    step = _step(model := _mlps(2), torch.ones(512, 64))
     whole = ms.frontier(model, points=3, **step)
     cut = ms.frontier(model, points=3, seconds=0, **step)
     assert len(cut) >= 2

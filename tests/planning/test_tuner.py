@@ -175,7 +175,7 @@ def test_nothing_is_left_of_a_search():
     gradients = [each.grad for each in model.parameters()]
     versions = [each._version for each in model.parameters()]
     state = torch.get_rng_state()
-    best = tuning(900_000, made=made, at_most=4)
+    best = tuning(900_000, made=made, at_most=2)
     assert best.confirmation is not None
     with pytest.raises(
         ms.BudgetError, match=r"not even batch_fn\(1\) fits: .* the smallest peak within reach"
