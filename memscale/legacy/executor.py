@@ -238,7 +238,7 @@ class Executor:
             lines.append(text)
         lines += self._optimizing.text()
         if self._comparison is not None and self._comparison.text:
-            lines.append(self._comparison.text)
+            lines.append(wrapped(self._comparison.text))
         if self.runtime is not None:
             lines.append(moved_text(self.runtime))
         return "\n".join(lines)
