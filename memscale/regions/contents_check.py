@@ -24,23 +24,39 @@ class ContentsCheck:
         contents: the slots and their contents, at the time of recording.
     """
 
-    __slots__ = ("_empty", "_getters", "_keys", "_others", "_sized", "_sizes", "_tables", "_values")
+    __slots__ = (
+        "_cells",
+        "_empty",
+        "_getters",
+        "_held",
+        "_keys",
+        "_lengths",
+        "_others",
+        "_sized",
+        "_sizes",
+        "_tables",
+        "_values",
+        "_views",
+    )
 
     def __init__(self, contents: list[tuple[StateSlot, Content]]) -> None:
-        self._getters: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []  # of values in a dictionary or cell
-        self._values: list[Any] = []  # those values, all in one list
+        self._getters: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []  # of values in a dictionary
+        self._held: list[Any] = []  # those values, all in one list
+        self._cells: list[types.CellType] = []
         self._sized: list[dict[Any, Any]] = []
         self._sizes: list[int] = []
         self._tables: list[dict[Any, Any]] = []  # dictionaries whose order counts
+        self._values: list[Any] = []  # their values, all in one list, then those of the cells
         self._empty: list[Any] = []
         self._others: list[tuple[StateSlot, Content]] = []
+        in_cells: list[Any] = []
         for slot, content in contents:
             kind = type(slot)
             if not content and kind in CONTAINERS:
                 self._empty.append(slot)
             elif kind is types.CellType and content:
-                self._getters.append((operator.attrgetter("cell_contents", "cell_contents"), slot))
-                self._values += [*content, *content]
+                self._cells.append(slot)
+                in_cells += content
             elif kind is Names and all(name in slot.mapping for name in slot.names):
                 self._add(slot.mapping, {name: slot.mapping[name] for name in slot.names})
             elif kind is Attributes or (kind is Fields and not slot.members):
@@ -52,26 +68,32 @@ class ContentsCheck:
                 self._add(own, tables | content)
             elif kind is dict and _ORDINARY.issuperset(map(type, content)):
                 self._tables.append(slot)
-                self._add(slot, content)
+                self._values += content.values()  # type: ignore[union-attr]
             else:
                 self._others.append((slot, content))
-        self._keys = list(map(list, self._tables))
+        self._values += in_cells
+        self._keys = list(chain.from_iterable(self._tables))
+        self._lengths = list(map(len, self._tables))
+        self._views = [table.values() for table in self._tables]  # which follow later changes
 
     def _add(self, mapping: dict[Any, Any], content: Any) -> None:
         if content:
             names = (*content, next(iter(content)))  # of at least two names `itemgetter` makes a tuple
             self._getters.append((operator.itemgetter(*names), mapping))
-            self._values += [content[name] for name in names]
+            self._held += [content[name] for name in names]
 
     def is_current(self) -> bool:
         """Returns whether every slot holds the recorded objects, compared by `is`, in the same order."""
         try:
+            in_cells = [cell.cell_contents for cell in self._cells]
             return (
                 not any(self._empty)
                 and list(map(len, self._sized)) == self._sizes
-                and list(map(list, self._tables)) == self._keys
-                and all(map(operator.is_, chain.from_iterable([get(own) for get, own in self._getters]), self._values))
-                and all(holds(slot, content) for slot, content in self._others)
+                and list(map(len, self._tables)) == self._lengths
+                and list(chain.from_iterable(self._tables)) == self._keys
+                and all(map(operator.is_, chain(*self._views, in_cells), self._values))
+                and all(map(operator.is_, chain.from_iterable([get(own) for get, own in self._getters]), self._held))
+                and (not self._others or all(holds(slot, content) for slot, content in self._others))
             )
         except (KeyError, ValueError):  # an entry or the contents of a cell are gone
             return False

@@ -94,13 +94,16 @@ class Environment:
         here = simulated()
         if self._random is not None:
             used, own = self._random[: self._shared], self._random[self._shared :]
-            if not self.drew:
+            if not self.drew and here is None:
+                used = [(each, then) for each, then in used if not randomness.same(each.get_state(), then)]
+            elif not self.drew:
                 now = [generator.get_state() for generator, _ in used]
-                counted = [] if here is None else randomness.counted_states(now)  # as long as `now` lives
+                counted = randomness.counted_states(now)  # as long as `now` lives
                 used = [each for each, new in zip(used, now, strict=True) if not randomness.same(new, each[1])]
                 del now, counted
             self._random = [*used, *own] or None
-            del self._counted[sum(isinstance(state, torch.Tensor) for _, state in used) :]
+            if self._counted:
+                del self._counted[sum(isinstance(state, torch.Tensor) for _, state in used) :]
         if self._host is not None:
             self.uses_host_random = randomness.differs(self._host, randomness.host_state())
             if not self.uses_host_random:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memscale.core import CorrectnessError, changed_error, described, internals, simulating, version, versions
+from memscale.core import CorrectnessError, changed_error, described, internals, simulating, versions
 from memscale.regions.alias_groups import AliasGroup, AliasGroups, Name
 from memscale.regions.captures import Captures, LastingName
 from memscale.regions.environment import Environment, accelerators
@@ -122,7 +122,7 @@ class Snapshot:
         self.graded: list[torch.Tensor] = []
         self._leaves = [each for each in self._everything if each.requires_grad and each.is_leaf]
         self._grads = [leaf.grad for leaf in self._leaves]
-        self._grad_versions = _versions_of_some(self._grads)
+        self._grad_versions = versions([grad for grad in self._grads if grad is not None])
         if effects is None:
             self._take_all()
         else:
@@ -253,10 +253,7 @@ class Snapshot:
                 value.
         """
         self.environment.conclude()
-        grads = [leaf.grad for leaf in self._leaves]
-        if not all(map(operator.is_, grads, self._grads)) or _versions_of_some(grads) != self._grad_versions:
-            found = zip(self._leaves, grads, self._grads, _versions_of_some(grads), self._grad_versions, strict=True)
-            self.graded = [leaf for leaf, new, old, at, then in found if new is not old or at != then]
+        self.graded = self._find_graded()
         held, now = storages(self._everything), versions(self._everything)
         self._versions = now[: len(self.tensors)]
         if not all(map(operator.is_, held, self._storages_before)):
@@ -281,6 +278,17 @@ class Snapshot:
             frozenset(self._lasting(name) for group in groups for name in group.names) for groups in (kept, reassigned)
         )
         return RegionEffects(changed, given, self.environment.uses_host_random, self.environment.drew)
+
+    def _find_graded(self) -> list[torch.Tensor]:
+        """Returns the leaves whose `.grad` the run has replaced or changed in place."""
+        found = [leaf for leaf, then in zip(self._leaves, self._grads, strict=True) if leaf.grad is not then]
+        if self._grad_versions:
+            kept = [(leaf, grad) for leaf, grad in zip(self._leaves, self._grads, strict=True) if grad is not None]
+            now = versions([grad for _, grad in kept])
+            if now != self._grad_versions:
+                changed = zip(kept, now, self._grad_versions, strict=True)
+                found += [leaf for (leaf, grad), at, then in changed if at != then and leaf.grad is grad]
+        return found
 
     def changes_beyond_norms(self, effects: RegionEffects) -> bool:
         """Whether a run with these `effects` changes tensors in place besides the running statistics of norms."""
@@ -441,11 +449,3 @@ def _refuse_step(optimizer: Any, *_: Any) -> None:
         f"an optimizer, {type(optimizer).__name__}, steps inside of the region, and a recompute would repeat the step; "
         "take the step outside of the region, or do not checkpoint this region"
     )
-
-
-def _versions_of_some(tensors: list[torch.Tensor | None]) -> list[int]:
-    """Returns the version of each of `tensors`, 0 for `None`."""
-    try:
-        return [0 if each is None else each._version for each in tensors]
-    except RuntimeError:  # one is an inference tensor
-        return [0 if each is None else version(each) for each in tensors]

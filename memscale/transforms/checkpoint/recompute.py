@@ -309,6 +309,8 @@ class _Frame:
         them: the next layer may have written to a cache that all layers are given. Copies go into `fresh`.
         """
         groups = past.snapshot.groups()
+        if not groups:
+            return past.inputs.again((), {}, past.call.owner, refused, fresh)
         several = [group.names for group in groups if group.argument is None]  # a name may be that of an argument
         by_snapshot = {name for names in several for name in names if isinstance(name, int)}
         return past.inputs.again(by_snapshot, past.snapshot.replaced(), past.call.owner, refused, fresh)
@@ -347,9 +349,10 @@ def _end(seen: list[_Seen], trained: list[bool], last: int) -> int:
     tensors in a row that look like these two, the recompute goes on to the next saved tensor.
     """
     for first in range(max(last - 1, 0), min(last + 1, len(seen) - 1)):
-        (shape, dtype, _), (*like, _) = seen[first : first + 2]
-        if [shape, dtype] == like and dtype.is_floating_point and trained[first] != trained[first + 1]:
-            return first + 2
+        if trained[first] != trained[first + 1]:
+            (shape, dtype, _), (*like, _) = seen[first : first + 2]
+            if [shape, dtype] == like and dtype.is_floating_point:
+                return first + 2
     return last
 
 
