@@ -43,8 +43,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
     """
     if not isinstance(module, nn.Module):
         raise TransformError(
-            f"functional(module) takes a torch.nn.Module, got {type(module).__name__}; "
-            "a plain function already is one: use it as it is"
+            f"functional(module) takes a torch.nn.Module, got {type(module).__name__}; call a plain function directly"
         )
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
@@ -180,7 +179,7 @@ def _compiled(fn: types.FunctionType, method: types.MethodType) -> Callable[...,
     if settings is None:
         raise TransformError(
             f"a module inside has a custom compiled function ({fn.__qualname__}), which would still run the original "
-            "module in the result of transform(); transform the model first, and compile what comes of it"
+            "module in the result of transform(); transform the model first, then compile the result"
         )
     compiled: Callable[..., Any] = settings(method)
     return compiled

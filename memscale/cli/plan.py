@@ -175,7 +175,7 @@ def frontier(options: FrontierOptions) -> int:
     from memscale.planning import INTERRUPTED_SEARCH, SO_FAR, Point
 
     if options.python is not None and options.budget is None:
-        raise ConfigError("--python needs --budget: a script is that of one plan, and a frontier has many")
+        raise ConfigError("--python needs --budget: a script trains under one plan, and a frontier has many")
     if options.points < 2:
         raise ConfigError(f"--points must be at least 2, got {options.points}")
     options.prices.check()

@@ -74,8 +74,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise ConfigError(
-            f"this file is no memory snapshot: it names {module}.{name}, and a snapshot names nothing; it may be made "
-            "to run something, and nothing of it was run"
+            f"this file is no memory snapshot: it names {module}.{name}, which could run code, and a snapshot is plain "
+            "data; no code of the file was run"
         )
 
     def persistent_load(self, pid: Any) -> Any:
@@ -214,7 +214,7 @@ def _address(record: Mapping[str, Any]) -> int:
 def _int(record: Mapping[str, Any], key: str) -> int:
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"the memory snapshot has {key}={value!r} where a whole number has to be; {_MADE_BY}")
+        raise ConfigError(f"the memory snapshot has {key}={value!r} in place of an integer; {_MADE_BY}")
     return value
 
 

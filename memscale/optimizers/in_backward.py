@@ -91,8 +91,8 @@ def step_in_backward(*, accumulate: int = 1, max_norm: float | None = None) -> O
         raise ConfigError(f"step_in_backward(max_norm={max_norm!r}) must be positive and finite; None does not clip")
     if accumulate > 1:
         raise ConfigError(
-            f"step_in_backward(accumulate={accumulate}, max_norm={max_norm}): the norm is that of the sum, which is "
-            "there for one graph only; put the micro-batches into one loss, or clip without step_in_backward()"
+            f"step_in_backward(accumulate={accumulate}, max_norm={max_norm}): the norm of a sum of gradients needs "
+            "one graph; put the micro-batches into one loss, or clip without step_in_backward()"
         )
     return StepInBackward(accumulate, float(max_norm))
 
@@ -198,7 +198,7 @@ class _InBackward(StepPart):
             )
         if any(hasattr(parameter, "device_mesh") for parameter in parameters):
             raise TransformError(
-                f"{self.how!r}: these parameters are sharded, and the norm would be that of one process's part; leave "
+                f"{self.how!r}: these parameters are sharded, so the norm would cover one process's shards; leave "
                 "max_norm out, or clip without step_in_backward()"
             )
 

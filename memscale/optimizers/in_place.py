@@ -43,8 +43,8 @@ class InPlace:
         # A learning-rate scheduler's wrapper calls the step of the class; what other wrappers do is unknown.
         if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
             raise TransformError(
-                f"the step of this {name} was replaced by {getattr(step, '__qualname__', step)!r}, which may do "
-                "without that of the class; apply the transform first"
+                f"the step of this {name} was replaced by {getattr(step, '__qualname__', step)!r}, which may "
+                "skip the step of the class; apply the transform before the replacement"
             )
         self._own_class = type(optimizer)
         self._optimizer = weakref.ref(optimizer)

@@ -178,8 +178,8 @@ class TransformedOptimizer(PartedOptimizer):
         ]
         if wrong:
             raise TransformError(
-                f"this state_dict is of an optimizer over parameters of other shapes: {'; '.join(wrong)}; load that of "
-                "the same model, with the same groups in the same order"
+                f"this state_dict is of an optimizer over parameters of other shapes: {'; '.join(wrong)}; load the "
+                "state_dict of the same model, with the same groups in the same order"
             )
 
 

@@ -97,7 +97,7 @@ class StepSimulator:
             assert not updates, "the optimizer has the parameters of the whole model"
             assert step.module is not None, "a function is not planned"
             if step.is_distributed:
-                raise TransformError("a model that is distributed already is tried as a whole: no copy of it would be")
+                raise TransformError("a distributed model is tried as a whole: a copy would not be distributed")
             model = shortened(step.module, left_out)
             spec = None if step.parallel is None else step.parallel.among(model)
             step = dataclasses.replace(step, model=model, optimizer=None, parallel=spec)

@@ -128,8 +128,8 @@ class Hooks(PacksSeveral):
             return _Parts(self, tensor)
         if tensor.layout is not torch.strided:
             raise TransformError(
-                f"offload() met a tensor of layout {tensor.layout} among what the region saves, and moves strided ones "
-                "only; leave the module that makes it out of the region"
+                f"the region saves a tensor of layout {tensor.layout}, and offload() moves strided tensors only; leave "
+                "the module that makes the tensor out of the region"
             )
         # A subclass without `__tensor_flatten__`.
         return self.keep(tensor)

@@ -374,7 +374,7 @@ def test_what_is_compiled_in_an_unknown_way_is_refused():
         return known(*args)
 
     model[0]._compiled_call_impl = unknown
-    with pytest.raises(ms.TransformError, match="transform the model first, and compile what comes of it"):
+    with pytest.raises(ms.TransformError, match="transform the model first, then compile the result"):
         ms.transform(model, {"*": checkpoint()})
 
 

@@ -69,10 +69,10 @@ def _check_alone(scope: StepScope, reason: str) -> None:
     ranks = Parallel.of_distributed(modules)
     if is_distributed(modules) and not (ranks is not None and ranks.kind == "ddp" and ranks.world == 1):
         raise ConfigError(
-            f"the step cannot be simulated ({reason}), and is one process's of several "
-            f"({ranks or 'its parameters are DTensors'}), which is not run here to measure it. Where the model itself "
-            "raises that, mend it; where its control flow depends on computed values, make it independent of them, or "
-            "profile the plain model in one process"
+            f"the step cannot be simulated ({reason}), and its collectives would wait for other processes "
+            f"({ranks or 'its parameters are DTensors'}), so it cannot be measured here. If the model itself raises "
+            "that error, mend the model; if its control flow depends on computed values, make it independent of "
+            "these, or profile the plain model in one process"
         )
 
 

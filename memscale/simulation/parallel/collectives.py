@@ -72,8 +72,8 @@ def collective(op: Any, args: Any) -> Collective:
     name = op.name()
     if name.startswith("c10d::recv"):
         raise ConfigError(
-            f"the step goes through {name}, which takes what another process has computed, as stages of a pipeline do; "
-            "profile the module of one stage by itself, with a batch of what it is sent"
+            f"the step calls {name}, which receives data that another process has computed, as in a pipeline; profile "
+            "the module of one stage alone, with its input as the batch"
         )
     written = [] if name in _WRITES_NOTHING else results_of(args[0])
     given = results_of(args[1]) if len(args) > 1 else []

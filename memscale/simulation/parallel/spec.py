@@ -156,12 +156,12 @@ def check_tensor(model: nn.Module, parallel: str, world: int, tensor: Any, *, ca
     """Raises ConfigError where `tensor` processes cannot split the weights of `model`."""
     call = f"{caller}(parallel={parallel!r}, world={world}, tensor={tensor!r})"
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
-        raise ConfigError(f"{call} takes over how many processes each weight is split, an int above 0")
+        raise ConfigError(f"{call}: tensor is the number of processes that split each weight, an int above 0")
     if parallel != "fsdp2":
-        raise ConfigError(f"{call}: weights that are split are sharded by FSDP2 besides; say parallel='fsdp2'")
+        raise ConfigError(f"{call}: FSDP2 shards the split weights; say parallel='fsdp2'")
     if world % tensor:
         raise ConfigError(
-            f"{call}: {world} processes are no whole groups of {tensor}; take a world that {tensor} divides"
+            f"{call}: {world} processes do not divide into groups of {tensor}; take a world that {tensor} divides"
         )
     own = (
         "; split it with parallelize_module() in a process group of the fake backend yourself, and profile or plan that"

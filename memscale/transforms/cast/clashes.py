@@ -37,7 +37,7 @@ def explained(how: object, roots: Iterable[nn.Module], kept: tuple[str, ...]) ->
         raise TransformError(
             f"{how!r}: {place} was given {met} together ({error}). The batch and the state of the region were "
             "converted, so one of them comes from a tensor that the region makes or converts itself (a table of "
-            f"positions, a mask, .float()); give it the dtype of what it meets there, .to(x.dtype){keep}"
+            f"positions, a mask, .float()); convert that tensor to the dtype of the other, .to(x.dtype){keep}"
         ) from error
 
 

@@ -275,8 +275,8 @@ def _on_device(homes: Sequence[HostParameter]) -> Iterator[dict[int, torch.Tenso
         for home in homes:
             if home.version() not in (-1, home.loaded[0]):
                 raise CorrectnessError(
-                    f"{home} was changed where it lives while a region of offload(what='params') had it on the device, "
-                    "as by an optimizer that steps inside of the region; take the step outside of it"
+                    f"{home} was changed on its tier while a region of offload(what='params') had it on the device, as "
+                    "by an optimizer that steps inside the region; step outside of the region"
                 )
         stand_ins.clear()
         trained.clear()

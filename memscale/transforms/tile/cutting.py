@@ -204,7 +204,7 @@ def _refuse_packed(how: Cutting, values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, PackedSequence):
             raise TransformError(
-                f"{how!r} met a PackedSequence, which lies step by step, so that a piece of it has some steps of all "
+                f"{how!r} got a PackedSequence, which stores rows step by step, so that a piece has some steps of all "
                 "sequences; pad it in front of the region (pad_packed_sequence), or use checkpoint() for this region"
             )
         if isinstance(value, (tuple, list)):
@@ -215,7 +215,7 @@ def _refuse_layout(how: Cutting, tensor: torch.Tensor) -> None:
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
         raise TransformError(
-            f"{how!r} would cut a {kind}, of which it can take no piece; pass it whole, with in_dims None for it, or "
+            f"{how!r} would cut a {kind}, which has no pieces; pass the tensor whole, with in_dims None, or "
             "use checkpoint() for this region"
         )
 

@@ -151,7 +151,7 @@ class WithHeads(Model):
 
 
 MISTAKES = {
-    "no divisor": (Model, {"world": 9, "tensor": 2}, "9 processes are no whole groups of 2"),
+    "no divisor": (Model, {"world": 9, "tensor": 2}, "9 processes do not divide into groups of 2"),
     "no number": (Model, {"world": 8, "tensor": 0}, "an int above 0"),
     "replicas": (Model, {"parallel": "ddp", "world": 8, "tensor": 2}, "say parallel='fsdp2'"),
     "no plan": (lambda: Model().blocks[0], {"world": 8, "tensor": 2}, "has none that names its modules; split it with"),

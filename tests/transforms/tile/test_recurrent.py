@@ -51,7 +51,7 @@ def test_elsewhere_is_refused(kind, batch_first):
 
 def test_packed_sequences_are_refused_where_they_go_in_and_come_out():
     rows = [torch.randn(length, 3) for length in (3, 2)]
-    with pytest.raises(ms.TransformError, match="PackedSequence, which lies step by step"):
+    with pytest.raises(ms.TransformError, match="PackedSequence, which stores rows step by step"):
         ms.tile(chunks=2)(nn.GRU(3, WIDTH))(pack_sequence(rows))
     with pytest.raises(ms.TransformError, match="PackedSequence"):
         ms.tile(chunks=2)(lambda x: (x, pack_sequence(list(x))))(torch.randn(4, 2, 3))
