@@ -63,12 +63,15 @@ COLUMNS = f"{'model':12}{'plan':12}{'real ms':>9}{'probe':>8}{'roofline':>9}   {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A plan of a model: seconds of a step, real (one of each turn) and predicted in two ways."""
+    """A plan of a model: seconds of a step, real (one of each turn) and predicted in two ways.
+
+    `probe_seconds` is None where the machine was too busy for the probe, which then keeps nothing.
+    """
 
     model: str
     plan: str
     turns: tuple[float, ...]
-    probe_seconds: float
+    probe_seconds: float | None
     roofline_seconds: float
     predict_seconds: float
 
@@ -93,18 +96,21 @@ class Compared:
         found = {}
         for how in ("probe", "roofline"):
             predicted, of_plain = (getattr(row, f"{how}_seconds") for row in (self.row, self.plain))
+            if predicted is None:
+                continue
             found[f"{how} step"] = predicted / self.row.real_seconds - 1
-            if self.row.plan != "plain":
+            if self.row.plan != "plain" and of_plain is not None:
                 found[f"{how} cost"] = predicted / of_plain / self.real_cost - 1
         return found
 
     def __str__(self) -> str:
         row, plain = self.row, self.plain
-        times = (row.real_seconds, row.probe_seconds / row.real_seconds, row.roofline_seconds / row.real_seconds)
-        costs = (self.real_cost, row.probe_seconds / plain.probe_seconds, row.roofline_seconds / plain.roofline_seconds)
+        errors = self.errors()
+        step, cost = (f"{1 + errors[key]:.2f}" if key in errors else "" for key in ("probe step", "probe cost"))
         return (
-            f"{row.model:12}{row.plan:12}{1e3 * times[0]:9.1f}{times[1]:8.2f}{times[2]:9.2f}   "
-            f"{costs[0]:6.3f}{costs[1]:7.3f}{costs[2]:9.3f}"
+            f"{row.model:12}{row.plan:12}{1e3 * row.real_seconds:9.1f}{step or 'busy':>8}"
+            f"{row.roofline_seconds / row.real_seconds:9.2f}   {self.real_cost:6.3f}{cost:>7}"
+            f"{row.roofline_seconds / plain.roofline_seconds / self.real_cost:9.3f}"
         )
 
 
@@ -156,7 +162,7 @@ def measured(name: str, options: argparse.Namespace, hardware: ms.Hardware, unti
                 turns[plan].append(clock() - began)
 
     take_turns(options.rounds // 2)
-    predicted: dict[str, tuple[float, float, float]] = {}
+    predicted: dict[str, tuple[float | None, float, float]] = {}
     for plan, value in plans.items():
         settings: dict[str, Any] = {"plan": value, "accumulate": case.accumulate, "hardware": hardware}
         began = time.perf_counter()
@@ -175,7 +181,8 @@ def measured(name: str, options: argparse.Namespace, hardware: ms.Hardware, unti
         if measured_ones := [profile.notes[0] for profile in profiles if profile.method != "static"]:
             raise RuntimeError(f"{plan}: {measured_ones[0]}")
         by_probe, by_roofline = (profile.step_seconds or 0.0 for profile in profiles)
-        predicted[plan] = by_probe, by_roofline, time.perf_counter() - began
+        was_busy = any("nothing was measured" in note for note in profiles[0].notes)
+        predicted[plan] = None if was_busy else by_probe, by_roofline, time.perf_counter() - began
     take_turns(options.rounds)
     return [Row(name, plan, tuple(turns[plan]), *predicted[plan]) for plan in plans]
 
@@ -238,7 +245,7 @@ def main() -> int:
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     hardware = ms.Hardware.measure("cpu")
     if not options.offload:
-        print(f"{COLUMNS}\n{'':24}{'step, of real':>26}   {'cost over plain':>22}")
+        print(f"{COLUMNS}\n{'':24}{'step, of real':>26}   {'cost; of real':>22}")
     found: list[Compared] = []
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as cache:

@@ -72,10 +72,10 @@ def profile(
         keeps_output: whether the loop keeps the model's output, such as all logits, until the next forward, as
             ``output = model(x)`` in a loop does. `False` is for a loop that drops the output before backward, as
             ``loss(model(x)).backward()`` and the Trainer of transformers do, which takes less memory.
-        probe: run each kernel on the device, with inputs of the step's shapes, to measure its scratch memory and, on a
-            CPU, its time; the time of Python between operators is measured in the simulation. `False` computes scratch
-            memory by formulas (CUDA) or measures it for large kernels (CPU), and times from the speeds of `hardware`.
-            Measurements of CPU kernels are cached on disk.
+        probe: run each kernel on the device, with inputs of the step's shapes, to measure its scratch memory, and on a
+            CPU each distinct part of the step, to measure its seconds. Beside other busy programs no seconds are
+            measured, and a note says so. `False` computes scratch memory by formulas (CUDA) or measures it for large
+            kernels (CPU), and times from the speeds of `hardware`. Measurements on a CPU are cached on disk.
         parallel: ``"fsdp2"`` (the repeated blocks and the root sharded, as `fully_shard` does by default) or ``"ddp"``:
             the step is that of one of several processes, and the batch is that process's. `None` simulates the model
             as given, distributed already or not.

@@ -41,9 +41,9 @@ memscale.core: Argument Assembled BudgetError COLUMNS Check ConfigError Correctn
     scalar_loss shown simulated simulating simulation spellings
     table_lines takes_no template tensors unflatten validate version versions wrapped written
 memscale.crashes: Explanation Holder explain
-memscale.hardware: CARDS COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
+memscale.hardware: CARDS COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Span Work assumed_links
     assumed_speeds card_name card_names collective_seconds copy_seconds cpu_name has_rate narrow_dtype host_calls
-    host_seconds knows_copies new_memory_seconds nominal seconds span tfloat32 work_of
+    host_seconds knows_copies nominal seconds span tfloat32 work_of
 memscale.history: Baseline Comparison History Remote Run TEXTS TRACKERS commit_of document_of is_address keep
     keep_measured queue_path record send to_csv to_json_lines
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify

@@ -12,11 +12,9 @@ from memscale.hardware.copies import (
     copy_seconds,
     host_seconds,
     knows_copies,
-    new_memory_seconds,
     span,
 )
 from memscale.hardware.device import Hardware, cpu_name
 from memscale.hardware.host_calls import HostSeconds, host_calls
-from memscale.hardware.nominal import nominal
-from memscale.hardware.roofline import Seconds, has_rate, narrow_dtype, seconds
+from memscale.hardware.roofline import has_rate, narrow_dtype, nominal, seconds
 from memscale.hardware.work import Work, tfloat32, work_of

@@ -13,7 +13,6 @@ import torch
 from memscale.core import MemscaleError, RuntimeUnavailable
 from memscale.runtime import HostBackend
 from memscale.runtime.backends import Buffer, Event
-from memscale.runtime.storage import PAGE_BYTES
 
 Clock = Callable[[], float]
 Run = Callable[[], object]
@@ -22,7 +21,6 @@ Run = Callable[[], object]
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # The size of each of three buffers that are copied in rotation, so that no cache holds a buffer until its next copy.
 _COPY_BYTES = 128 * 1024**2
-_NEW_BYTES = 4 * 1024**2  # the size of one allocation
 _TINY_OPS = 500  # together with `_COPIES_AHEAD` less than the launch queue of a card holds
 _COPIES_AHEAD = 200
 _LEAST_SECONDS = 1e-7
@@ -172,46 +170,13 @@ def _copy_rates(timer: _Timer, nbytes: int) -> dict[str, float]:
         beside = {"host_bandwidth_bytes_per_second": 3 * host.nbytes / timer.median(lambda: other.add_(host))}
     else:
         to_device = to_host = copy
-        beside = new_memory_rate(nbytes // 2, timer.clock)
+        beside = {}
     return {
         "bandwidth_bytes_per_second": max(2 * a.nbytes / copy, 3 * a.nbytes / triad),
         "host_to_device_bytes_per_second": a.nbytes / to_device,
         "device_to_host_bytes_per_second": a.nbytes / to_host,
         **beside,
     }
-
-
-def new_memory_rate(nbytes: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Measures how fast the system provides new memory. Returns bytes a second by field name; empty if unmeasurable.
-
-    The time is that of the first touch of each page minus that of the second, plus the release of the pages, as a
-    runtime causes them. It excludes filling the pages. The result is the best of several rounds.
-
-    Args:
-        nbytes: the bytes to allocate.
-        clock: returns seconds, possibly of this thread only.
-    """
-    pieces = nbytes // _NEW_BYTES
-    backend = HostBackend()
-    backend.trim()
-    took = [_page_seconds(backend, pieces, clock) for _ in range(_REPEATS)]
-    if not pieces or min(took) <= 0:
-        return {}
-    return {"new_memory_bytes_per_second": pieces * _NEW_BYTES / min(took)}
-
-
-def _page_seconds(backend: HostBackend, pieces: int, clock: Callable[[], float]) -> float:
-    began = clock()
-    tensors = [torch.empty(_NEW_BYTES, dtype=torch.uint8, device="cpu") for _ in range(pieces)]
-    for tensor in tensors:
-        tensor[::PAGE_BYTES].fill_(1)
-    first = clock()
-    for tensor in tensors:
-        tensor[::PAGE_BYTES].fill_(2)
-    second = clock()
-    tensors.clear()
-    backend.trim()
-    return (first - began) - (second - first) + (clock() - second)
 
 
 def _launch_seconds(timer: _Timer, nbytes: int) -> float:
@@ -247,9 +212,8 @@ _PRODUCT_SIZE = 384  # short products (below 1 ms), so that the end of a copy is
 def disk_rates(nbytes: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """Measures the disk. Returns bytes a second by the names of the fields of `Hardware`; empty without a usable disk.
 
-    The figures include that copying threads share the processor with the step. They exclude the time to get new memory
-    for tensors that come back, which `new_memory_rate` measures. The best of several rounds counts, since disturbances
-    only make a disk slower.
+    The figures include that copying threads share the processor with the step. The best of several rounds counts,
+    since disturbances only make a disk slower.
 
     Args:
         nbytes: the size of the file.

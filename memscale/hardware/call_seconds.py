@@ -1,4 +1,4 @@
-"""Measures the host seconds of each kind of call in a step, on a small transformer."""
+"""Measures the seconds of an accelerator's host for each kind of call in a step, on a small transformer."""
 
 from __future__ import annotations
 
@@ -24,28 +24,19 @@ CALLS = ("operator", "backward", "view", "module")
 _BLOCKS, _VIEWS, _REPEATS = 12, 400, 15
 _LEAST_SECONDS = 1e-8
 # The same calls take longer in models of Hugging Face, by these factors: their modules run more Python and miss the
-# caches. Measured on a CPU: 1.4 forward and 1.6 backward for GPT-2, ViT and T5, 1.0 and 1.6 for Llama. Measured on a
-# host with an H100: the steps of 27 models over the figures of this file.
-_IN_LIBRARIES = {
-    "cpu": dict.fromkeys(CALLS, 1.5),
-    "cuda": {"operator": 2.0, "backward": 1.1, "view": 2.2, "module": 3.9},
-}
+# caches. Measured on a host with an H100: the steps of 27 models over the figures of this file.
+_IN_LIBRARIES = {"operator": 2.0, "backward": 1.1, "view": 2.2, "module": 3.9}
 
 
-def call_seconds(device: torch.device, *, beyond: float, clock: Clock | None = None) -> dict[str, float]:
+def call_seconds(device: torch.device, *, clock: Clock = time.perf_counter) -> dict[str, float]:
     """Measures the seconds that this host takes for each of `CALLS` on `device`.
 
     The model is a transformer so small that its kernels take no time, once with modules and once without.
 
     Args:
-        device: a CPU or CUDA device.
-        beyond: the seconds of an operator itself on a CPU, which are subtracted there.
-        clock: returns seconds; `None` chooses one.
+        device: a CUDA device.
+        clock: returns seconds.
     """
-    if device.type != "cpu":
-        beyond = 0.0  # the host only launches the operator
-    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = clock or (time.thread_time if is_alone else time.perf_counter)
 
     def by_functions() -> torch.Tensor:
         value = batch
@@ -75,13 +66,12 @@ def call_seconds(device: torch.device, *, beyond: float, clock: Clock | None = N
     (forward, backward), (through, _), (viewing, _) = found
     view = viewing / _VIEWS
     calls = {
-        "operator": (forward - viewed * view) / operators - beyond,
-        "backward": (backward - (counted.views - viewed) * view) / (counted.operators - operators) - beyond,
+        "operator": (forward - viewed * view) / operators,
+        "backward": (backward - (counted.views - viewed) * view) / (counted.operators - operators),
         "view": view,
         "module": (through - forward) / sum(1 for _ in model.modules()),
     }
-    longer = _IN_LIBRARIES[device.type]
-    return {kind: max(_LEAST_SECONDS, longer[kind] * seconds) for kind, seconds in calls.items()}
+    return {kind: max(_LEAST_SECONDS, _IN_LIBRARIES[kind] * seconds) for kind, seconds in calls.items()}
 
 
 def _least(forwards: Sequence[Callable[[], torch.Tensor]], clock: Clock) -> list[tuple[float, float]]:

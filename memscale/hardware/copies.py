@@ -30,9 +30,6 @@ _HOST_BYTES_PER_SECOND = 50e9
 # and the 13 µs assumed for an unmeasured CPU.
 _HOST_OPERATOR_SECONDS = 5e-6
 
-# A page of 4 KiB in 1.5 µs, as `Hardware.measure()` finds on a CPU.
-_NEW_MEMORY_BYTES_PER_SECOND = 2.7e9
-
 Direction = Literal["out", "in"]
 DIRECTIONS: tuple[Direction, Direction] = ("out", "in")
 
@@ -40,11 +37,6 @@ DIRECTIONS: tuple[Direction, Direction] = ("out", "in")
 def host_seconds(nbytes: int, hardware: Hardware) -> float:
     """Returns the seconds that an accelerator's host CPU takes for an operator that reads and writes `nbytes`."""
     return _HOST_OPERATOR_SECONDS + nbytes / (hardware.host_bandwidth_bytes_per_second or _HOST_BYTES_PER_SECOND)
-
-
-def new_memory_seconds(nbytes: int, hardware: Hardware) -> float:
-    """Returns the seconds that the system takes to provide `nbytes` of new memory, page by page, and to release it."""
-    return nbytes / (hardware.new_memory_bytes_per_second or _NEW_MEMORY_BYTES_PER_SECOND)
 
 
 def knows_copies(hardware: Hardware) -> bool:

@@ -24,7 +24,6 @@ from memscale.core import (
 from memscale.hardware.calibrate import calibrate
 from memscale.hardware.call_seconds import CALLS, call_seconds
 from memscale.hardware.cards import NETWORK_US, Card, by_device_name, by_name
-from memscale.hardware.operator_rates import operator_rates
 
 _DOCUMENT = Document("hardware", version=1, writer="Hardware.to_json()", error=ConfigError)
 
@@ -84,18 +83,13 @@ class Hardware:
         host_bandwidth_bytes_per_second: bandwidth that operators reach in that RAM, reads and writes together.
         disk_read_bytes_per_second, disk_write_bytes_per_second: rates that offloading reaches during a step, without
             the system's cache, into memory that is already allocated.
-        new_memory_bytes_per_second: rate at which the system provides new memory to a process on a CPU, clearing each
-            page on first touch, and takes it back.
         capability: CUDA compute capability, ``(9, 0)`` for an H100.
         multiprocessors: the number of streaming multiprocessors, which determines the scratch memory of some kernels;
             `None` means those of an H100 (132).
         launch_seconds: the least device time of an operator.
-        call_seconds: host time of a call: an ``"operator"`` called by Python, up to its launch; one called by
-            autograd (``"backward"``); one that computes nothing (``"view"``); a ``"module"``. On a CPU, the times of
-            operators are those beyond `launch_seconds`. Without it, an accelerator gets the times of a virtual machine
-            with an H100, and a CPU none.
-        operator_rates: bytes a second, or operations a second, of single operators by name and dtype, as
-            ``"gelu float32"``. For devices such as CPUs, on which operators are far from the rates above.
+        call_seconds: time of an accelerator's host for a call: an ``"operator"`` called by Python, up to its launch;
+            one called by autograd (``"backward"``); one that computes nothing (``"view"``); a ``"module"``. Without it
+            the times are those of a virtual machine with an H100.
         unified_memory: whether an accelerator shares the host's memory, as a GB10 does. Tensors offloaded to the host
             stay in that memory: ``Profile.taken_bytes`` counts them, and `plan` has no link to use.
         measured: whether real kernels reached the speeds. If not, they are peaks from a data sheet, of which kernels
@@ -133,11 +127,9 @@ class Hardware:
     host_bandwidth_bytes_per_second: float | None = None
     disk_read_bytes_per_second: float | None = None
     disk_write_bytes_per_second: float | None = None
-    new_memory_bytes_per_second: float | None = None
     capability: tuple[int, int] | None = None
     multiprocessors: int | None = None
     launch_seconds: float | None = None
-    operator_rates: Mapping[str, float] = field(default_factory=dict)
     call_seconds: Mapping[str, float] = field(default_factory=dict)
     unified_memory: bool = False
     measured: bool = False
@@ -150,7 +142,7 @@ class Hardware:
         ]
         if wrong:
             raise ConfigError("\n".join(wrong))
-        for name in ("flops_per_second", "operator_rates", "call_seconds"):
+        for name in ("flops_per_second", "call_seconds"):
             object.__setattr__(self, name, Rates(getattr(self, name)))
 
     @property
@@ -215,10 +207,9 @@ class Hardware:
         """Measures `device` for up to 20 seconds and returns its description with the measured speeds.
 
         Times matrix products of growing size in each dtype, copies in the device's memory, copies to and from the host,
-        reads and writes of a temporary file of 64 MiB, an operator on one number, and the host time of calls of
-        operators and modules. On a CPU also the single operators of two small training steps, with as many threads as
-        PyTorch has. Keep the machine idle during the measurement. Store the result: its `repr` is the Python that
-        makes it, and `to_json` returns a text.
+        reads and writes of a temporary file of 64 MiB, an operator on one number, and beside a card the host time of
+        calls of operators and modules. Keep the machine idle during the measurement. Store the result: its `repr` is
+        the Python that makes it, and `to_json` returns a text.
 
         Args:
             device: as in `detect`.
@@ -231,9 +222,8 @@ class Hardware:
         speeds = calibrate(where, hardware.free_bytes)
         if hardware.unified_memory:
             speeds |= dict.fromkeys(("host_to_device_bytes_per_second", "device_to_host_bytes_per_second"))
-        rates = operator_rates() if where.type == "cpu" else {}
-        calls = call_seconds(where, beyond=speeds["launch_seconds"])
-        return dataclasses.replace(hardware, measured=True, call_seconds=calls, **speeds, **rates)
+        calls = {} if where.type == "cpu" else call_seconds(where)
+        return dataclasses.replace(hardware, measured=True, call_seconds=calls, **speeds)
 
     @classmethod
     def _of_cuda(cls, device: torch.device) -> Hardware:
@@ -363,11 +353,6 @@ def _misfit(key: str, value: Any) -> str | None:
                 "a mapping from names of torch dtypes to positive finite numbers; pass {'bfloat16': 312e12}, "
                 "'tfloat32' included"
             )
-    elif key == "operator_rates":
-        if not isinstance(value, Mapping) or not all(
-            isinstance(op, str) and _is_rate(rate) for op, rate in value.items()
-        ):
-            return "a mapping from names of operators and dtypes to positive finite numbers; pass {'gelu float32': 5e9}"
     elif key == "call_seconds":
         if not isinstance(value, Mapping) or not all(
             call in CALLS and _is_rate(seconds) for call, seconds in value.items()

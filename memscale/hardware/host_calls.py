@@ -9,7 +9,7 @@ from memscale.hardware.device import Hardware
 
 
 class HostSeconds(NamedTuple):
-    """Host seconds of one call of each kind. On a CPU, the seconds beyond those of the operator itself.
+    """Seconds of the host beside an accelerator for one call of each kind.
 
     Attributes:
         operator: an operator that Python calls, up to the launch of its kernel.
@@ -42,17 +42,15 @@ class HostSeconds(NamedTuple):
 _DEFAULT = {"operator": 29e-6, "backward": 40e-6, "view": 4.8e-6, "module": 24e-6}
 _LISTED = 0.45  # as a multiple of `view`: AdamW of 11 to 133 tensors
 
-# region, saved, copy and watched as multiples of operator + module. For cards from the same steps (watched: on fake
-# CUDA libraries). For CPUs, where operator and module are shorter, from GPT-2 and a copy; watched took 18 of 18 µs.
-_OF_CARDS, _OF_CPUS = (5.7, 0.2, 4.5, 0.65), (6.5, 0.4, 3.4, 1.0)
+# region, saved, copy and watched as multiples of operator + module, from the same steps (watched: on fake CUDA
+# libraries).
+_MULTIPLES = (5.7, 0.2, 4.5, 0.65)
 
 
 def host_calls(hardware: Hardware) -> HostSeconds:
-    """Returns the host seconds of calls for `hardware`; zeros for a CPU that was not measured."""
-    is_host = hardware.device_type == "cpu"
-    default = dict.fromkeys(CALLS, 0.0) if is_host else _DEFAULT
-    operator, backward, view, module = (hardware.call_seconds.get(kind, default[kind]) for kind in CALLS)
-    plain = view if is_host else operator  # on a CPU `launch_seconds` includes the operator itself
-    listed = 0.0 if is_host else _LISTED * view  # on a CPU each tensor is an operator of its own
-    times = _OF_CPUS if is_host else _OF_CARDS
-    return HostSeconds(operator, plain, backward, view, listed, module, *(each * (operator + module) for each in times))
+    """Returns the host seconds of calls for `hardware`; zeros for a CPU, where an operator's seconds have its call."""
+    if hardware.device_type == "cpu":
+        return HostSeconds(**dict.fromkeys(HostSeconds.__annotations__, 0.0))
+    operator, backward, view, module = (hardware.call_seconds.get(kind, _DEFAULT[kind]) for kind in CALLS)
+    multiples = (each * (operator + module) for each in _MULTIPLES)
+    return HostSeconds(operator, operator, backward, view, _LISTED * view, module, *multiples)

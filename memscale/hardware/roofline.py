@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from memscale.core import ConfigError
 from memscale.hardware.device import Hardware
-from memscale.hardware.work import AT_THE_RATE_OF, Work, rate_name
-
-
-class Seconds(NamedTuple):
-    """The seconds of an operator, by the place of its operands.
-
-    Attributes:
-        cached: the seconds with operands in the caches of the device.
-        uncached: the seconds with operands in its memory.
-
-    >>> Seconds(1e-3, 3e-3).at(0.5)
-    0.002
-    """
-
-    cached: float
-    uncached: float
-
-    def at(self, uncached_share: float) -> float:
-        """Returns the seconds if this share of the bytes is outside of the caches."""
-        return self.cached + (self.uncached - self.cached) * uncached_share
-
-    def times(self, factor: float) -> Seconds:
-        """Returns the seconds of `factor` times the work."""
-        return Seconds(self.cached * factor, self.uncached * factor)
+from memscale.hardware.work import AT_THE_RATE_OF, Work
 
 
 @dataclass(frozen=True)
@@ -70,11 +47,13 @@ _AS_MEASURED = Efficiency(compute=1.0, bandwidth=1.0)
 _ACCELERATOR_LAUNCH_SECONDS = 5.5e-6
 _CPU_LAUNCH_SECONDS = 2e-6
 
-# Operators on at most this many bytes are cached, as in the measurement of single operators.
-_CACHED_BYTES = 1 << 24
+# The rates of one thread of a CPU that was not measured, rounded results of `Hardware.measure` on an AMD EPYC with
+# AVX-512 (torch 2.13): float32 products and copies. A choice between plans depends only on the ratio.
+_CPU_FLOPS_PER_SECOND, _CPU_BYTES_PER_SECOND = 100e9, 24e9
+_DTYPES = ("float64", "float32", "bfloat16", "float16", "int8")
 
 
-def seconds(work: Work, hardware: Hardware, *, op: str = "", efficiency: Efficiency | None = None) -> float:
+def seconds(work: Work, hardware: Hardware, *, efficiency: Efficiency | None = None) -> float:
     """Returns the seconds that `hardware` takes for `work` alone: the roofline plus the launch of an operator.
 
     ``max(flops / (compute * peak), nbytes / (bandwidth * peak)) + launch``; empty work takes no time. (Williams,
@@ -83,7 +62,6 @@ def seconds(work: Work, hardware: Hardware, *, op: str = "", efficiency: Efficie
     Args:
         work: the result of `work_of`.
         hardware: the device.
-        op: the name of the operator. If `hardware` has a rate for this operator, it replaces the roofline.
         efficiency: the shares of these speeds that kernels reach. `None` is 80% of the arithmetic and 85% of the
             bandwidth of a data sheet, and all of a measured speed.
 
@@ -101,11 +79,6 @@ def seconds(work: Work, hardware: Hardware, *, op: str = "", efficiency: Efficie
         return 0.0
     share = efficiency or (_AS_MEASURED if hardware.measured else _OF_PEAK)
     longest = 0.0
-    own_rate = hardware.operator_rates.get(rate_name(op, work.dtype))
-    if own_rate is not None:
-        if not work.flops and work.nbytes > _CACHED_BYTES and hardware.bandwidth_bytes_per_second is not None:
-            own_rate = min(own_rate, hardware.bandwidth_bytes_per_second)
-        return (work.flops or work.nbytes) / own_rate + _launch_seconds(hardware)
     if work.flops:
         longest = work.flops / (share.compute * _peak(work.dtype, hardware))
     if work.nbytes:
@@ -113,6 +86,23 @@ def seconds(work: Work, hardware: Hardware, *, op: str = "", efficiency: Efficie
             raise _unknown(hardware, "bandwidth_bytes_per_second", "a number")
         longest = max(longest, work.nbytes / (share.bandwidth * hardware.bandwidth_bytes_per_second))
     return longest + _launch_seconds(hardware)
+
+
+def nominal(hardware: Hardware) -> Hardware:
+    """Returns `hardware`, a CPU without speeds, with one default rate of arithmetic and one of memory.
+
+    The rates grow with the number of PyTorch's threads.
+
+    >>> round(nominal(Hardware("box", "cpu", 2**34)).flops_per_second["float32"] / torch.get_num_threads() / 1e9)
+    100
+    """
+    threads = torch.get_num_threads()
+    return dataclasses.replace(
+        hardware,
+        measured=True,  # the speeds are no peaks of a data sheet
+        flops_per_second=dict.fromkeys(_DTYPES, _CPU_FLOPS_PER_SECOND * threads),
+        bandwidth_bytes_per_second=_CPU_BYTES_PER_SECOND * threads,
+    )
 
 
 def has_rate(dtype: str, hardware: Hardware) -> bool:

@@ -35,19 +35,6 @@ class Work:
     dtype: str
 
 
-#: Products of two matrices, which run at the rate of ``flops_per_second``.
-PRODUCTS = ("mm", "addmm", "_scaled_mm", "_int_mm")
-
-
-def rate_name(op: str, dtype: str) -> str:
-    """Returns the key of the operator `op` on `dtype` in ``Hardware.operator_rates``.
-
-    >>> rate_name("gelu", "tfloat32")
-    'gelu float32'
-    """
-    return f"{op} {AT_THE_RATE_OF.get(dtype, dtype)}"
-
-
 def work_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Work:
     """Returns the work of a call of `op`, from the shapes of its arguments and results, without reading values.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from memscale.core import ConfigError, one_at_a_time
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.analysis import analyse
 from memscale.simulation.checks import about_compiled, about_key_values
-from memscale.simulation.dispatch.host_time import HostTime
+from memscale.simulation.dispatch.tape import Tape
 from memscale.simulation.packed import about_experts
 from memscale.simulation.parallel.one_rank import check_places, one_rank
 from memscale.simulation.parallel.spec import Parallel
@@ -24,14 +24,12 @@ from memscale.simulation.process.draws import PYTHON_DRAWN, Draws, drawing
 from memscale.simulation.process.garbage import few_collections
 from memscale.simulation.sandbox.compiled_modules import as_text
 from memscale.simulation.sandbox.sandbox import Simulation
-from memscale.simulation.simulation_cost import own_cost
 from memscale.simulation.step import Target, TrainingStep
 from memscale.simulation.trace import Trace
 from memscale.telemetry import uncounted
 
+_FLOPS_PER_BYTE = 4  # FLOPs that a CPU computes in the time of moving one byte
 _STEPS = 2  # the first makes the optimizer's states, the second has them
-# The most timed steps of a probe, and their seconds: several, so that the step's own Python is timed more than once.
-_TIMED_STEPS, _TIMING_SECONDS = 4, 0.5
 
 
 class _Steps(NamedTuple):
@@ -232,14 +230,12 @@ def _simulated(
 ) -> Trace:
     """Returns the trace of `steps`, simulated with the options of `attempt`, and notes its findings there."""
     functions, kernels = steps.functions, target.kernels
-    host = HostTime(own_cost()) if kernels.is_timed else None
     simulation = Simulation(
         functions[-1],
         step.module,
         step.optimizer,
         step.batch,
         kernels=kernels,
-        host=host,
         spoofs=attempt.spoofs,
         as_graphs=attempt.as_graphs,
         draws=draws,
@@ -252,10 +248,7 @@ def _simulated(
             is_one = all(each is functions[-1] for each in functions)
             if not simulation.mode.recorder.settled or (is_one and not simulation.mode.builder.repeats()):
                 simulation.step(functions[-1])
-            began, more = time.perf_counter(), 0
-            while host is not None and more < _TIMED_STEPS and time.perf_counter() - began < _TIMING_SECONDS:
-                simulation.step(functions[-1])
-                more += 1
+            measuring = () if target.times is None else _measured(simulation, functions[-1], target)
             drawn, cached = is_drawn(), about_key_values(steps.kept)
             simulation.let_go(steps.kept)
     finally:
@@ -269,6 +262,8 @@ def _simulated(
     builder.add_in_place()
     found = (
         *(() if simulation.spoofing is None else simulation.spoofing.notes),
+        *measuring,
+        *_relative(simulation),
         *simulation.mode.works.notes(),
         *values.assumptions,
         *([PYTHON_DRAWN] if drawn else []),
@@ -280,3 +275,39 @@ def _simulated(
     )
     reads_random = drawn or values.goes_by_draws
     return builder.trace(target.hardware, simulation.clock.times(), simulation.below(), (*notes, *found), reads_random)
+
+
+def _relative(simulation: Simulation) -> tuple[str, ...]:
+    """Returns a note if the seconds of a CPU's step follow from the rates of its hardware."""
+    clock, recorder = simulation.clock, simulation.mode.recorder
+    if not clock.is_host or not clock.timed or recorder.measured is not None:
+        return ()
+    return (
+        "the seconds are relative: on a CPU operators differ from one rate of arithmetic and one of memory; "
+        "profile(probe=True) measures them",
+    )
+
+
+def _measured(simulation: Simulation, function: Callable[[], object], target: Target) -> tuple[str, ...]:
+    """Simulates the step once more, with the seconds that its operators take on this machine, and returns notes."""
+    assert target.times is not None, "the caller checks"
+    recorder, builder = simulation.mode.recorder, simulation.mode.builder
+    recorder.tape = tape = Tape(simulation.mode.storages.number)
+    simulation.step(function)
+    recorder.tape = None
+    event, first = builder.steps[-1]
+    deaths: dict[int, list[int]] = defaultdict(list)
+    for each, op in zip(builder.events[event:], builder.event_ops[event:], strict=True):
+        if each < 0:
+            deaths[op].append(-each - 1)
+    parameters = {number: each.shape for number, each in enumerate(builder.records) if each.category == "parameter"}
+    found = target.times.of_step(tape, builder.ops, deaths, parameters)
+    if not found.seconds:
+        return found.notes
+    work = [max(op.flops, _FLOPS_PER_BYTE * op.nbytes) for op in builder.ops]
+    # What could not be measured takes as long for its work as what could.
+    share = sum(found.seconds.values()) / (sum(work[at] for at in found.seconds) or 1)
+    simulation.clock.timed = True  # whatever the hardware's rates say of the steps before
+    recorder.measured = [found.seconds.get(at, share * work[at]) for at in range(first, len(builder.ops))]
+    simulation.step(function)
+    return found.notes

@@ -15,6 +15,7 @@ from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer
 from memscale.simulation.checks import check_call, check_followed, check_optimizer
 from memscale.simulation.kernels.kernels import Kernels
+from memscale.simulation.measured.part_times import PartTimes
 from memscale.simulation.packed import packed
 from memscale.simulation.parallel.sharded import mesh_of
 from memscale.simulation.parallel.spec import Parallel, ParallelKind
@@ -167,11 +168,13 @@ class Target:
 
     hardware: Hardware
     kernels: Kernels
+    times: PartTimes | None = None
 
     @classmethod
     def of(cls, hardware: Hardware, *, probe: bool = False) -> Target:
         """Returns the target for `hardware`; with `probe`, kernels run for real to be measured."""
-        return cls(hardware, Kernels(hardware, probe=probe))
+        is_timed = probe and hardware.device_type == "cpu"
+        return cls(hardware, Kernels(hardware, probe=probe), PartTimes() if is_timed else None)
 
 
 def hardware_for(model: Any, hardware: Hardware | str | None) -> Hardware:

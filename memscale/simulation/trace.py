@@ -74,7 +74,7 @@ class OpCall(NamedTuple):
         nbytes: the bytes of its memory traffic.
         dtype: the dtype in which it computes.
         seconds: the seconds of the call on the device, or on the host if the host computes it; None if the speed is
-            unknown. On a probed CPU, the host's seconds since the previous operator (Python, autograd) are included.
+            unknown.
     """
 
     name: str

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 import memscale as ms
 from memscale import ConfigError, Hardware
 from memscale.hardware.flops import flops_of
-from memscale.hardware.roofline import Efficiency, seconds
+from memscale.hardware.roofline import Efficiency, nominal, seconds
 from memscale.hardware.traffic import traffic_of
 from memscale.hardware.work import Work, work_of
 
@@ -300,14 +300,12 @@ def test_a_data_sheet_is_not_reached_and_a_measured_speed_is():
     assert seconds(memory, CARD, efficiency=halves) == pytest.approx(4e-2 + 1e-6)
 
 
-def test_an_operators_own_rate_takes_the_place_of_the_devices():
-    own = changed(measured=True, operator_rates={"gelu float32": 10**9, "bmm float32": 10**9, "add float32": 10**13})
-    assert seconds(Work(0, 10**6, "float32"), own, op="gelu") == pytest.approx(1e-3 + 1e-6)
-    assert seconds(Work(0, 10**6, "bfloat16"), own, op="gelu") == seconds(Work(0, 10**6, "bfloat16"), own)
-    assert seconds(Work(10**6, 1, "tfloat32"), own, op="bmm") == pytest.approx(1e-3 + 1e-6)
-    # Faster than memory, as far as there is room for it in caches.
-    assert seconds(Work(0, 10**7, "float32"), own, op="add") == pytest.approx(1e-6 + 1e-6)
-    assert seconds(Work(0, 10**9, "float32"), own, op="add") == seconds(Work(0, 10**9, "float32"), own)
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_default_rates_of_a_cpu_grow_with_the_threads(threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    found = nominal(Hardware("box", "cpu", 2**34))
+    assert seconds(Work(10**12, 10**6, "bfloat16"), found) == pytest.approx(10.0 / threads, rel=1e-3)
+    assert seconds(Work(0, 24 * 10**9, "float32"), found) == pytest.approx(1.0 / threads, rel=1e-3)
 
 
 @pytest.mark.parametrize("shares", [{"compute": 0.0, "bandwidth": 1.0}, {"compute": 1.0, "bandwidth": -0.5}])

@@ -139,7 +139,7 @@ def test_a_stretch_of_a_convnet_begins_in_one_module_and_ends_in_the_next():
 
 
 def test_cuts_of_a_row_take_less_time_for_more_bytes():
-    layers = [[nn.Conv2d(8 if at else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()] for at in range(4)]
+    layers = [[nn.Conv2d(8 if at else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()] for at in range(3)]
     model, batch = nn.Sequential(*[each for layer in layers for each in layer]), torch.ones(8, 3, 64, 64)
     step = {"loss": lambda y, _: y.square().mean()}
     plain = DecisionEngine(model, batch, hardware=CPU, **step).searches[0].plain

@@ -280,7 +280,7 @@ def test_the_evidence_says_what_was_decided(planned):
     assert evidence.planned.taken_bytes <= BUDGET < evidence.plain.taken_bytes
     assert evidence.planned.step_seconds > evidence.plain.step_seconds
     assert evidence.gap < 0.01
-    assert [each.path for each in evidence.decisions] == [""]  # the row is cut as a whole
+    assert [each.path for each in evidence.decisions] == ["0", "1", "2", ""]
     text = plan.explain()
     assert "memory pressure" in text
     assert "proof" in text
@@ -495,7 +495,7 @@ def test_a_plan_changes_no_bit_unless_it_is_asked_to():
     rounds = ms.plan(model, x, plain // 2, exact=False, **step)
     asked = ms.plan(model, x, plain // 2, config=ms.Config(mode="aggressive"), **step)
     assert rounds == asked
-    assert any(rule.pattern == "head" for rule in rounds)
+    assert any("tile(" in repr(rule) for rule in rounds)
     curve = ms.frontier(model, x, points=2, **step)
     assert all(ms.verify(model, ms.transform(model, point.plan), x, loss=step["loss"]).exact for point in curve)
 

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from memscale.core import ConfigError
-from memscale.hardware import Seconds, Work, seconds, tfloat32, work_of
+from memscale.hardware import Work, seconds, tfloat32, work_of
 from memscale.simulation.dispatch.operators import Operator
 from memscale.simulation.dispatch.values import NeedsValues, stands_in
 from memscale.simulation.kernels.cpu_scratch import ScratchProbe, watched
@@ -58,7 +58,7 @@ class CallEffect:
     alone: NewTensor | None
     program: Program
     work: Work
-    seconds: Seconds | None
+    seconds: float | None
     workspaces: Mapping[str, int]
     draws: bool = False
     has_numbers: bool = False
@@ -73,7 +73,7 @@ class CallEffect:
 
 
 #: The effect of an operator that touches no data.
-NOTHING = CallEffect(ResultLayout(None, ()), None, PLAIN, Work(0, 0, ""), Seconds(0.0, 0.0), {})
+NOTHING = CallEffect(ResultLayout(None, ()), None, PLAIN, Work(0, 0, ""), 0.0, {})
 
 
 class CallEffects:
@@ -100,7 +100,7 @@ class CallEffects:
         )
         variables = (torch.get_float32_matmul_precision(), *tfloat32(), *map(os.environ.get, BLAS_VARIABLES))
         known: dict[int, Operator] = kernels.known.setdefault((*self._switches, *variables), {})
-        if kernels.is_timed or sum(len(each.effects) for each in known.values()) > _MOST_EFFECTS:
+        if sum(len(each.effects) for each in known.values()) > _MOST_EFFECTS:
             known.clear()
         self._shared, self.operators = known, known.copy()
 
@@ -136,7 +136,7 @@ class CallEffects:
             alone=new if is_alone else None,
             program=PLAIN if layout.is_view else self._kernels.program(op, args, kwargs, shown, work.flops),
             work=work,
-            seconds=Seconds(0.0, 0.0) if operator.sends else self._kernels.seconds(op, args, kwargs, work),
+            seconds=0.0 if operator.sends else self._kernels.seconds(op, args, work),
             workspaces=self._kernels.workspaces(op, args),
             # A card's generator keeps its state on the host.
             draws=self._kernels.device_type == "cpu" and operator.draws and not _drops_nothing(op, args, kwargs),
@@ -159,9 +159,9 @@ class CallEffects:
         scratch = 0 if self._kernels.is_cuda else probe.scratch_bytes
         dtype = str(tensors[-1].dtype).removeprefix("torch.")
         work = Work(0, probe.returned_bytes + sum(tensor.nbytes for tensor in tensors), dtype)
-        at_rates: Seconds | None = None
+        at_rates: float | None = None
         with contextlib.suppress(ConfigError):  # a device whose speed is not known
-            at_rates = Seconds(*[seconds(work, self._kernels.hardware)] * 2)
+            at_rates = seconds(work, self._kernels.hardware)
         return dataclasses.replace(NOTHING, program=(*taken(scratch), RESULTS), work=work, seconds=at_rates)
 
     def _layout(

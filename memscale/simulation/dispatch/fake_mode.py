@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memscale.core import ConfigError
 from memscale.hardware import Direction
 from memscale.simulation.dispatch.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects, run_sparse
-from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.in_place_sums import InPlaceSums
 from memscale.simulation.dispatch.live_storages import LARGEST_KNOWN, LiveStorages, is_small
 from memscale.simulation.dispatch.operators import Call, Operator, composition
@@ -37,7 +36,6 @@ from memscale.simulation.dispatch.values import (
     stands_in,
     with_numbers,
 )
-from memscale.simulation.kernels.caches import own_caches
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
     RESIZES,
@@ -82,7 +80,6 @@ class FakeMode(TorchDispatchMode):
         kernels: the kernels of the simulated device.
         residents: the category and the name of storages from before the step, by address of their storage object.
         clock: the clock of the device, which each operator advances.
-        host: times the host's work between operators, and kernels on a CPU; None times nothing.
         draws: the random numbers that the step draws.
     """
 
@@ -91,7 +88,6 @@ class FakeMode(TorchDispatchMode):
         kernels: Kernels,
         residents: dict[int, tuple[str, str]],
         clock: Clock,
-        host: HostTime | None = None,
         draws: Draws = Draws.SEEDED,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,15 +96,13 @@ class FakeMode(TorchDispatchMode):
             self.builder,
             residents,
             has_own_memory=kernels.device_type != "cpu",
-            caches=None if host is None else own_caches(),
             stream=lambda: clock.stream,
         )
         self.values = Values(self.storages, alike=draws is not Draws.SEEDED)
         self.draws = draws
         self.fakes = FakeStorages()
-        self.recorder = StepRecorder(self.storages, clock, host)
+        self.recorder = StepRecorder(self.storages, clock)
         self.searching = False  # whether the optimizer decides by values of the loss
-        self.host = host
         self.meets_sparse = False  # whether the batch has sparse tensors
         self.works = Works(clock)
         self.choices = Choices()
@@ -126,13 +120,7 @@ class FakeMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self._one_thread:
-            if self.host is None:
-                return self._answered(op, types, args, kwargs or {})
-            self.host.stands()
-            try:
-                return self._answered(op, types, args, kwargs or {})
-            finally:
-                self.host.goes_on()
+            return self._answered(op, types, args, kwargs or {})
 
     def _answered(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not _PLAIN.issuperset(types) and not all(
@@ -217,9 +205,8 @@ class FakeMode(TorchDispatchMode):
     def _call(self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call:
         """Returns the call with its records; raises the error that the kernel would raise for indices."""
         records = self.storages.of_arguments(tensors)
-        if self.host is not None:
-            pairs = zip(records, tensors, strict=True)
-            self.recorder.used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
+        if (tape := self.recorder.tape) is not None:
+            tape.begins(operator.op, args, kwargs, [record.known for record in records])
         if operator.op is aten.embedding.default and (records[1].known or tensors[1].is_floating_point()):
             self._check_indices(*tensors[:2])
         known = operator.rule.values == "constant" or (all(map(_KNOWN, records)) and all(map(is_small, tensors)))
@@ -257,9 +244,6 @@ class FakeMode(TorchDispatchMode):
         op = operator.op
         # New tensors here come from Python (`torch.tensor`), so their values are real.
         self.storages.offloaded = self.storages.counts = op is _FROM_PYTHON and self._is_host_count(list(args[0].shape))
-        if self.host is not None:
-            self.recorder.used = []
-            self.host.views()
         view = operator.rule.method if args and args[0].__class__ in _PLAIN else None
         result = op(*args, **kwargs) if view is None else view(*args, **kwargs)
         if result.__class__ is torch.Tensor and result.untyped_storage()._cdata in self.storages.live:

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from memscale.simulation.dispatch.host_memory import CacheContents, NewMemory
 from memscale.simulation.dispatch.trace_builder import GIVEN, StorageRecord, TraceBuilder
-from memscale.simulation.kernels.caches import Caches
 
 # Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
 LARGEST_KNOWN = 1 << 20
@@ -26,7 +24,6 @@ class LiveStorages:
         builder: the trace builder that records births and deaths.
         residents: address of a storage object from before the step -> (category, path).
         has_own_memory: whether the device has memory of its own besides a CPU's.
-        caches: the caches of the device; None if no time depends on them.
         stream: returns the current stream; None is the step's main stream.
 
     Attributes:
@@ -40,15 +37,12 @@ class LiveStorages:
         residents: dict[int, tuple[str, str]],
         *,
         has_own_memory: bool = False,
-        caches: Caches | None = None,
         stream: Callable[[], object] = lambda: None,
     ) -> None:
         self.builder = builder
         self._current_stream = stream
         self._streams: dict[object, int] = {None: 0}
         self.has_own_memory = has_own_memory
-        self._caches = None if caches is None else CacheContents(caches)
-        self._memory = None if has_own_memory else NewMemory()
         self.offloaded = False  # whether new storages are on another memory tier
         self.counts = False  # whether an operator is of single numbers, whose time on a CPU is that of the call
         self._residents = residents
@@ -79,19 +73,9 @@ class LiveStorages:
         self.counts = not (self.offloaded and any(record.shape for record in records))
         return records
 
-    def missing_share(self, used: Sequence[tuple[StorageRecord, int]], made: Sequence[int]) -> float:
-        """Returns the share of an operator's bytes that is in no cache; see `CacheContents.missing_share`."""
-        return 1.0 if self._caches is None else self._caches.missing_share(used, made)
-
-    def new_bytes(self, nbytes: int) -> int:
-        """Returns the bytes of a new storage of `nbytes` that a CPU process would have to get from the system."""
-        return 0 if self._memory is None else self._memory.new_bytes(nbytes)
-
     def trim(self, if_grown: bool = False) -> None:
         """Records that the allocator gives its cached memory back to the device."""
         self.builder.trim(if_grown=if_grown)
-        if self._memory is not None and not if_grown:
-            self._memory.trim()
 
     def number(self, tensor: torch.Tensor) -> int:
         """Returns the number in the trace of the record of the storage under `tensor`."""
@@ -117,10 +101,6 @@ class LiveStorages:
         record = StorageRecord(nbytes, op, category, shape, dtype, path, known, "", offloaded)
         if self._current_stream() is not None:
             record.stream = self._stream()
-        if self._caches is not None:
-            self._caches.born(record)
-        if self._memory is not None:
-            self._memory.born(nbytes)
         number = self.builder.birth(record)
         key = storage._cdata
         self.live[key] = number
@@ -183,13 +163,8 @@ class LiveStorages:
             self._count_out(number)
 
     def _count_out(self, number: int) -> None:
-        record = self.builder.records[number]
-        if self._caches is not None:
-            self._caches.died(record)
-        if self._memory is not None:
-            self._memory.died(record.nbytes)
         self.builder.death(number)
-        record.later = None
+        self.builder.records[number].later = None
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Records that `storage` now has `nbytes` bytes: a new record at another address."""
@@ -201,9 +176,6 @@ class LiveStorages:
         fresh.stream = self._stream()
         self.live[storage._cdata] = self.builder.birth(fresh)
         self.builder.death(number)
-        if self._memory is not None:
-            self._memory.born(nbytes)
-            self._memory.died(old.nbytes)
         self._sizes[storage._cdata] = nbytes
 
     def size(self, storage: torch.UntypedStorage) -> int:

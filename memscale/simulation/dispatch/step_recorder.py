@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from memscale.hardware import Direction, host_seconds, knows_copies, new_memory_seconds
+from memscale.hardware import Direction, host_seconds, knows_copies
 from memscale.simulation.dispatch.call_effects import CallEffect
 from memscale.simulation.dispatch.graphs import Graphs
-from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.operators import Operator
+from memscale.simulation.dispatch.tape import Tape
 from memscale.simulation.dispatch.trace_builder import Course, StorageRecord
 from memscale.simulation.kernels.shapes import results_of
 from memscale.simulation.process.garbage import EVERY, StepCollections
@@ -29,29 +29,27 @@ class StepRecorder:
     Args:
         storages: the live storages.
         clock: the clock that each operator advances.
-        host: times the host's work between operators; None times nothing.
 
     Attributes:
         modules: the paths of the modules that are running, innermost last.
         course: the progress of the step.
         settled: whether the next step runs like this one, as far as the regions know.
-        used: the storages that the current operator reads, with the bytes of each; recorded with `host` only.
         graphs: the graphs of the backwards that ran.
         made_as: the original numbers of autograd nodes that were renumbered.
         first_of_node: the index of the first operator of the autograd node whose backward runs, or ran last.
         collections: the garbage collections of the step.
         traces: whether a compiler is tracing a module, which takes no time of the step.
+        tape: receives the calls of the step; None records none.
+        measured: the measured seconds of the operators of the step, in order; None takes those of the rates.
     """
 
-    def __init__(self, storages: LiveStorages, clock: Clock, host: HostTime | None) -> None:
+    def __init__(self, storages: LiveStorages, clock: Clock) -> None:
         self.modules: list[str] = []
         self.course = Course()
         self.settled = True
-        self.used: list[tuple[StorageRecord, int]] = []
         self._storages = storages
         self._builder = storages.builder
         self._clock = clock
-        self._host = host
         # Library handles are per thread: the caller's, and autograd's for the device.
         self._workspaces: set[tuple[str, bool]] = set()
         self.collections = StepCollections(storages.wait, storages.settle)
@@ -64,6 +62,8 @@ class StepRecorder:
         self.graphs = Graphs()
         self.first_of_node = 0
         self.traces = False
+        self.tape: Tape | None = None
+        self.measured: Sequence[float] | None = None
 
     def calls(self, kind: str) -> None:
         """Adds a call of the host, of a kind of `HostSeconds`."""
@@ -134,16 +134,12 @@ class StepRecorder:
             seconds = host_seconds(work.nbytes, clock.hardware)
             clock.host_operator(seconds)
         else:
-            seconds = None if effect.seconds is None else effect.seconds.cached
-            if self._host is not None:  # with the rates of a device, the place of operands has no influence
-                share = storages.missing_share(self.used, [storage.nbytes() for storage, _ in new])
-                seconds = None if effect.seconds is None else effect.seconds.at(share)
-            if seconds and not storages.has_own_memory:  # unwritten memory stays untouched, and takes no pages
-                new_bytes = sum(storages.new_bytes(storage.nbytes()) for storage, _ in new)
-                seconds += new_memory_seconds(new_bytes, clock.hardware)
+            seconds = effect.seconds
+            if self.measured is not None and (place := at - builder.steps[-1][1]) < len(self.measured):
+                seconds = self.measured[place]
             by_autograd = in_backward and not (records or modules)
             kind = "backward" if by_autograd else "operator" if records else "plain"
-            seconds = self._called(operator, seconds, kind, effect.listed)
+            self._called(seconds, kind, effect.listed)
             clock.operator(seconds)
         # tuple.__new__ takes half the time of calling the class, which is a fiftieth of a simulation.
         call = (operator.name, path, phase, work.flops, work.nbytes, work.dtype, seconds)
@@ -152,6 +148,8 @@ class StepRecorder:
             self.collections.collect()
         if program == PLAIN and not effect.workspaces:
             self._take(operator, result, new, at, path, known)
+            if self.tape is not None:
+                self.tape.ends(operator.op, at, result)
             return result
         # Dropout states are allocated before the kernel, once per card; a handle is per thread, and it and its
         # workspaces are allocated after the result.
@@ -176,6 +174,8 @@ class StepRecorder:
             self._leave(workspaces, at, in_backward=in_backward)
         for number in reversed(scratch):
             builder.death(number)
+        if self.tape is not None:
+            self.tape.ends(operator.op, at, result)
         return result
 
     def _new(self, operator: Operator, result: Any) -> list[tuple[torch.UntypedStorage, torch.Tensor]]:
@@ -189,19 +189,15 @@ class StepRecorder:
             if (storage := tensor.untyped_storage())._cdata not in live and not tensor.is_meta
         ]
 
-    def _called(self, operator: Operator, seconds: float | None, kind: str, listed: int) -> float | None:
-        """Returns the seconds of an operator, with the host's before it where the host computes."""
-        if self._host is not None:
-            between = self._host.taken(operator.name)
-            return None if seconds is None else between + seconds
+    def _called(self, seconds: float | None, kind: str, listed: int) -> None:
+        """Advances the host by the call of an operator."""
         clock = self._clock
         if not seconds:
             clock.calls(clock.host.view)
-            return seconds
+            return
         clock.calls(getattr(clock.host, kind))
         if listed:
             clock.calls(listed * clock.host.listed)
-        return seconds + clock.between() if clock.is_host else seconds
 
     def _leave(self, workspaces: Mapping[str, int], at: int, *, in_backward: bool) -> None:
         """Records the workspaces of operator `at` that are new in this thread."""

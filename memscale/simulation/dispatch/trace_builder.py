@@ -29,7 +29,6 @@ class StorageRecord:
         guess: the origin of known values: `CHOICE`, `SCALAR` or `DRAW` for stand-ins, `GIVEN` for computed values, ""
             for values that follow from constants alone.
         later: the lazy value of the storage, if its values are known and not computed yet.
-        used_at: the last use, in bytes that the step had processed by then; -1 before any use.
     """
 
     nbytes: int
@@ -42,7 +41,6 @@ class StorageRecord:
     guess: str = ""
     offloaded: bool = False
     later: LazyValue | None = None
-    used_at: int = -1
     stream: int = 0
 
 

@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 
 from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, strided_parts, tensors_in, written_arguments, written_by
+from memscale.simulation.process.draws import with_own_draws
 from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.registry import rule_of
 
@@ -240,7 +241,7 @@ def probe_scratch(op: OpOverload, args: Any, kwargs: Any) -> ScratchProbe:
     own = {id(tensor): fakes.like(tensor) for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}
     own |= {id(tensor): torch.zeros_like(tensor) for tensor in written_by(written_arguments(op), args, kwargs)}
     args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
-    return watched(lambda: op(*args, **kwargs), tensors_in(args, kwargs))[1]
+    return watched(lambda: with_own_draws(op)(*args, **kwargs), tensors_in(args, kwargs))[1]
 
 
 def watched(run: Callable[[], Any], given: Sequence[torch.Tensor]) -> tuple[Any, ScratchProbe]:

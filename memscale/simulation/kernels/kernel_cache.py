@@ -17,6 +17,20 @@ from memscale.simulation.kernels.shapes import signature
 T = TypeVar("T")
 
 
+def this_machine() -> str:
+    """Returns a hash of all that kernels depend on besides their arguments: processor, PyTorch, threads, switches."""
+    about = (
+        torch.__version__,
+        platform.machine(),
+        cpu_name(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        torch.backends.mkldnn.enabled,
+        torch.get_float32_matmul_precision(),
+    )
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+
+
 class KernelCache(Generic[T]):
     """Measurements of kernels by call signature, for this processor, this PyTorch and this number of threads.
 
@@ -27,50 +41,23 @@ class KernelCache(Generic[T]):
     """
 
     def __init__(self, kind: str, read: Callable[[Any], T], write: Callable[[T], Any]) -> None:
-        about = (
-            torch.__version__,
-            platform.machine(),
-            cpu_name(),
-            torch.backends.cpu.get_cpu_capability(),
-            torch.get_num_threads(),
-            torch.backends.mkldnn.enabled,
-            torch.get_float32_matmul_precision(),
-        )
-        self._name = f"{kind}-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}"
+        self._name = f"{kind}-{this_machine()}"
         self._disk = DiskCache("kernels")
         self._from_json, self._as_json = read, write
         self._known: dict[str, T] | None = None
         self._changed = False
-        self._own: set[str] = set()  # keys measured by this object, rather than read from disk
 
-    def get(
-        self,
-        op: OpOverload,
-        args: Any,
-        kwargs: Any,
-        measure: Callable[[], T],
-        again: Callable[[str, T], T] | None = None,
-    ) -> T:
-        """Returns the measurement of a call with these arguments; `measure` makes it at the first call.
-
-        For each later call with a measurement made by this object, ``again(key, measurement)`` returns the new one.
-        """
+    def get(self, op: OpOverload, args: Any, kwargs: Any, measure: Callable[[], T]) -> T:
+        """Returns the measurement of a call with these arguments; `measure` makes it at the first call."""
         called = signature(args, kwargs, [], loose=True)
         try:
             hash(called)  # the repr of an unhashable argument may contain its address, so it is no key
         except TypeError:
             return measure()
-        return self.named(repr((op, *called)), measure, again)
-
-    def named(self, key: str, measure: Callable[[], T], again: Callable[[str, T], T] | None = None) -> T:
-        """Returns the measurement under `key`; `measure` and `again` act as in `get`."""
-        known = self._read()
+        known, key = self._read(), repr((op, *called))
         if key not in known:
             known[key] = measure()
-            self._own.add(key)
             self._changed = True
-        elif again is not None and key in self._own:
-            known[key] = again(key, known[key])
         return known[key]
 
     def save(self) -> None:

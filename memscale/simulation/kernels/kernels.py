@@ -17,10 +17,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 
 from memscale.core import ConfigError, RuntimeUnavailable
-from memscale.hardware import Hardware, Seconds, Work, seconds
+from memscale.hardware import Hardware, Work, seconds
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
-from memscale.simulation.kernels.cpu_times import CpuTimes
 from memscale.simulation.kernels.cuda_fused import cuda_fused
 from memscale.simulation.kernels.cuda_rnns import cuda_rnns, recurrence_notes
 from memscale.simulation.kernels.cuda_scratch import (
@@ -68,13 +67,7 @@ class Kernels:
         self.programs: dict[Any, Any] = {}
         self._unfused: set[torch.dtype] = set()
         self._cpu = CpuScratch(probe=probe)
-        self._times = CpuTimes() if probe and not self.is_cuda else None
         self._cuda = CudaProbe() if self.is_cuda and probe else None
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether times of kernels are measured on this machine."""
-        return self._times is not None
 
     def program(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> Program:
         """Returns the allocations of one call of `op`, of `flops` FLOPs, in order, with the place of its results."""
@@ -93,31 +86,25 @@ class Kernels:
             return self.program(op, args, kwargs, result, 0)
         return *taken(self._cpu.nbytes_by_values(op, args, kwargs)), RESULTS
 
-    def seconds(self, op: OpOverload, args: Any, kwargs: Any, work: Work) -> Seconds | None:
+    def seconds(self, op: OpOverload, args: Any, work: Work) -> float | None:
         """Returns the device's seconds for this call of `op`, of `work`; None where the device's rates are unknown."""
-        measured = None if self._times is None else self._times.get(op, args, kwargs, work)
-        if measured is not None:
-            return measured
         rule = rule_of(op)
         try:
             if self.card is None or work == _NO_WORK:
-                taken = seconds(work, self.hardware, op=op._opname)
-                return Seconds(taken, taken)
+                return seconds(work, self.hardware)
             work = rule.time(args, work, self.card)
-            taken, launch = seconds(work, self.hardware, op=op._opname), seconds(Work(0, 1, ""), self.hardware)
+            taken, launch = seconds(work, self.hardware), seconds(Work(0, 1, ""), self.hardware)
             launches, nbytes = rule.extra(args, work, self.card)
             taken += launches * launch
             if nbytes:
                 taken += seconds(Work(0, nbytes, work.dtype), self.hardware) - launch
         except ConfigError:
             return None
-        return Seconds(taken, taken)
+        return taken
 
     def save(self) -> None:
         """Writes the measurements of kernels to disk."""
         self._cpu.save()
-        if self._times is not None:
-            self._times.save()
 
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
         """Return the workspace bytes, by library, that the first call of such an operator allocates and never frees."""
@@ -132,10 +119,7 @@ class Kernels:
         return found
 
     def notes(self, modules: Iterable[nn.Module]) -> list[str]:
-        """Returns notes on uncertain bytes of these modules' kernels, and on times that are estimates."""
-        if self._times is not None and self._times.estimated:
-            names = ", ".join(sorted(self._times.estimated))
-            return [f"not all calls of {names} could be timed: their times follow from those of other calls"]
+        """Returns notes on uncertain bytes of these modules' kernels."""
         if not self.is_cuda:
             return []
         modules = list(modules)

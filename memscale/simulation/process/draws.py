@@ -180,6 +180,12 @@ def drawing_from(op: OpOverload) -> Callable[..., Any] | None:
     return None
 
 
+def with_own_draws(op: OpOverload) -> Callable[..., Any]:
+    """Returns `op`, drawing from a generator of its own: one more draw would change every later draw of the process."""
+    drawing = drawing_from(op) if torch.Tag.nondeterministic_seeded in op.tags else None
+    return op if drawing is None else partial(drawing, torch.Generator("cpu"))
+
+
 def _drawn(op: OpOverload, at: int, own: torch.Generator, /, *args: Any, **kwargs: Any) -> Any:
     by_place = 0 <= at < len(args)
     given = args[at] if by_place else kwargs.get("generator")

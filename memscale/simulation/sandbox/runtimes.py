@@ -30,7 +30,6 @@ class CountingRuntimes:
         references: storage -> the number of references that the simulation itself holds.
         on_trim: called where a runtime would empty the device's cache; its argument means: only if memory has grown.
         on_copy: called with the source and the target of each copy, a tensor of bytes and a buffer.
-        new_bytes: bytes of a tensor -> bytes that a CPU process would have to get from the operating system for it.
 
     Attributes:
         at_home: address of a storage -> the host parameter, for storages on another tier in the simulation.
@@ -43,14 +42,12 @@ class CountingRuntimes:
         references: Callable[[torch.UntypedStorage], int],
         on_trim: Callable[[bool], object],
         on_copy: Callable[[torch.Tensor | Buffer, torch.Tensor | Buffer], object],
-        new_bytes: Callable[[int], int],
     ) -> None:
         self.clock = clock
         self.make_offloaded = make_offloaded
         self.references = references
         self.on_trim = on_trim
         self.on_copy = on_copy
-        self.new_bytes = new_bytes
         self.at_home: dict[int, HostParameter] = {}
         self.engines: list[Engine] = []
         self._made: dict[Runtime, CountingRuntime] = {}
@@ -104,7 +101,7 @@ class CountingRuntime(Runtime):
         hardware = self._step.clock.hardware
         caps = self._real.caps(hardware.device_type, ram_bytes=hardware.host_memory_bytes)
         known = knows_copies(hardware)
-        backend = ClockedBackend(caps, self._step.clock, self._step.new_bytes) if known else TraceBackend(caps)
+        backend = ClockedBackend(caps, self._step.clock) if known else TraceBackend(caps)
         backend.on_trim, backend.on_copy = self._step.on_trim, self._step.on_copy
         self._backends.append(backend)
         return backend

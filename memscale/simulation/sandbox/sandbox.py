@@ -7,7 +7,7 @@ import importlib
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from memscale.optimizers import TransformedOptimizer, counts_on_host
 from memscale.regions import without_side_effects
 from memscale.runtime import host_parameter_of, runtimes_replaced
 from memscale.simulation.dispatch.fake_mode import FakeMode
-from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.trace_builder import Course, StorageRecord
 from memscale.simulation.kernels.kernels import Kernels
@@ -70,7 +69,6 @@ class Simulation:
         spoofs: whether the step's own code sees the simulated device.
         draws: the random numbers that the step draws.
         as_graphs: whether compiled modules run as the graphs that a compiler receives for a card.
-        host: times the host's work between operators; None times nothing.
     """
 
     def __init__(
@@ -81,12 +79,10 @@ class Simulation:
         batch: Any,
         *,
         kernels: Kernels,
-        host: HostTime | None = None,
         spoofs: bool = True,
         draws: Draws = Draws.SEEDED,
         as_graphs: bool = True,
     ) -> None:
-        self._host = host
         self._as_graphs = as_graphs
         self._draws = draws
         self._spoofs = spoofs and kernels.is_cuda
@@ -107,7 +103,7 @@ class Simulation:
         # unused.
         self._own = [] if model is None else with_storages([*model.parameters(), *model.buffers()])
         self._kernels = kernels
-        self.clock = Clock(kernels.hardware, charges=host is None)
+        self.clock = Clock(kernels.hardware)
         self._stack = ExitStack()
         self._paths = _module_paths(model, self.scope.modules)
         self._order = {key: at for at, key in enumerate(self._paths)}
@@ -134,7 +130,7 @@ class Simulation:
             stack.enter_context(wrapped_on_cpu(self._leaves))
             self._contents = stack.enter_context(contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
-            self.mode = FakeMode(self._kernels, self._residents(), self.clock, self._host, self._draws)
+            self.mode = FakeMode(self._kernels, self._residents(), self.clock, self._draws)
             self.mode.meets_sparse = self._meets_sparse
             self.mode.storages.given = given
             stack.callback(self.mode.storages.end)
@@ -146,7 +142,6 @@ class Simulation:
                 partial(_references, self._aliases),
                 on_trim=self.mode.storages.trim,
                 on_copy=CarriedValues(self.mode.storages).copied,
-                new_bytes=self.mode.storages.new_bytes,
             )
             stack.enter_context(optimizers_followed(self._before_optimizer, self._after_optimizer))
             stack.enter_context(calls_followed(self.mode.recorder, self._paths))
@@ -210,8 +205,7 @@ class Simulation:
         self.mode.values.begin_step()
         if self._thread is not None:
             self._thread.begin_step()
-        with nullcontext() if self._host is None else self._host.running():
-            self._variables.run(step)
+        self._variables.run(step)
         self.mode.recorder.graphs.let_go()
         self.clock.end_step()
         self.mark_gradients()
@@ -370,22 +364,17 @@ class Simulation:
     # -- hooks: where the step is --------------------------------------------------------------------------------------
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        with self._unseen():
-            self.mark_gradients()
+        self.mark_gradients()
         self.mode.recorder.course.optimizing = True
         # An optimizer that evaluates the loss itself, such as LBFGS, decides by its value how often.
         self.mode.searching = any(map(callable, (*args[1:], *kwargs.values())))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
         self.mode.recorder.course.optimizing = self.mode.searching = False
-        with self._unseen():
-            for parameter, state in optimizer.state.items():
-                path = self.mode.storages.record(with_storages([parameter])[0]).path
-                for tensor in with_storages(tensors_of(dict(state) if isinstance(state, dict) else state)):
-                    self.mode.storages.mark(tensor, "optimizer state", path)
-
-    def _unseen(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._host is None else self._host.interrupted()
+        for parameter, state in optimizer.state.items():
+            path = self.mode.storages.record(with_storages([parameter])[0]).path
+            for tensor in with_storages(tensors_of(dict(state) if isinstance(state, dict) else state)):
+                self.mode.storages.mark(tensor, "optimizer state", path)
 
 
 def _device_type(storages: LiveStorages, simulated: str, tensor: torch.Tensor) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -38,13 +38,11 @@ class ClockedBackend(TraceBackend):
     Args:
         caps: the caps of the tiers, as in `TraceBackend`.
         clock: the clock of the step, shared by all of its engines.
-        new_bytes: bytes of a tensor -> bytes that a CPU process would have to get from the operating system for it now.
     """
 
-    def __init__(self, caps: Mapping[str, int | None], clock: Clock, new_bytes: Callable[[int], int]) -> None:
+    def __init__(self, caps: Mapping[str, int | None], clock: Clock) -> None:
         super().__init__(caps)
         self._clock = clock
-        self._new_bytes = new_bytes
         self._leaving: list[tuple[float, Buffer]] = []  # (time of the last read or write, freed buffer)
         self._trims = Trims() if clock.is_host else None
 
@@ -84,9 +82,7 @@ class ClockedBackend(TraceBackend):
         reached = [*map(_reached, after)]
         asked = max((event.op for event in reached if event.transfer is None), default=len(self._clock.ends))
         ready = max((event.end for event in reached), default=0.0)
-        new_bytes = self._new_bytes(buffer.nbytes) if stream == "in" else 0
-        transfer = self._clock.copy(stream, buffer.tier, buffer.nbytes, ready=ready, asked=asked, new_bytes=new_bytes)
-        return _Reached(self._clock, transfer)
+        return _Reached(self._clock, self._clock.copy(stream, buffer.tier, buffer.nbytes, ready=ready, asked=asked))
 
     def wait(self, event: Event, stream: int | None = None) -> None:
         """Makes `stream` wait for `event`. The host waits only if the CPU takes part in the copy."""

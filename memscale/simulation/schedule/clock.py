@@ -5,23 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memscale.hardware import (
-    COLLECTIVES,
-    Direction,
-    Hardware,
-    HostSeconds,
-    copy_seconds,
-    host_calls,
-    new_memory_seconds,
-)
+from memscale.hardware import COLLECTIVES, Direction, Hardware, copy_seconds, host_calls
 from memscale.simulation.trace import CollectiveRun, Stall, Times, Transfer
 
 #: The causes of a wait of the device: "input", a copy in of an operator's input; "room", a copy out of memory that is
 #: used again; "disk", such a copy to or from the disk; "host", the host's next launch; "stream", another stream of the
 #: device; or a collective.
 CAUSES = ("input", "room", "disk", "host", "stream", *COLLECTIVES)
-
-_NO_SECONDS = HostSeconds(**dict.fromkeys(HostSeconds.__annotations__, 0.0))
 
 # A launch waits while this many launches are queued: the measured size of CUDA's queue.
 _MOST_QUEUED = 1024
@@ -92,7 +82,6 @@ class Clock:
 
     Args:
         hardware: the simulated device.
-        charges: whether calls of the host take time; false where the host's time is measured.
 
     Attributes:
         host: the seconds of the host's calls.
@@ -104,7 +93,7 @@ class Clock:
         beside: number of an operator on another stream -> its begin and end.
     """
 
-    def __init__(self, hardware: Hardware, *, charges: bool = True) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.now = self.end = 0.0
         self.timed = True
@@ -121,8 +110,7 @@ class Clock:
         self.beside: dict[int, tuple[float, float]] = {}
         self._of_groups: dict[str, Mark] = {}  # the last collective of each group
         self.is_host = hardware.device_type == "cpu"
-        self.host = host_calls(hardware) if charges else _NO_SECONDS
-        self._between = 0.0
+        self.host = host_calls(hardware)
         self._end = 0.0  # of all that the device was given
         self._awaited: list[Mark] = []  # what its next operator comes after
         self._accounted = 0  # how many of `held_up` the device has stood still for
@@ -169,18 +157,7 @@ class Clock:
 
     def calls(self, seconds: float) -> None:
         """Advances the host by a call of `seconds`, see `HostSeconds`."""
-        if self.is_host:
-            self._between += seconds
-        else:
-            self.now += seconds
-
-    def between(self) -> float:
-        """Returns the host's seconds since the last call of `between`, on a host that is the device, and reset them.
-
-        These seconds are a part of the next operator.
-        """
-        seconds, self._between = self._between, 0.0
-        return seconds
+        self.now += seconds
 
     def operator(self, seconds: float | None) -> None:
         """Issues an operator of `seconds` (None if unknown) on the current stream; 0 seconds launch no kernel."""
@@ -292,15 +269,12 @@ class Clock:
             self.held_up.append(Stall(self.now, end, cause, len(self.ends)))
             self.now = end
 
-    def copy(
-        self, direction: Direction, tier: str, nbytes: int, *, ready: float, asked: int, new_bytes: int = 0
-    ) -> Transfer:
+    def copy(self, direction: Direction, tier: str, nbytes: int, *, ready: float, asked: int) -> Transfer:
         """Issues a copy that starts at `ready` at the earliest, and after all earlier copies in its direction.
 
         Args:
             direction, tier, nbytes, asked: see `Transfer`.
             ready: the moment in seconds from which the copy may run.
-            new_bytes: the bytes that a CPU has to get from the system for the copy's target.
         """
         begin = max(ready, self.now, self._link_ends[direction], self._carried_ends[direction])
         if tier == "disk":
@@ -309,7 +283,6 @@ class Clock:
         # The CPU also carries a copy that follows a carried one, since it must not overtake.
         carried = self.is_host or tier != "pinned" or self._carried_ends[direction] > self.now
         end = begin + copy_seconds(nbytes, tier, direction, self.hardware)
-        end += new_memory_seconds(new_bytes, self.hardware)
         if tier == "disk":
             self._disk_end = end
         if not self.is_host:

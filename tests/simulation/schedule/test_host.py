@@ -2,14 +2,12 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import memscale as ms
 from memscale.runtime import Runtime
-from memscale.runtime.backends import Trims
 from tests.support.hosts import QUICK_HOST
 
 CARD = dataclasses.replace(ms.Hardware.named("h100"), call_seconds=QUICK_HOST)
@@ -122,38 +120,3 @@ def test_a_cpu_waits_for_its_disk():
     assert waits == sorted(waits)
     assert waits[0] < 0.1 * found[0].step_seconds
     assert waits[-1] > 0.75 * moved / 2e7  # at least one way, less what hides behind the compute
-
-
-def test_what_malloc_gave_back_costs_a_cpu_its_pages_again(monkeypatch):
-    """Each 32 MiB that moved have malloc give back what is free; steps that move nothing find what they freed."""
-
-    def box(rate):
-        return ms.Hardware(
-            name="box",
-            device_type="cpu",
-            memory_bytes=1 << 40,
-            flops_per_second={"float32": 2e11},
-            bandwidth_bytes_per_second=2e10,
-            disk_read_bytes_per_second=1e12,
-            disk_write_bytes_per_second=1e12,
-            new_memory_bytes_per_second=rate,
-            measured=True,
-        )
-
-    def seconds(rate, plan):
-        with torch.device("meta"):
-            model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(LAYERS)])
-        batch = torch.empty(4096, 1024, device="meta")
-        schedule = ms.profile(model, batch, loss=lambda y, _: y.sum(), plan=plan, hardware=box(rate)).schedule
-        back = [copy.seconds for copy in schedule.copies if copy.direction == "in"]
-        out = [copy.seconds for copy in schedule.copies if copy.direction == "out"]
-        return np.array([sum(operator.seconds for operator in schedule.operators), sum(back), sum(out)])
-
-    activation, offloaded = 4096 * 1024 * 4, {"*": ms.offload()}
-    assert np.array_equal(seconds(1e9, None), seconds(1e12, None))
-    computed, back, out = (seconds(5e8, offloaded) - seconds(1e9, offloaded)) * 1e9
-    assert 2 * activation <= computed <= 4 * LAYERS * activation
-    assert activation <= round(back) <= LAYERS * activation  # what comes back comes to new memory, too
-    assert out == 0
-    monkeypatch.setattr(Trims, "due", lambda trims, nbytes: False)
-    assert np.array_equal(seconds(1e9, offloaded), seconds(1e12, offloaded))

@@ -1,0 +1,234 @@
+"""The seconds of a step's parts, by running them: what is one part, which runs count, and what is left alone."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.simulation.measured import part_times
+from memscale.simulation.measured.part_times import PartTimes
+
+ROWS = torch.ones(32, 64)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))
+    # What counts is tested apart: this machine may be busy.
+    monkeypatch.setattr(part_times, "_is_clean", lambda samples: True)
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The parts that were measured, in order."""
+    found = []
+    measure = part_times._measured
+
+    def measured(new, failed, budget_seconds):
+        found.extend(new.values())
+        return measure(new, failed, budget_seconds)
+
+    monkeypatch.setattr(part_times, "_measured", measured)
+    return found
+
+
+class Block(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+def profiled(model, batch=ROWS, optimizer=None, **options):
+    step = {"loss": lambda y, _: y.square().mean(), "hardware": "cpu", "probe": True} | options
+    return ms.profile(model, batch, optimizer=optimizer, **step)
+
+
+def test_a_step_has_the_seconds_of_its_operators_on_hardware_without_speeds():
+    model = nn.Sequential(Block(), Block())
+    assert ms.profile(model, ROWS, loss=lambda y, _: y.square().mean(), hardware="cpu").step_seconds is None
+    profile = profiled(model)
+    operators = profile.schedule.operators
+    assert profile.step_seconds == pytest.approx(sum(operator.seconds for operator in operators))
+    assert 0 < profile.step_seconds < 1
+    assert all(operator.seconds > 0 for operator in operators if operator.name == "aten::addmm")
+
+
+def test_repeated_blocks_run_once(programs):
+    profiled(nn.Sequential(*[Block() for _ in range(5)]))
+    few = len(programs)
+    del programs[:]
+    profiled(nn.Sequential(*[Block() for _ in range(5)], Block()))
+    assert programs == []  # the sixth is like the others, and the cache has these
+    assert few < 5 + 5
+
+
+def test_a_plan_measures_what_is_new_in_it(programs):
+    model = nn.Sequential(*[Block() for _ in range(4)])
+    plain = profiled(model)
+    del programs[:]
+    planned = profiled(model, plan={"*": ms.checkpoint()})
+    names = {call.run.name() for program in programs for call in program.calls}
+    assert "aten::addmm" in names  # forward and backward of a block in one
+    assert sum(len(program.calls) for program in programs) < 2 * len(plain.schedule.operators)
+    assert len(planned.schedule.operators) > len(plain.schedule.operators)
+
+
+def test_the_update_of_parameters_of_one_shape_runs_once(programs):
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+    profiled(model, optimizer=torch.optim.AdamW(model.parameters()))
+    updates = [
+        program for program in programs if any(call.run.name() == "aten::lerp_.Scalar" for call in program.calls)
+    ]
+    assert len(updates) <= 3  # one in the middle, and the first or the last
+
+
+def test_measured_seconds_are_remembered_for_a_while(programs, monkeypatch):
+    model = nn.Sequential(Block(), Block())
+    first = profiled(model).step_seconds
+    assert programs
+    del programs[:]
+    assert profiled(model).step_seconds == pytest.approx(first)
+    assert programs == []
+    monkeypatch.setattr(part_times, "_AGE_SECONDS", 0.0)
+    profiled(model)
+    assert programs
+
+
+def test_another_number_of_threads_is_another_measurement(programs, monkeypatch):
+    model = nn.Sequential(Block())
+    profiled(model)
+    del programs[:]
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        profiled(model)
+    finally:
+        torch.set_num_threads(before)
+    assert programs
+
+
+def test_a_busy_machine_keeps_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(part_times, "_is_clean", lambda samples: False)
+    monkeypatch.setattr(part_times, "_BUDGET_SECONDS", 0.0)
+    monkeypatch.setattr(PartTimes.__init__, "__kwdefaults__", {"budget_seconds": 0.0})
+    profile = profiled(nn.Sequential(Block()))
+    assert profile.step_seconds is None
+    (note,) = profile.notes
+    assert "nothing was measured" in note
+    assert "probe=True when the machine is quiet" in note
+    assert not [path for path in tmp_path.rglob("*.json") if "parts" in str(path)]
+
+
+def samples(*rows):
+    return [part_times._Sample(*row) for row in rows]
+
+
+def test_interrupted_runs_and_runs_that_fault_do_not_count():
+    clean = [(2.0, False, 0), (3.0, False, 0), (4.0, False, 0)]
+    assert part_times._clean(samples((1.0, True, 0), *clean, (5.0, False, 900))) == [2.0, 3.0, 4.0]
+    # A result that the system maps in every run faults in every run.
+    assert part_times._clean(samples((2.0, False, 900), (3.0, False, 902))) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(2.0, False, 0)] * 3, True),
+        ([(2.0, False, 0)] * 2 + [(2.0, True, 0)] * 9, False),
+        ([(2.0, False, 0), (9.0, False, 0), (9.0, False, 0)], False),  # the runs do not agree
+    ],
+)
+def test_a_step_is_clean_where_enough_runs_are(rows, expected, monkeypatch):
+    monkeypatch.undo()
+    assert part_times._is_clean({"part": [samples(*rows)]}) is expected
+
+
+def test_a_few_short_calls_may_be_interrupted(monkeypatch):
+    monkeypatch.undo()
+    long, short = samples(*[(1.0, False, 0)] * 3), samples(*[(0.01, True, 0)] * 3)
+    assert part_times._is_clean({"part": [long, short]})
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="Linux alone tells who waits for a core")
+def test_a_thread_that_waits_for_a_core_is_seen():
+    late, never = 1 << 62, 1 << 40  # more nanoseconds waited, and more cores lost, than there will be
+    with part_times._watching(lambda: 0.0) as (before, after):
+        _, switches, faults, waited = before()
+        assert after((0.0, never, faults, late)).interrupted is False
+        assert after((0.0, never, faults, waited - 10**9)).interrupted is True
+        assert after((0.0, switches - 1, faults, late)).interrupted is True
+
+
+def test_the_callers_tensors_and_random_numbers_are_left_alone():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.BatchNorm1d(64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows, state, generator = torch.rand(32, 64), torch.get_rng_state(), torch.Generator().manual_seed(3)
+    given, drawn = rows.clone(), generator.get_state()
+
+    def loss(y, _):
+        return (y * torch.rand(y.shape, generator=generator)).sum()
+
+    profiled(model, rows, optimizer, loss=loss)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator.get_state(), drawn)
+    assert torch.equal(rows, given)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_indices_of_the_batch_are_the_callers(programs):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 8)
+
+        def forward(self, tokens):
+            return self.table(tokens)
+
+    tokens = torch.arange(40).view(4, 10)
+    profiled(Words(), tokens)
+    (looked_up,) = [
+        program for program in programs if any(call.run.name() == "aten::embedding" for call in program.calls)
+    ]
+    given = [tensor for tensor in looked_up.inputs({}) if tensor is not None and tensor.dtype is torch.int64]
+    assert [torch.equal(tensor.flatten(), tokens.flatten()) for tensor in given] == [True]
+
+
+@torch.library.custom_op("memscale_part_times::picky", mutates_args=())
+def picky(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        raise RuntimeError("takes no such numbers")
+    return x.clone()
+
+
+@picky.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_a_part_that_cannot_run_is_named_and_takes_what_the_others_take():
+    class Picky(nn.Module):
+        def forward(self, x):
+            return x + picky(x.detach())
+
+    profile = profiled(nn.Sequential(nn.Linear(64, 64), Picky()))
+    assert profile.notes == ("1 could not be measured: RuntimeError: takes no such numbers",)
+    (refused,) = [each for each in profile.schedule.operators if "picky" in each.name]
+    assert 0 < refused.seconds < profile.step_seconds
+
+
+def test_the_cache_is_checked(tmp_path, programs):
+    model = nn.Sequential(Block())
+    profiled(model)
+    (path,) = (tmp_path / "parts").iterdir()
+    entry = json.loads(path.read_text())
+    path.write_text(json.dumps(entry | {"body": entry["body"].replace("[", "{")}))
+    del programs[:]
+    assert profiled(model).step_seconds > 0
+    assert programs  # a damaged file is no measurement
