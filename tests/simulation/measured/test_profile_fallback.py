@@ -139,7 +139,7 @@ def test_a_measured_profile_has_every_field_and_a_round_trip():
             type(getattr(measured, field.name)) is type(getattr(simulated, field.name)) or field.name == "step_seconds"
         )
     assert ms.Profile.from_json(measured.to_json()) == measured
-    assert "empirical" in str(measured)
+    assert "  measured; first step" in str(measured)
     assert sum(measured.by_category.values()) == measured.peak_bytes == int(measured.timeline.total_bytes.max())
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert measured.by_category["parameter"] == weights
