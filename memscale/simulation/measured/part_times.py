@@ -35,6 +35,8 @@ except ImportError:  # Windows lacks the module
 
 _BUDGET_SECONDS = 30.0  # after `_ROUNDS`, for calls that were interrupted too often
 _ROUNDS = 5  # the least runs of a part, after a first one that loads code
+# Runs go on for these seconds, up to so many: what other programs take of memory and caches comes and goes.
+_STEADY_SECONDS, _MOST_ROUNDS = 2.0, 20
 _CLEAN_CALLS = 3  # the least clean runs of a call
 _LEFT_OUT = 0.02  # the share of a step's seconds in calls that may have fewer
 # A call is interrupted if a thread of the process waited for a core for this share of the call, or these seconds.
@@ -200,11 +202,12 @@ def _measured(
                 for taken, sample in zip(of_calls, found, strict=True):
                     taken.append(sample)
             rounds = len(next(iter(samples.values()), [[()] * _ROUNDS])[0])
-            if rounds < _ROUNDS:
+            elapsed = time.perf_counter() - began
+            if rounds < _ROUNDS or (elapsed < _STEADY_SECONDS and rounds < _MOST_ROUNDS):
                 continue
             if _is_clean(samples):
                 return {key: [_usual(taken) for taken in of_calls] for key, of_calls in samples.items()}
-            if time.perf_counter() - began > budget_seconds:
+            if elapsed > budget_seconds:
                 return None
 
 
