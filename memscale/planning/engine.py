@@ -19,7 +19,7 @@ from memscale.planning.evidence.evidence import Decision, Evidence, Figures
 from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.extra_remedies import lighter_update
 from memscale.planning.fingerprint import fingerprint, planner
-from memscale.planning.gains import gain_of_rounding, room_of_loop
+from memscale.planning.gains import kept_output, logits_of_head
 from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.globs import with_globs
 from memscale.planning.plan_cache import Answer, PlanCache, Proofs
@@ -265,7 +265,7 @@ class DecisionEngine:
             if found is None:
                 assert smallest is not None, "it was looked for"
                 return Answer(fault=engine._refusal().error(smallest.proven, limit, with_remedies=with_remedies))
-            return Answer((engine._proven_plan(found, limit, decision, names_gains=with_remedies),))
+            return Answer((engine._proven_plan(found, limit, decision),))
 
         request = f"plan {limit}" if asked is None else f"plan {limit} {asked.to_json()}"
         request += "" if with_remedies else ", no more"
@@ -495,7 +495,7 @@ class DecisionEngine:
     # -- evidence ------------------------------------------------------------------------------------------------------
 
     def _refusal(self) -> Refusal:
-        return Refusal(self.steps, self.config, lambda config: self._searches_among(self._techniques(config))[0])
+        return Refusal(self.steps, self.config, self.searches[0], self._techniques)
 
     def _budget_bytes(self, budget: Budget) -> int:
         return budget_bytes(budget, self.hardware.usable_bytes)
@@ -507,12 +507,9 @@ class DecisionEngine:
         evidence = self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {}, simulations=1)
         return ProvenPlan(Plan(), evidence, decision or self._as_given(limit))
 
-    def _proven_plan(
-        self, best: Found, limit: int, decision: StrategyDecision | None = None, *, names_gains: bool = False
-    ) -> ProvenPlan:
+    def _proven_plan(self, best: Found, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
         found, bound = best.proven, best.bound_seconds
         trace = trace_of(best, limit, self.plain, self._link)
-        room = room_of_loop(self.steps, found) if names_gains else ""
         evidence = self._evidence(
             limit,
             found.profile,
@@ -521,16 +518,15 @@ class DecisionEngine:
             decisions_of(best),
             rejected_of(best),
             simulations=best.simulations + 1,
-            room=room,
         )
+        notes: list[str | None] = []
         if found.costs.streams(found.assignment) and not found.plan.of_optimizers():
-            lighter = lighter_update(self.plain, limit, self.step.optimizer)
-            evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))
-        tiles = "tile" in self.config.eligible()
-        if names_gains and not tiles and (rounded := gain_of_rounding(self.steps, self.hardware, found, limit)):
-            evidence = dataclasses.replace(evidence, notes=(*evidence.notes, rounded))
-        if names_gains and tiles and all(rule.transform.numbers == "exact" for rule in found.plan):
-            evidence = dataclasses.replace(evidence, notes=(*evidence.notes, _ROUNDS_NOTHING))
+            notes.append(lighter_update(self.plain, limit, self.step.optimizer))
+        if "tile" not in self.config.eligible():
+            notes.append(logits_of_head(self.model, self.hardware, found))
+        elif all(rule.transform.numbers == "exact" for rule in found.plan):
+            notes.append(_ROUNDS_NOTHING)
+        evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, notes)))
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision or self._as_given(limit))
 
     def _evidence(
@@ -543,7 +539,6 @@ class DecisionEngine:
         rejected: Mapping[str, str],
         *,
         simulations: int,
-        room: str = "",
     ) -> Evidence:
         nominal = (
             [f"step times are relative: {self.hardware.name} does not say how fast it is; pass Hardware.measure()"]
@@ -563,7 +558,7 @@ class DecisionEngine:
             plain=Figures.of(self.plain),
             bound_seconds=bound_seconds,
             by_tier=profile.by_tier,
-            trace=(*trace, f"loop: {self.step.loop}{room}"),
+            trace=(*trace, f"loop: {self.step.loop}{kept_output(profile, self.step.loop)}"),
             decisions=decisions,
             rejected=rejected,
             notes=(*profile.notes, *nominal, *tight, *sought),

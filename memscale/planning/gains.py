@@ -1,53 +1,50 @@
-"""Notes about what an exact plan leaves: the gain of transforms that round, and of a loop that frees the output."""
+"""Notes about what a plan leaves: the logits that a tiled loss head would free, and the output that the loop keeps."""
 
 from __future__ import annotations
 
+from torch import nn
+
 from memscale.algebra import Plan
-from memscale.core import MemscaleError, format_bytes, format_unlike
+from memscale.core import format_bytes
 from memscale.hardware import Hardware
 from memscale.planning.remedies import shorthands, summary
 from memscale.planning.search.found import Proven
-from memscale.planning.step_simulator import StepSimulator
+from memscale.simulation import Loop, Profile
 
-# Share of a step's time or bytes from which the gain of rounding is worth a note.
+# Share of a step's bytes from which a note is worth its line.
 _WORTH_TELLING = 0.05
-_ALLOWED = "with rounding allowed (exact=False, --allow-rounding)"
-_ROUNDS = ": its sums are in another order"
+# Categories of tensors that a step makes, and that no later step needs.
+_MADE = ("activation", "temporary")
 
 
-def gain_of_rounding(steps: StepSimulator, hardware: Hardware, found: Proven, limit: int) -> str:
-    """Returns the note about the gain of a tiled loss head over an exact plan; "" if the gain is small.
+def logits_of_head(model: nn.Module, hardware: Hardware, found: Proven) -> str:
+    """Returns the note about the logits at the peak of an exact plan, which a tiled loss head divides; "" if few.
 
     Args:
-        steps: the simulator of the step; one or two steps are simulated.
+        model: the model.
         hardware: the device of the step.
         found: the exact plan, with the figures of its step.
-        limit: the budget in bytes.
     """
-    model = steps.step.module
-    head = None if model is None else shorthands(model, hardware).get("tile")
-    if head is None or found.plan.of_optimizers():
-        return ""
-    own = {rule.pattern: rule.transform for rule in found.plan}
-    try:
-        alone = steps.other(Plan(head), None)
-        if alone.taken_bytes <= limit and (alone.step_seconds or 0.0) < (1 - _WORTH_TELLING) * found.seconds:
-            gain = f"the step takes {1 - (alone.step_seconds or 0.0) / found.seconds:.0%} less time"
-            return f"{_ALLOWED}, {summary(Plan(head))} alone fits, and {gain}{_ROUNDS}"
-        both = steps.other(Plan({**own, **head}), None).taken_bytes
-    except MemscaleError:  # the tiled head fails
-        return ""
-    if both > (1 - _WORTH_TELLING) * found.taken_bytes:
-        return ""
-    takes, before = format_unlike(both, found.taken_bytes)
-    return f"{_ALLOWED} and {summary(Plan(head))} it takes {takes}, not {before}{_ROUNDS}"
+    rules = shorthands(model, hardware).get("tile", {})
+    for path, how in rules.items() if not found.plan.of_optimizers() else ():
+        head = model.get_submodule(path)
+        assert isinstance(head, nn.Linear), "a loss head is a linear layer"
+        words = head.out_features
+        logits = sum(
+            each.nbytes for each in found.profile.holdings if each.category in _MADE and each.shape[-1:] == (words,)
+        )
+        if logits >= _WORTH_TELLING * found.taken_bytes:
+            tiled = summary(Plan({path: how}))
+            return (
+                f"the peak has {format_bytes(logits)} of logits: with rounding allowed (exact=False, --allow-rounding) "
+                f"a plan may have {tiled}, which holds a part of them at a time; its sums are in another order"
+            )
+    return ""
 
 
-def room_of_loop(steps: StepSimulator, found: Proven) -> str:
-    """Returns the note about the bytes of the planned step in a loop that frees the output; "" if the loop does so."""
-    if not steps.step.loop.keeps_output:
+def kept_output(profile: Profile, loop: Loop) -> str:
+    """Returns the note about the output that the loop keeps behind the step, in bytes; "" if the loop frees it."""
+    if not loop.keeps_output:
         return ""
-    inline_bytes = steps.inline(found.plan).taken_bytes
-    room_bytes = found.taken_bytes - inline_bytes
-    less = f"{format_bytes(inline_bytes)}, {format_bytes(room_bytes)} less" if room_bytes > 0 else "as much"
-    return f"; written inline, as loss(model(x)), the step takes {less}"
+    kept_bytes = sum(int(profile.timeline.live_bytes[each][-1]) for each in _MADE)
+    return f"; written inline, as loss(model(x)), the step holds up to {format_bytes(kept_bytes)} less"

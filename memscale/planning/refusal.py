@@ -25,16 +25,18 @@ class Refusal:
     Args:
         steps: the simulator of the step.
         config: the config that the plans were searched under.
-        search_of: returns the search among the exact transforms that a config allows.
+        own: the search in the model as it is.
+        techniques: returns the techniques that a config allows for the model.
     """
 
     def __init__(
         self,
         steps: StepSimulator,
         config: Config,
-        search_of: Callable[[Config], Search],
+        own: Search,
+        techniques: Callable[[Config], frozenset[str]],
     ) -> None:
-        self.steps, self.config, self.search_of = steps, config, search_of
+        self.steps, self.config, self.own, self.techniques = steps, config, own, techniques
 
     def error(self, smallest: Proven, limit: int, *, with_remedies: bool, stopped: str = "") -> BudgetError:
         """Returns the error for a budget of `limit` bytes that not even the `smallest` plan fits.
@@ -81,12 +83,12 @@ class Refusal:
         return lines, [*(argument for argument, _ in lower), *said]
 
     def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
-        """Yields the fields of the config that allow more transforms, each with the smallest peak in bytes then."""
-        own = self.search_of(self.config)
+        """Yields the fields of the config that allow more transforms, each with the peak in bytes of a small plan."""
+        own = self.own
         for field in ("enable_checkpointing", "enable_offloading", "enable_tiling"):
-            more = self.search_of(dataclasses.replace(self.config, **{field: True}))  # type: ignore[arg-type]
-            if more is not own:
-                yield field, more.smallest().proven.taken_bytes
+            more = self.techniques(dataclasses.replace(self.config, **{field: True}))  # type: ignore[arg-type]
+            if more != own.menu.techniques:
+                yield field, own.among(more).least().taken_bytes
         if not self.config.use_mixed_precision:
             # The smallest choice of the model in its own dtype, simulated in a cast model: an upper bound of the
             # smallest peak of the cast model.

@@ -140,13 +140,6 @@ class StepSimulator:
         step = self.step if parallel is None else dataclasses.replace(self.step, parallel=parallel)
         return analyse(self._recorded(step, plan))
 
-    def inline(self, plan: Plan) -> Profile:
-        """Returns the profile of the step under a plan, in a loop that frees the model's output before backward."""
-        self.say("the plan in a loop that keeps no output")
-        self.count += 1
-        loop = dataclasses.replace(self.step.loop, keeps_output=False)
-        return analyse(self._recorded(dataclasses.replace(self.step, loop=loop), plan))
-
     def other(self, plan: Plan, parallel: Parallel | None) -> Profile:
         """Returns the profile of a step outside the engine's search; the simulation is counted and reported."""
         self.say("another step")

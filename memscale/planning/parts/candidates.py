@@ -111,7 +111,7 @@ class Menu:
         rows: the rows of the batch, its size along dimension 0.
         positions: the positions of a row, the batch's size along dimension 1; 1 without that dimension.
         casts: whether the whole model is cast.
-        fine: whether tiles with more chunks are candidates as well.
+        fine: whether tiles with more chunks, and checkpoints of the whole model, are candidates as well.
     """
 
     techniques: frozenset[str]
@@ -215,12 +215,15 @@ class Menu:
     def _for_group(self, group: Part, inside: Sequence[str], step: Trace) -> Iterator[Candidate]:
         whole, again = "", checkpoint()
         if "checkpoint" in self.techniques:
-            yield Candidate(((whole, again),))
             # Nested checkpoints: the recompute of the group saves the input of each part, and the backward of each part
             # recomputes that part.
             twice = tuple((path, again) for path in inside if len(inside) > 1)
-            if twice:
-                yield Candidate(((whole, again), *twice))
+            # A checkpoint of the whole model frees what waits between its parts, which is little, and takes long to
+            # simulate.
+            if group.path or self.fine:
+                yield Candidate(((whole, again),))
+                if twice:
+                    yield Candidate(((whole, again), *twice))
             for cuts in dict.fromkeys((*_segments(group.module), *self._cuts(group, step))):
                 yield Candidate(((whole, checkpoint(cuts=cuts)),))
             for ((_, pieces),) in (each.rules for each in self._cut_whole(group, step) if twice):

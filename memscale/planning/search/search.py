@@ -42,6 +42,8 @@ from memscale.simulation import Trace, analyse, attribute
 _MARGIN = 1e-3
 # The most simulated steps for one budget and one set of techniques, and for corrections of the result.
 _ROUNDS, _CORRECTIONS = 5, 2
+# The most simulated steps for one budget; more of a step that has few operators, and is simulated fast.
+_MOST_STEPS, _FEW_OPERATORS = 8, 8_000
 # `_STEP`: the share between two limits of the grid. `_RANGE`: how far below the wanted limit a grid point may be, by
 # whether an allocator reserves segments; reserved bytes go up and down from limit to limit.
 _STEP, _RANGE = 2e-3, {False: 0.0, True: 0.02}
@@ -112,6 +114,7 @@ class Search:
         self._simulate = simulate
         operators = len(self.plain.last_operators)
         self.patience = max(_FEWEST, _MOST_OPERATORS // max(1, operators))
+        self._most = min(self.patience, max(_MOST_STEPS, _FEW_OPERATORS // max(1, operators)))
         self.notes: tuple[str, ...] = ()
         if self.patience < _ROUNDS:
             self.notes = (
@@ -154,11 +157,15 @@ class Search:
         # other costs.
         most, trials, self._trial_steps = self.patience, dict(self._trials), 0
         found = measured_costs(self.plain, self.parts, menus, simulate, trials, most=most, loop_share=self._loop_share)
-        if most >= _ROUNDS:
-            groups = groups_of(self._model, self.plain, self.parts)
+        groups = [each for each in self._groups if len(menu_of(each)) > 1] if most >= _ROUNDS else []
+        if groups:
             found = with_groups(found, self.plain, groups, menu_of, simulate, trials, most=most)
         self._trials = trials
         return found
+
+    @functools.cached_property
+    def _groups(self) -> tuple[Part, ...]:
+        return groups_of(self._model, self.plain, self.parts)
 
     @property
     def trials(self) -> Trials:
@@ -181,20 +188,20 @@ class Search:
         own, others = ([part.path for part in each] for each in (self.parts, parts_of(self._model, self.plain)))
         if not self.menu.tiles or self.patience < _ROUNDS or own == others:
             return None
-        return self._other(dataclasses.replace(self.menu, techniques=self.menu.techniques - {"tile"}), None)
+        return self.among(self.menu.techniques - {"tile"})
 
     @functools.cached_property
     def finer(self) -> Search | None:
-        """Returns the search with more chunks per tile; None if no part has such candidates."""
+        """Returns the search with the model as a group and with more chunks per tile; None if neither is possible."""
         menu = dataclasses.replace(self.menu, fine=True)
-        if self.patience < _ROUNDS or all(
-            len(menu.for_part(part, self.plain)) == len(self.menu.for_part(part, self.plain)) for part in self.parts
-        ):
+        if self.menu.fine or self.patience < _ROUNDS:
             return None
-        return self._other(menu, self.trials)
+        more = any(menu.for_part(part, self.plain) != self.menu.for_part(part, self.plain) for part in self.parts)
+        return self._other(menu) if more or any(not each.path for each in self._groups) else None
 
-    def _other(self, menu: Menu, trials: Trials | None) -> Search:
-        """Returns the search of the same step for another menu."""
+    def _other(self, menu: Menu) -> Search:
+        """Returns the search of the same step for another menu, with this search's trials if the parts are the same."""
+        same = menu.tiles == self.menu.tiles or self.parts == parts_of(self._model, self.plain, tiles=menu.tiles)
         return Search(
             self._model,
             self._simulate,
@@ -202,7 +209,7 @@ class Search:
             always=self.always,
             link=self._link,
             plain=self.plain,
-            trials=trials,
+            trials=self.trials if same else None,
             loop_share=self._loop_share,
         )
 
@@ -215,8 +222,7 @@ class Search:
         """
         there = frozenset(each for menu in self.costs.candidates for candidate in menu for each in candidate.techniques)
         grouped = GROUPED if self.costs.groups else frozenset()
-        sets = dict.fromkeys([(there | grouped) - MOVES, there | grouped, there])
-        return list(sets)[: 2 if self.patience < _ROUNDS else None]
+        return list(dict.fromkeys([(there | grouped) - MOVES, there | grouped, there]))
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -232,15 +238,16 @@ class Search:
         bounds = []
 
         def may_be_faster(assignment: Assignment) -> bool:
-            moves = any(self.costs.techniques(row, number) & MOVES for row, number in enumerate(assignment))
-            if self._chooser.held_bytes(assignment) > _HARDLY[moves] * safe_bytes:
+            if len(tried) > max(1, self._most - _CORRECTIONS) or not self._may_fit(assignment, safe_bytes):
                 return False
             best = _best(tried.values(), safe_bytes)
             below = below_seconds if best is None else min(below_seconds, best.seconds)
             return self._chooser.seconds(assignment) < (1 - _FASTER) * below
 
         for among in self._sets:
-            bounds += self._descend(among, safe_bytes, tried, below_seconds)
+            # A long step has no simulations to spare for a set whose smallest choice hardly fits.
+            if self._most > _MOST_STEPS or self._may_fit(self._least(among).assignment, safe_bytes):
+                bounds += self._descend(among, safe_bytes, tried, below_seconds)
         for among in self._sets:
             if may_be_faster(self._least(among).assignment):
                 tried |= self._small_ones(among)
@@ -289,11 +296,20 @@ class Search:
         return smallest_of(found, enough_bytes)
 
     def least(self) -> Proven:
-        """Returns the choice with the smallest estimated peak of the first set of techniques, by one simulation.
+        """Returns the choice with the smallest estimated peak, by one simulation; `smallest` takes many."""
+        found = (self._least(among).assignment for among in self._sets)
+        return self.prove(min(found, key=self._chooser.held_bytes))
 
-        The first set is the one without moves; `smallest` takes many simulations.
-        """
-        return self.prove(self._least(self._sets[0]).assignment)
+    def among(self, techniques: frozenset[str]) -> Search:
+        """Returns the search of the same step among other techniques."""
+        return self._other(dataclasses.replace(self.menu, techniques=techniques))
+
+    def _moves(self, assignment: Assignment) -> bool:
+        return any(self.costs.techniques(row, number) & MOVES for row, number in enumerate(assignment))
+
+    def _may_fit(self, assignment: Assignment, safe_bytes: int) -> bool:
+        """Returns whether a step may take at most `safe_bytes`, though its estimate is larger by a usual error."""
+        return self._chooser.held_bytes(assignment) <= _HARDLY[self._moves(assignment)] * safe_bytes
 
     def prove(self, assignment: Assignment) -> Proven:
         """Returns an assignment with its simulated step."""
@@ -331,7 +347,7 @@ class Search:
             A list with the lower bound, in seconds, of all choices that fit; empty if no choice was found to fit.
         """
         chooser, bound = self._chooser, list[float]()
-        rounds, late = min(self.patience, _ROUNDS), math.inf
+        rounds, most, late = min(self.patience, _ROUNDS), max(1, self._most - _CORRECTIONS), math.inf
         over, fits = -1, self._last(among) + 1
         # The first aim: the estimate of the step nearest to the budget is assumed to be wrong by the same factor.
         near = min(tried.values(), key=lambda each: abs(each.taken_bytes - safe_bytes))
@@ -363,7 +379,7 @@ class Search:
             if not is_faster(choice.assignment):
                 fits = at  # only limits above may have a faster choice
                 continue
-            if rounds == 0:
+            if rounds == 0 or len(tried) > most:
                 break
             rounds -= 1
             found, held = prove(choice.assignment), chooser.held_bytes(choice.assignment)
@@ -378,15 +394,15 @@ class Search:
                 continue
             over = max(at, self._at(held) - 1)  # limits down to `held` have the same choice
             form = chooser.uniform(choice.assignment, among)
-            if form not in tried and chooser.held_bytes(form) < held and is_faster(form):
+            if len(tried) <= most and form not in tried and chooser.held_bytes(form) < held and is_faster(form):
                 prove(form)
                 bound = bound or [choice.bound] * (tried[form].taken_bytes <= safe_bytes)
         return bound
 
     def _correct(self, safe_bytes: int, tried: dict[Assignment, Proven], below: float) -> None:
         """Simulates choices by the costs that the fastest fitting step corrects, while the choices are faster."""
-        for _ in range(min(self.patience, _CORRECTIONS)):
-            if (best := _best(tried.values(), safe_bytes)) is None:
+        for _ in range(_CORRECTIONS):
+            if len(tried) > self._most or (best := _best(tried.values(), safe_bytes)) is None:
                 return
             chooser = Chooser(self.costs, self._link)
             best.correct(chooser)
