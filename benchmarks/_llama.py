@@ -109,7 +109,7 @@ def build(shape: Shape, layers: int, device: str) -> Stack:
     return stack
 
 
-def llama(layers: int, width: int, inner: int, heads: int) -> nn.Module:
+def llama(layers: int, width: int, inner: int, heads: int, positions: int = 8192) -> nn.Module:
     """The model of transformers in a Llama 3's shape, on the default device."""
     config = transformers.LlamaConfig(
         num_hidden_layers=layers,
@@ -118,6 +118,6 @@ def llama(layers: int, width: int, inner: int, heads: int) -> nn.Module:
         num_attention_heads=heads,
         num_key_value_heads=8,
         vocab_size=LLAMA_VOCABULARY,
-        max_position_embeddings=8192,
+        max_position_embeddings=positions,
     )
     return transformers.LlamaForCausalLM(config)

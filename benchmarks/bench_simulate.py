@@ -119,18 +119,9 @@ def planning(name: str) -> dict[str, float]:
 
 def long_row(count: int) -> dict[str, float]:
     """The plan of a Llama 8B with so many tokens in one row, whose rows may be cut, within what an H100 gives."""
-    config = transformers.LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=count,
-        use_cache=False,
-    )
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        model = llama(*SHAPES["llama-8b"][0], positions=count).to(torch.bfloat16)
+        model.config.use_cache = False
         tokens = torch.zeros(1, count, dtype=torch.long)
     batch = {"input_ids": tokens, "labels": tokens}
     step = {"optimizer": torch.optim.AdamW(model.parameters(), fused=True), "hardware": "h100", "exact": False}
