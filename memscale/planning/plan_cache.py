@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -40,7 +41,8 @@ class Answer:
             BudgetError: no plan fits the budget.
         """
         if self.fault is not None:
-            raise self.fault
+            # A copy: the traceback of a raised error leads to every frame it passes, and to the tensors held there.
+            raise copy.copy(self.fault)
         return self.plans[0]
 
 

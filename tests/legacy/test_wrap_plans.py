@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import gc
 import logging
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -194,6 +196,22 @@ def test_what_does_not_fit_at_all_runs_under_the_smallest_plan_with_a_warning(de
     assert "MiB, above the 1.00 MiB allowed: checkpoint on " in capsys.readouterr().out
     assert model._memscale_executor.plan
     assert equal(train(model, rows(1024)), train(stack(2), rows(1024)))
+
+
+def test_no_output_outlives_the_loop_where_nothing_fits(device):
+    device(6.2)
+    model = ms.wrap(stack(), config())
+    gc.collect()
+    gc.disable()
+    try:
+        output = model(rows(1024))
+        kept = weakref.ref(output.untyped_storage())
+        output.sum().backward()
+        del output
+        assert len(model._memscale_executor.plan) > 0
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_force_is_the_rule_for_what_fits_with_what_is_asked_for_by_name(device):
