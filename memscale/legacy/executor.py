@@ -298,6 +298,9 @@ class Executor:
     def detach(self) -> None:
         """Undoes everything; a second call does nothing.
 
+        Raises:
+            TransformError: the model is gone.
+
         >>> import torch
         >>> from memscale.legacy.verbs import wrap
         >>> model = torch.nn.Linear(2, 2)
@@ -307,7 +310,7 @@ class Executor:
         True
         """
         with self._locked():
-            if self.is_attached:
+            if self.model.__dict__.get(ATTRIBUTE) is self:
                 text = str(self)
                 self._detach(self.model)
                 DETACHED[self.model] = text
