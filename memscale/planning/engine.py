@@ -542,7 +542,7 @@ class DecisionEngine:
     ) -> Evidence:
         nominal = (
             [f"step times are relative: {self.hardware.name} does not say how fast it is; pass Hardware.measure()"]
-            if self._nominal
+            if self._nominal and self.hardware.device_type != "cpu"  # whose profiles say so themselves
             else []
         )
         tight = (

@@ -94,11 +94,9 @@ class Environment:
         here = simulated()
         if self._random is not None:
             used, own = self._random[: self._shared], self._random[self._shared :]
-            if not self.drew and here is None:
-                used = [(each, then) for each, then in used if not randomness.same(each.get_state(), then)]
-            elif not self.drew:
+            if not self.drew:
                 now = [generator.get_state() for generator, _ in used]
-                counted = randomness.counted_states(now)  # as long as `now` lives
+                counted = [] if here is None else randomness.counted_states(now)  # as long as `now` lives
                 used = [each for each, new in zip(used, now, strict=True) if not randomness.same(new, each[1])]
                 del now, counted
             self._random = [*used, *own] or None
