@@ -1,12 +1,10 @@
 """Recorded runs: predicted and measured figures of training steps, by commit, and comparisons with a baseline."""
 
-from memscale.history.baseline import Baseline
-from memscale.history.comparison import Comparison
+from memscale.history.baseline import Baseline, Comparison
 from memscale.history.database import History
-from memscale.history.document import document_of
-from memscale.history.export import TEXTS, TRACKERS, to_csv, to_json_lines
+from memscale.history.export import TEXTS, TRACKERS
 from memscale.history.recording import keep, keep_measured, record
-from memscale.history.remote import Remote
+from memscale.history.remote import Remote, document_of
 from memscale.history.run import Run, commit_of
 from memscale.history.sending import is_address, queue_path, send
 
@@ -26,6 +24,4 @@ __all__ = [
     "queue_path",
     "record",
     "send",
-    "to_csv",
-    "to_json_lines",
 ]

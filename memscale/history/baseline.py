@@ -1,4 +1,4 @@
-"""`Baseline`: a file in the repository with one run per step and device, against which later runs are compared."""
+"""`Comparison` of two runs of one step, and `Baseline`, a file in the repository with the runs to compare with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,68 @@ from pathlib import Path
 from memscale.core import ConfigError
 from memscale.history.export import to_json_lines
 from memscale.history.run import Run
+from memscale.simulation import ProfileDiff
+
+_PEAKS = ("peak_bytes", "first_step_peak_bytes", "reserved_peak_bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The difference of `after` from `before`; prints as a verdict and a table of the changes.
+
+    Predictions are deterministic, so every difference is real if the same simulator made both runs.
+
+    Attributes:
+        before: the earlier run.
+        after: the later run.
+        tolerance_bytes: the largest increase, in bytes, that is no regression.
+    """
+
+    before: Run
+    after: Run
+    tolerance_bytes: int = 0
+
+    @property
+    def changes(self) -> dict[str, int]:
+        """The change of each peak in bytes, by name. Reserved bytes come in whole pages and hide small changes."""
+        pairs = {name: [getattr(run.profile, name) for run in (self.before, self.after)] for name in _PEAKS}
+        return {name: after - before for name, (before, after) in pairs.items() if None not in (before, after)}
+
+    @property
+    def changed_bytes(self) -> int:
+        """The largest increase in bytes; if nothing increased, the largest decrease (negative), or 0."""
+        return max(self.changes.values(), key=lambda nbytes: (max(nbytes, 0), -nbytes))
+
+    @property
+    def verdict(self) -> str:
+        """The verdict: ``"regression"``, ``"same"``, ``"smaller"``, ``"within tolerance"``, ``"simulator changed"``.
+
+        The last one says that different versions of memscale or PyTorch made the two runs.
+        """
+        if self.changed_bytes and self.before.simulator != self.after.simulator:
+            return "simulator changed"
+        if self.changed_bytes <= 0:
+            return "smaller" if self.changed_bytes else "same"
+        return "regression" if self.changed_bytes > self.tolerance_bytes else "within tolerance"
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the step takes more bytes, by the same simulator."""
+        return self.verdict == "regression"
+
+    @property
+    def diff(self) -> ProfileDiff:
+        """The change by category and by module."""
+        return self.before.profile.diff(self.after.profile)
+
+    def __str__(self) -> str:
+        lines = [f"{self.verdict}: {self.after.name} on {self.after.hardware}: {self.changed_bytes:+,} bytes"]
+        for word, run in (("from", self.before), ("to  ", self.after)):
+            versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+            lines.append(f"  {word} {run.made}  {run.commit[:12] or '(no commit)'}  {versions}")
+        if self.verdict == "simulator changed":
+            lines.append("  another memscale or PyTorch predicts otherwise: record the baseline again with this one")
+        return "\n".join([*lines, str(self.diff)] if self.changed_bytes else lines)
 
 
 class Baseline:
@@ -34,18 +96,15 @@ class Baseline:
         Raises:
             ConfigError: the file cannot be read, or a line is not a run.
         """
+        runs: list[Run] = []
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            runs.extend(map(Run.from_json, self.path.read_text(encoding="utf-8").splitlines()))
         except FileNotFoundError:
-            return []
+            pass
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the baseline {str(self.path)!r} cannot be read: {error}") from error
-        runs = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                runs.append(Run.from_json(line))
-            except ConfigError as error:
-                raise ConfigError(f"line {number} of the baseline {str(self.path)!r}: {error}") from error
+        except ConfigError as error:  # `extend` has added the runs before the wrong line
+            raise ConfigError(f"line {len(runs) + 1} of the baseline {str(self.path)!r}: {error}") from error
         return runs
 
     def run(self, name: str, hardware: str) -> Run | None:
@@ -59,13 +118,11 @@ class Baseline:
             ConfigError: the file cannot be read or written.
         """
         run = dataclasses.replace(run, timeline=None)  # comparisons do not use it, and it would fill a diff
-        others = [each for each in self.runs() if (each.name, each.hardware) != (run.name, run.hardware)]
-        ordered = sorted(
-            [*others, run], key=lambda each: (each.name, each.hardware)
-        )  # sorted, so that a change touches few lines of a diff
+        runs = {(each.name, each.hardware): each for each in (*self.runs(), run)}
         part = self.path.with_name(f"{self.path.name}.part-{os.getpid()}")
         try:
-            part.write_text(to_json_lines(ordered), encoding="utf-8")
+            # Sorted, so that a change touches few lines of a diff.
+            part.write_text(to_json_lines([runs[step] for step in sorted(runs)]), encoding="utf-8")
             os.replace(part, self.path)
         except OSError as error:
             raise ConfigError(

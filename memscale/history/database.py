@@ -7,26 +7,25 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from memscale.core import HISTORY, ConfigError, filesystem_of
 from memscale.history.run import Run
 
+# A delivery is a run to be sent to a server. Its stamp is renewed with each change of the run, and an acknowledgement
+# names the sent stamp. Every statement may run again: two processes may open a new file at once.
 _SCHEMA = 2
-_TABLES = (
-    """
-CREATE TABLE run (id TEXT PRIMARY KEY, name TEXT NOT NULL, hardware TEXT NOT NULL, commit_ TEXT NOT NULL,
-                  document TEXT NOT NULL) WITHOUT ROWID;
-""",
-    # Where each run is to be sent. `stamp` is renewed with each change of a run; an acknowledgement names the sent
-    # stamp.
-    """
-CREATE TABLE delivery (run TEXT NOT NULL, url TEXT NOT NULL, stamp INTEGER NOT NULL, done INTEGER NOT NULL,
-                       PRIMARY KEY (run, url)) WITHOUT ROWID;
-""",
-)
+_TABLES = f"""
+CREATE TABLE IF NOT EXISTS run (
+    id TEXT PRIMARY KEY, name TEXT NOT NULL, hardware TEXT NOT NULL, commit_ TEXT NOT NULL, document TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS delivery (
+    run TEXT NOT NULL, url TEXT NOT NULL, stamp INTEGER NOT NULL, done INTEGER NOT NULL, PRIMARY KEY (run, url)
+) WITHOUT ROWID;
+PRAGMA user_version = {_SCHEMA};
+"""
 _BUSY_SECONDS = 5.0
 # Filesystems on which SQLite's WAL cannot share memory between machines.
 _ELSEWHERE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "fuse.sshfs")
@@ -66,12 +65,12 @@ class History:
             )
         with self._errors_explained():
             try:
-                self._open()
-            except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError):  # locked, read-only or no room: the file is intact
-                    raise
+                self._connection = self._opened()
+            except sqlite3.OperationalError:  # locked, read-only or no room: the file is intact
+                raise
+            except sqlite3.DatabaseError:
                 self._set_aside()
-                self._open()
+                self._connection = self._opened()
 
     def __enter__(self) -> History:
         return self
@@ -93,39 +92,32 @@ class History:
         Raises:
             ConfigError: the file cannot be written, or another process has locked it for several seconds.
         """
-        row = (run.id, run.name, run.hardware, run.commit.removesuffix("+"), run.to_json())
-        with self._errors_explained(), self._writing():
-            self._connection.execute("INSERT OR REPLACE INTO run VALUES (?, ?, ?, ?, ?)", row)
-            stamp = time.time_ns()
-            self._connection.execute("UPDATE delivery SET stamp = ?, done = 0 WHERE run = ?", (stamp, run.id))
+        row, stamp = (run.id, run.name, run.hardware, run.commit.removesuffix("+"), run.to_json()), time.time_ns()
+        with self._transaction() as execute:
+            execute("INSERT OR REPLACE INTO run VALUES (?, ?, ?, ?, ?)", row)
+            execute("UPDATE delivery SET stamp = ?, done = 0 WHERE run = ?", (stamp, run.id))
             if send_to is not None:
-                self._connection.execute("INSERT OR IGNORE INTO delivery VALUES (?, ?, ?, 0)", (run.id, send_to, stamp))
+                execute("INSERT OR IGNORE INTO delivery VALUES (?, ?, ?, 0)", (run.id, send_to, stamp))
 
     def queue(self, url: str) -> None:
         """Queues every run for `url` that was not queued for it before."""
-        with self._errors_explained(), self._writing():
-            self._connection.execute(
-                "INSERT OR IGNORE INTO delivery SELECT id, ?, ?, 0 FROM run", (url, time.time_ns())
-            )
+        with self._transaction() as execute:
+            execute("INSERT OR IGNORE INTO delivery SELECT id, ?, ?, 0 FROM run", (url, time.time_ns()))
 
     def waiting(self) -> list[tuple[Run, str, int]]:
         """Returns the queued runs, oldest first, each with its address and the stamp for `delivered`."""
-        with self._errors_explained():
-            rows = self._connection.execute(
-                "SELECT document, url, stamp FROM delivery JOIN run ON run = id WHERE NOT done ORDER BY id"
-            ).fetchall()
-        return [(Run.from_json(document), url, stamp) for document, url, stamp in rows]
+        with self._transaction() as execute:
+            rows = execute("SELECT document, url, stamp FROM delivery JOIN run ON run = id WHERE NOT done ORDER BY id")
+            return [(Run.from_json(document), url, stamp) for document, url, stamp in rows]
 
     def unsent(self, url: str) -> list[Run]:
         """Returns the runs that `url` has not acknowledged, queued or not."""
-        return self._found("LEFT JOIN delivery ON run = id AND url = ? WHERE done IS NOT 1 ORDER BY id", url)
+        return self._found("LEFT JOIN delivery ON run = id AND url = :url WHERE done IS NOT 1 ORDER BY id", url=url)
 
     def delivered(self, run: Run, url: str, stamp: int) -> None:
         """Marks the run as delivered to `url`, unless it has changed since `stamp`."""
-        with self._errors_explained(), self._writing():
-            self._connection.execute(
-                "UPDATE delivery SET done = 1 WHERE run = ? AND url = ? AND stamp = ?", (run.id, url, stamp)
-            )
+        with self._transaction() as execute:
+            execute("UPDATE delivery SET done = 1 WHERE run = ? AND url = ? AND stamp = ?", (run.id, url, stamp))
 
     def runs(
         self,
@@ -143,11 +135,9 @@ class History:
             commit: a commit without ``"+"``; runs with changed files count as the commit's.
             last: the number of newest runs to return; None is all.
         """
-        wanted = {"name": name, "hardware": hardware, "commit_": commit}
-        given = {column: value for column, value in wanted.items() if value is not None}
-        where = " AND ".join(f"{column} = ?" for column in given) or "1"
-        limit = -1 if last is None else last
-        return self._found(f"WHERE {where} ORDER BY id DESC LIMIT ?", *given.values(), limit)[::-1]
+        which = """WHERE name = ifnull(:name, name) AND hardware = ifnull(:hardware, hardware)
+                   AND commit_ = ifnull(:commit, commit_) ORDER BY id DESC LIMIT ifnull(:last, -1)"""
+        return self._found(which, name=name, hardware=hardware, commit=commit, last=last)[::-1]
 
     def run(self, start: str) -> Run:
         """Returns the run whose id begins with `start`; ``"last"`` is the newest run.
@@ -155,52 +145,43 @@ class History:
         Raises:
             ConfigError: no run, or more than one run, begins with `start`.
         """
-        if start == "last":
-            found = self.runs(last=1)
-        else:
-            found = self._found("WHERE substr(id, 1, length(?)) = ? LIMIT 2", start, start)
+        which = (
+            "ORDER BY id DESC LIMIT 1" if start == "last" else "WHERE substr(id, 1, length(:start)) = :start LIMIT 2"
+        )
+        found = self._found(which, start=start)
         if len(found) != 1 or not start:
             many = "several runs begin" if found else "no run begins"
             raise ConfigError(f"{many} with {start!r} in {str(self.path)!r}; `memscale history list` shows their ids")
         return found[0]
 
-    def _found(self, which: str, *values: object) -> list[Run]:
-        with self._errors_explained():
-            rows = self._connection.execute(f"SELECT document FROM run {which}", values).fetchall()
-        return [Run.from_json(document) for (document,) in rows]
+    def _found(self, which: str, **values: object) -> list[Run]:
+        with self._transaction() as execute:
+            return [Run.from_json(document) for (document,) in execute(f"SELECT document FROM run {which}", values)]
 
-    def _open(self) -> None:
-        self._connection = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None)
+    def _opened(self) -> sqlite3.Connection:
+        # IMMEDIATE: a writer waits for another one when it begins; later it would fail at once.
+        connection = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level="IMMEDIATE")
         try:
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            with self._writing():
-                (schema,) = self._connection.execute("PRAGMA user_version").fetchone()
-                if schema > _SCHEMA:
-                    raise ConfigError(
-                        f"the history {str(self.path)!r} has schema version {schema}, and this version of memscale "
-                        f"knows {_SCHEMA}; use a newer memscale, or another file"
-                    )
-                if schema < _SCHEMA:
-                    for table in _TABLES[schema:]:
-                        self._connection.execute(table)
-                    self._connection.execute(f"PRAGMA user_version = {_SCHEMA}")
+            connection.execute("PRAGMA journal_mode = WAL")
+            (schema,) = connection.execute("PRAGMA user_version").fetchone()
+            if schema > _SCHEMA:
+                raise ConfigError(
+                    f"the history {str(self.path)!r} has schema version {schema}, and this version of memscale "
+                    f"knows {_SCHEMA}; use a newer memscale, or another file"
+                )
+            if schema < _SCHEMA:
+                connection.executescript(_TABLES)
         except BaseException:
-            self._connection.close()
+            connection.close()
             raise
+        return connection
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        # IMMEDIATE: a transaction that turns into a writer later fails at once if another process writes, without
-        # waiting.
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._connection.execute("ROLLBACK")
-            raise
-        self._connection.execute("COMMIT")
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[Callable[..., Any]]:
+        with self._errors_explained(), self._connection:
+            yield self._connection.execute
 
-    @contextmanager
+    @contextlib.contextmanager
     def _errors_explained(self) -> Iterator[None]:
         try:
             yield
@@ -212,8 +193,7 @@ class History:
 
     def _set_aside(self) -> None:
         aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
-        for suffix in ("-wal", "-shm"):
-            with contextlib.suppress(OSError):
+        for suffix in ("-wal", "-shm", ""):
+            with contextlib.suppress(FileNotFoundError):
                 os.replace(f"{self.path}{suffix}", f"{aside}{suffix}")
-        os.replace(self.path, aside)
         _log.warning("the history %s is no database, or damaged; it is now %s, and a new one begins", self.path, aside)

@@ -1,19 +1,19 @@
-"""Exports runs as JSON lines and CSV, and to experiment trackers that are installed."""
+"""Exports runs as JSON lines and CSV, and to experiment trackers that are installed: one function for each."""
 
 from __future__ import annotations
 
 import csv
 import importlib
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from memscale.core import RuntimeUnavailable
 from memscale.history.run import Run
 
-_PROJECT = "memscale"
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first character of a cell that a spreadsheet would evaluate
 
 
 def to_json_lines(runs: Sequence[Run]) -> str:
@@ -24,11 +24,12 @@ def to_json_lines(runs: Sequence[Run]) -> str:
 def to_csv(runs: Sequence[Run]) -> str:
     """Returns the runs' figures as CSV; a cell that a spreadsheet would read as a formula is prefixed with ``'``."""
     rows = [run.summary() for run in runs]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    for row in rows:
+        formulas = {name for name, cell in row.items() if str(cell).startswith(_FORMULA) and isinstance(cell, str)}
+        writer.writerow({name: f"'{cell}" if name in formulas else cell for name, cell in row.items()})
     return text.getvalue()
 
 
@@ -53,7 +54,7 @@ def to_run_logger(runs: Sequence[Run], *, package: str) -> None:
     """
     tracker = _imported(package)
     for run in runs:
-        tracker.init(project=_PROJECT, name=run.name, config=_texts(run))
+        tracker.init(project="memscale", name=run.name, config=_texts(run))
         tracker.log(_metrics(run))
         tracker.finish()
 
@@ -61,13 +62,13 @@ def to_run_logger(runs: Sequence[Run], *, package: str) -> None:
 def to_tensorboard(runs: Sequence[Run]) -> None:
     """Writes each run's figures to ``runs/`` as scalars, the n-th run of a name at step n; needs tensorboard."""
     tensorboard = _imported("torch.utils.tensorboard", "tensorboard")
-    steps: dict[str, int] = {}
+    steps = Counter[str]()
     for run in runs:
-        step = steps[run.name] = steps.get(run.name, -1) + 1
         writer = tensorboard.SummaryWriter(comment=f"-{run.name}".replace("/", "_"))
         for name, value in _metrics(run).items():
-            writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, steps[run.name])
         writer.close()
+        steps[run.name] += 1
 
 
 #: The formats and trackers of `memscale history export --to`.
@@ -81,25 +82,16 @@ TRACKERS: Mapping[str, Callable[[Sequence[Run]], None]] = {
 
 
 def _metrics(run: Run) -> dict[str, float]:
-    profile = run.profile
-    found = {
-        "memscale/peak_bytes/predicted": profile.peak_bytes,
-        "memscale/reserved_peak_bytes/predicted": profile.reserved_peak_bytes,
-        "memscale/step_seconds/predicted": profile.step_seconds,
-        **{f"memscale/{name}/measured": value for name, value in run.measured.items()},
-    }
-    return {name: float(value) for name, value in found.items() if value is not None}
+    predicted = {name: getattr(run.profile, name) for name in ("peak_bytes", "reserved_peak_bytes", "step_seconds")}
+    found = {f"memscale/{name}/predicted": value for name, value in predicted.items() if value is not None}
+    return {**found, **{f"memscale/{name}/measured": value for name, value in run.measured.items()}}
 
 
 def _texts(run: Run) -> dict[str, str]:
     return {name: str(value) for name, value in run.summary().items() if not isinstance(value, (int, float))}
 
 
-def _cell(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
-
-
-def _imported(module: str, package: str | None = None) -> ModuleType:
+def _imported(module: str, package: str | None = None) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:

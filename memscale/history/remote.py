@@ -5,22 +5,38 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import ssl
+import re
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 from memscale.algebra import Plan
 from memscale.core import ConfigError, MemscaleError, PlanError, RuntimeUnavailable
-from memscale.history.document import document_of, run_of
 from memscale.history.run import Run
 
 _SECONDS = 10.0
-_MOST_BYTES = 2 << 20
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_MOST_ANSWER_BYTES = 2 << 20
+_PAGE = re.compile(
+    r"(https://(?:[\w.-]+|\[[\da-f:]+\])(?::\d+)?|http://(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?)"
+    r"/t/([\w-]+)(?:/([\w-]+))?/?(?:[?#].*)?",
+    re.ASCII | re.IGNORECASE,
+)
 _SECRET = "MEMSCALE_TOKEN"
+
+# The document of a run: the limits of the server, and the fields that it shares with a run and with a run's profile.
+_MOST_BYTES = 256 << 10
+_MOST_MODULES = 1000
+_OF_RUN = (
+    *("id", "name", "made", "commit", "versions", "simulator", "decision_source", "measured", "model", "config"),
+    *("budget_bytes", "timeline", "shapes"),
+)
+_OF_PROFILE = (
+    *("peak_bytes", "first_step_peak_bytes", "reserved_peak_bytes", "step_seconds", "flops", "by_category", "by_tier"),
+    *("exposed_seconds", "notes"),
+)
 
 
 class Refused(MemscaleError):
@@ -46,22 +62,16 @@ class Remote:
     """
 
     def __init__(self, url: str) -> None:
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError:
-            parts, port = urlsplit(""), None
-        encrypted = parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOOPBACK)
-        place = [part for part in parts.path.split("/") if part]
-        if not encrypted or not parts.hostname or "@" in parts.netloc or place[:1] != ["t"] or len(place) not in (2, 3):
+        found = _PAGE.fullmatch(url)
+        if found is None:
             raise ConfigError(
                 f"the server {url!r} must be the https address of a team's or project's page, such as "
                 "https://memory.example.org/t/team/project/ (http on this machine only)"
             )
-        self.url = f"{parts.scheme}://{parts.netloc}/{'/'.join(place)}/"
-        self._encrypted, self._host, self._port = parts.scheme == "https", parts.hostname, port
-        self._team = f"/api/v1/teams/{place[1]}"
-        self._project = f"{self._team}/projects/{place[2]}" if len(place) == 3 else None
+        self._site, team, project = found.groups()
+        self.url = "/".join([self._site, "t", team, *([project] if project else []), ""])
+        self._team = f"/api/v1/teams/{team}"
+        self._project = f"{self._team}/projects/{project}" if project else None
 
     def send(self, run: Run) -> bool:
         """Sends a run and returns whether the server did not have it yet; sending a run twice stores it once.
@@ -83,9 +93,7 @@ class Remote:
         """
         query = urlencode({"name": like.name, "card": like.hardware})
         found = self._asked("GET", f"{self._in_project}/baselines/{quote(label, safe='')}?{query}")
-        if not found:
-            return None
-        return run_of(self._asked("GET", f"{self._in_project}/runs/{found[0]['run']}"), like)
+        return run_of(self._asked("GET", f"{self._in_project}/runs/{found[0]['run']}"), like) if found else None
 
     def set_baseline(self, label: str, run: Run) -> None:
         """Sends a run and makes it the baseline of its name and device under a label.
@@ -108,10 +116,9 @@ class Remote:
             RuntimeUnavailable: the server cannot be reached.
         """
         digits = name.removeprefix("plan:")
-        if not 8 <= len(digits) <= 64 or set(digits) - set("0123456789abcdef"):
+        if not re.fullmatch("[0-9a-f]{8,64}", digits):
             raise ConfigError(f"the plan {name!r} must be plan: and 8 to 64 hexadecimal digits of its hash")
-        found = self._asked("GET", f"{self._team}/plans/{digits}")
-        plan = Plan.from_json(json.dumps(found.get("plan")))
+        plan = Plan.from_json(json.dumps(self._asked("GET", f"{self._team}/plans/{digits}").get("plan")))
         if not plan.hash.startswith(digits):
             raise PlanError(f"the server sent a plan of the hash {plan.hash} for {name!r}; it is not to be trusted")
         return plan
@@ -124,30 +131,90 @@ class Remote:
 
     def _asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         headers = {"Authorization": f"Bearer {token()}", "User-Agent": "memscale", "Content-Type": "application/json"}
-        connection: http.client.HTTPConnection
-        if self._encrypted:
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(self._host, self._port, timeout=_SECONDS, context=context)
-        else:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=_SECONDS)
+        scheme, _, host = self._site.partition("://")
+        kind = http.client.HTTPSConnection if scheme.lower() == "https" else http.client.HTTPConnection
+        connection = kind(host, timeout=_SECONDS)  # follows no redirect, and uses no proxy
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
-            text = answer.read(_MOST_BYTES)
+            data = json.loads(answer.read(_MOST_ANSWER_BYTES))
         except (OSError, http.client.HTTPException) as error:
             raise RuntimeUnavailable(
                 f"{self.url} cannot be reached: {str(error) or repr(error)}; check the address and the server"
             ) from error
+        except ValueError:  # no JSON
+            data = {}
         finally:
             connection.close()
-        try:
-            data = json.loads(text) if text else {}
-        except ValueError:
-            data = {}
         if not 200 <= answer.status < 300:
             parts = [str(data[key]) for key in ("value", "rule", "remedy") if isinstance(data, dict) and key in data]
             raise Refused(answer.status, f"{self.url} answered {answer.status}: {'; '.join(parts) or answer.reason}")
         return data
+
+
+def document_of(run: Run) -> dict[str, Any]:
+    """Returns the JSON that is sent of a run: a fixed list of fields. No other data leaves the machine.
+
+    docs/server-data.md lists the fields; a server checks documents by the schema in `memscale.server.documents`. Of a
+    very large model, the smallest modules are summed up as ``"(others)"``.
+    """
+    data = json.loads(run.to_json())
+    profile, hardware = data["profile"], run.profile.hardware
+    modules = sorted(profile["categories_by_module"].items(), key=lambda each: -sum(each[1].values()))
+    predicted = {
+        **{name: profile[name] for name in _OF_PROFILE},
+        "moment": [profile["moment"][name] for name in ("op", "path", "phase")],
+        "by_module": {},
+        "holdings": profile["holdings"],
+        "notes": [note[:2000] for note in profile["notes"][:50]],
+    }
+    document = {
+        "memscale_run_document": 1,
+        **{name: data[name] for name in _OF_RUN},
+        "name": run.name[:200],
+        "config": run.config[:2000],
+        "hardware": {name: getattr(hardware, name) for name in ("name", "device_type", "memory_bytes", "usable_bytes")},
+        "predicted": predicted,
+        "plan": json.loads(run.plan)["rules"] if run.plan else None,
+    }
+    most = _MOST_MODULES
+    while True:
+        predicted["by_module"] = _largest(modules, most)
+        if most == 1 or len(json.dumps(document)) <= _MOST_BYTES:
+            return document
+        most //= 2
+
+
+def run_of(document: Mapping[str, Any], like: Run) -> Run:
+    """Returns the run in a document from a server, for a comparison with `like`, a run of the same step and device.
+
+    Raises:
+        ConfigError: the document lacks a field.
+    """
+    data = json.loads(like.to_json())
+    try:
+        predicted, rules = document["predicted"], document["plan"]
+        data["profile"] |= {
+            **{name: predicted[name] for name in _OF_PROFILE},
+            "moment": dict(zip(("op", "path", "phase"), predicted["moment"], strict=True)),
+            "categories_by_module": predicted["by_module"],
+            "holdings": [],
+            "seconds_by_module": {},
+        }
+        data |= {name: document[name] for name in _OF_RUN}
+        data["plan"] = "" if rules is None else json.dumps({"memscale_plan": 1, "rules": rules})
+        return Run.from_json(json.dumps(data))
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        raise ConfigError(f"the server's answer is no run: {error!r}; check the address") from error
+
+
+def _largest(modules: list[tuple[str, dict[str, int]]], most: int) -> dict[str, dict[str, int]]:
+    if len(modules) <= most:
+        return dict(modules)
+    others = Counter[str]()
+    for _, categories in modules[most - 1 :]:
+        others.update(categories)
+    return {**dict(modules[: most - 1]), "(others)": dict(others)}
 
 
 def token() -> str:
@@ -156,25 +223,18 @@ def token() -> str:
     Raises:
         ConfigError: there is no token, or others can read the file.
     """
-    if given := os.environ.get(_SECRET):
-        return _checked(given.strip())
-    path = Path(os.environ.get(f"{_SECRET}_FILE") or _usual_file())
-    try:
-        mode, text = path.stat().st_mode, path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"there is no token: set ${_SECRET}, or write it into {path}; a team's page “Tokens” makes one"
-        ) from error
-    if stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(f"the token in {path} can be read by others; chmod 600 {path}")
-    return _checked(text)
-
-
-def _checked(text: str) -> str:
-    if not text.isascii() or not text.isprintable() or " " in text or not text:
+    settings = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    path = Path(os.environ.get(f"{_SECRET}_FILE") or settings / "memscale" / "token")
+    text = os.environ.get(_SECRET)
+    if not text:
+        try:
+            mode, text = path.stat().st_mode, path.read_text(encoding="ascii", errors="replace")
+        except OSError as error:
+            raise ConfigError(
+                f"there is no token: set ${_SECRET}, or write it into {path}; a team's page “Tokens” makes one"
+            ) from error
+        if stat.S_IMODE(mode) & 0o077:
+            raise ConfigError(f"the token in {path} can be read by others; chmod 600 {path}")
+    if not re.fullmatch("[!-~]+", text.strip()):
         raise ConfigError(f"the token in ${_SECRET} or its file is not one word; copy it again")
-    return text
-
-
-def _usual_file() -> Path:
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "memscale" / "token"
+    return text.strip()

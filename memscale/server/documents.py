@@ -1,6 +1,6 @@
 """The closed schema of what clients send, and the conversion of runs and plans to database rows.
 
-`memscale.history.document` writes this form. Unlisted fields, texts that are too long or have control characters, and
+`memscale.history.remote` writes this form. Unlisted fields, texts that are too long or have control characters, and
 numbers that are not finite are rejected; pages are made from these fields only.
 """
 

@@ -14,7 +14,7 @@ import torch
 import memscale as ms
 from memscale.cli import main
 from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.history import TRACKERS, Baseline, Comparison, History, Run, record, to_csv, to_json_lines
+from memscale.history import TEXTS, TRACKERS, Baseline, Comparison, History, Run, record
 
 
 def step(width=64, **options):
@@ -221,8 +221,8 @@ def test_a_baseline_keeps_one_run_of_each_step(profile, tmp_path):
 
 def test_text_for_other_tools(profile, monkeypatch):
     run = Run.of(profile, "=HYPERLINK(1)", measured={"peak_bytes": 7.0})
-    assert Run.from_json(to_json_lines([run, run]).splitlines()[1]) == run
-    header, row = to_csv([run]).splitlines()
+    assert Run.from_json(TEXTS["json"]([run, run]).splitlines()[1]) == run
+    header, row = TEXTS["csv"]([run]).splitlines()
     assert dict(zip(header.split(","), row.split(","), strict=True))["name"] == "'=HYPERLINK(1)"
     assert row.endswith(",7.0")
     monkeypatch.setitem(sys.modules, "mlflow", None)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("django", reason="the extra `server` is not installed; it needs Python 3.11")
 import memscale as ms
 from memscale.history import Comparison, Run, document_of
-from memscale.history.document import run_of
+from memscale.history.remote import run_of
 from tests.support.team_server import client, document, new_team, post, token_of
 
 PLAN = ms.Plan(
