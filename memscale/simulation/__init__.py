@@ -7,10 +7,10 @@ The path of `profile(model, batch)` through the package, in reading order:
    optimizer's states. `profiler` runs real steps where a step cannot be simulated (`measured/`).
 2. `sandbox/`: finds the objects that the step can reach (`step_scope`), replaces tensors off the CPU by `stand_ins`,
    and restores all objects afterwards. `process/` patches PyTorch, for the simulation's threads alone.
-3. `dispatch/`: `fake_mode` returns fake tensors from each operator. `operators` and `call_effects` hold what is
-   independent of values: the layouts of results (`kernels/shapes`) and the memory of the kernels (`kernels/`). `values`
-   tracks known values; `in_place_sums` finds sums that PyTorch makes in place. `parallel/`: collectives, and the state
-   that FSDP2 and DDP keep of a model.
+3. `dispatch/`: `fake_mode` returns fake tensors from each operator. `operators` holds what is independent of values:
+   the layouts of results (`kernels/shapes`) and the memory of the kernels (`kernels/`). `values` tracks known values;
+   `in_place_sums` finds sums that PyTorch makes in place. `parallel/`: collectives, and the state that FSDP2 and DDP
+   keep of a model.
 4. `schedule/`: the times of operators and copies, by the clock that the offload engine waits on.
 5. `dispatch/step_recorder` records the effects of each operator, and `live_storages` the births and deaths of storages,
    in a `trace_builder`, which returns the `trace`: immutable data.
@@ -31,7 +31,7 @@ from memscale.simulation.attribution import (
     shares,
     turns_of,
 )
-from memscale.simulation.dispatch.values import NeedsValues
+from memscale.simulation.dispatch.lazy_values import NeedsValues
 from memscale.simulation.memory import memory
 from memscale.simulation.packed import pack_weights
 from memscale.simulation.parallel.spec import Parallel, ParallelKind

@@ -15,7 +15,7 @@ from memscale.core import ConfigError, Loss, MemscaleError, check_count
 from memscale.core import tensors as tensors_of
 from memscale.hardware import Hardware
 from memscale.simulation.analysis import analyse
-from memscale.simulation.dispatch.values import NeedsValues
+from memscale.simulation.dispatch.lazy_values import NeedsValues
 from memscale.simulation.measured.empirical import measured_profile
 from memscale.simulation.parallel.spec import ParallelKind
 from memscale.simulation.process.garbage import few_collections

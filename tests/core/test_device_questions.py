@@ -40,7 +40,7 @@ MAY_ASK = {
     "runtime/parameters/movable.py": "shared memory is a matter of this process",
     "cli/telemetry.py": "what a report says of this machine",
     "simulation/sandbox/device_spoofing.py": "whether PyTorch itself has CUDA here, or has to be told of a device",
-    "simulation/dispatch/call_effects.py": "of the kernels, which are those of the device that is simulated",
+    "simulation/dispatch/operators.py": "of the kernels, which are those of the device that is simulated",
     "simulation/kernels/kernels.py": "a probe runs kernels on the device at hand",
     "simulation/kernels/shapes.py": "a key of what is remembered, from where a stand-in is",
     "simulation/measured/allocator_trace.py": "measures the device at hand",

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.simulation.dispatch import call_effects
+from memscale.simulation.dispatch import operators
 
 
 def changes(monkeypatch):
     """The changes of an LSTM's step by a process that remembers nothing of its own."""
-    monkeypatch.setattr(call_effects, "_layouts", {})
+    monkeypatch.setattr(operators, "_known", {})
     lstm = nn.LSTM(8, 8, bidirectional=True)
     return ms.profile(lstm, torch.ones(4, 2, 8), loss=lambda output, _: output[0].sum(), hardware="h100").changes
 
@@ -31,14 +31,12 @@ def test_two_results_that_are_one_tensor_are_one_in_every_simulation(monkeypatch
     )
 
 
-def test_what_one_simulation_found_of_operators_the_next_with_its_kernels_knows(monkeypatch):
+def test_what_one_simulation_found_of_operators_the_next_knows(monkeypatch):
+    monkeypatch.setattr(operators, "_known", {})
     found = []
-    monkeypatch.setattr(
-        call_effects, "work_of", lambda *call, by=call_effects.work_of: found.append(call[0]) or by(*call)
-    )
+    monkeypatch.setattr(operators, "work_of", lambda *call, by=operators.work_of: found.append(call[0]) or by(*call))
     step = {"loss": lambda y, _: y.sum(), "hardware": "h100"}
     first, second = (ms.MemoryProfiler(nn.Linear(8, 8), **step) for _ in range(2))
-    second.target = first.target
 
     def profiled(profiler):
         del found[:]
@@ -53,9 +51,9 @@ def test_what_one_simulation_found_of_operators_the_next_with_its_kernels_knows(
 
 def test_what_reads_another_row_at_each_step_is_found_once(monkeypatch):
     # Of 2048 steps each found anew that a row's gradient is as large as all rows, a third of such a profile.
-    found, find = [], call_effects.CallEffects.find
+    found, find = [], operators.CallEffects.find
     monkeypatch.setattr(
-        call_effects.CallEffects, "find", lambda self, op, *call: found.append(op.name) or find(self, op, *call)
+        operators.CallEffects, "find", lambda self, op, *call: found.append(op.name) or find(self, op, *call)
     )
 
     class Steps(nn.Module):

@@ -1,7 +1,7 @@
 """The dispatch mode under which a step runs without computing: returns fake tensors, and records.
 
-Every operator of a step passes here, about ten thousand for a large model. Facts that hold for all calls come from
-`operators`, facts that are independent of values from `call_effects`.
+Every operator of a step passes here, about ten thousand for a large model. Facts that are independent of values come
+from `operators`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memscale.core import ConfigError
 from memscale.hardware import Direction
-from memscale.simulation.dispatch.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects, run_sparse
 from memscale.simulation.dispatch.in_place_sums import InPlaceSums
+from memscale.simulation.dispatch.lazy_values import NeedsValues, stands_in
 from memscale.simulation.dispatch.live_storages import LARGEST_KNOWN, LiveStorages, is_small
-from memscale.simulation.dispatch.operators import Call, Operator, composition
+from memscale.simulation.dispatch.operators import (
+    LARGEST_RUN_BYTES,
+    NOTHING,
+    Call,
+    CallEffect,
+    CallEffects,
+    Operator,
+    composition,
+    run_sparse,
+)
 from memscale.simulation.dispatch.step_recorder import StepRecorder
 from memscale.simulation.dispatch.trace_builder import CHOICE, DRAW, GIVEN, SCALAR, StorageRecord, TraceBuilder
-from memscale.simulation.dispatch.values import (
-    Choices,
-    NeedsValues,
-    Values,
-    guess_of,
-    integers_of,
-    stands_in,
-    with_numbers,
-)
+from memscale.simulation.dispatch.values import Choices, Values, guess_of, integers_of, with_numbers
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
     RESIZES,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from memscale.core import MemscaleError
 from memscale.simulation.kernels.shapes import exchanged
 from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.registry import rule_of
@@ -28,6 +29,15 @@ _LARGEST_COPY_BYTES = 1 << 20
 
 class TooLarge(Exception):
     """The values take more than the allowed memory."""
+
+
+class NeedsValues(MemscaleError):
+    """The step reads values that a simulation does not compute; `path` names the module."""
+
+    def __init__(self, reason: str, path: str) -> None:
+        super().__init__(f"{reason}{f' (in {path})' if path else ''}")
+        self.reason = reason
+        self.path = path
 
 
 @dataclass(eq=False, slots=True)
@@ -137,6 +147,11 @@ def value_of(tensor: torch.Tensor, contents: LazyValue) -> torch.Tensor:
         TooLarge: the values would take too much memory, or an argument is gone.
     """
     return _Seen(contents, _layout(tensor)).value({})
+
+
+def stands_in(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a scalar, for which a value can stand in."""
+    return tensor.numel() == 1 and (tensor.dtype == torch.bool or tensor.is_floating_point())
 
 
 def _contents(storage: torch.UntypedStorage) -> torch.UntypedStorage | Callable[[], torch.UntypedStorage | None]:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from memscale.hardware import Direction, host_seconds, knows_copies
-from memscale.simulation.dispatch.call_effects import CallEffect
 from memscale.simulation.dispatch.graphs import Graphs
 from memscale.simulation.dispatch.live_storages import LiveStorages
-from memscale.simulation.dispatch.operators import Operator
+from memscale.simulation.dispatch.operators import CallEffect, Operator
 from memscale.simulation.dispatch.tape import Tape
 from memscale.simulation.dispatch.trace_builder import Course, StorageRecord
 from memscale.simulation.kernels.shapes import results_of

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import MemscaleError
-from memscale.simulation.dispatch.lazy_values import TooLarge, lazy_value, overwritten, value_of
+from memscale.simulation.dispatch.lazy_values import NeedsValues, TooLarge, lazy_value, overwritten, stands_in, value_of
 from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
 from memscale.simulation.dispatch.operators import Call, Operator
 from memscale.simulation.dispatch.trace_builder import CHOICE, DRAW, GIVEN, SCALAR, StorageRecord
@@ -33,15 +32,6 @@ _ASSUMED = {
     DRAW: "decides by a random number: the least, the most or typical ones, whichever takes most",
 }
 _VALID = "validates arguments of torch.distributions: valid ones were assumed"
-
-
-class NeedsValues(MemscaleError):
-    """The step reads values that a simulation does not compute; `path` names the module."""
-
-    def __init__(self, reason: str, path: str) -> None:
-        super().__init__(f"{reason}{f' (in {path})' if path else ''}")
-        self.reason = reason
-        self.path = path
 
 
 class Values:
@@ -181,11 +171,6 @@ def guess_of(records: list[StorageRecord]) -> str:
     """Returns the least certain `guess` of `records`; ``""`` if all values follow from constants."""
     guesses = {record.guess for record in records}
     return next((guess for guess in (*_ASSUMED, GIVEN) if guess in guesses), "")
-
-
-def stands_in(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a scalar, for which a value can stand in."""
-    return tensor.numel() == 1 and (tensor.dtype == torch.bool or tensor.is_floating_point())
 
 
 def with_numbers(operator: Operator, result: Any) -> Any:

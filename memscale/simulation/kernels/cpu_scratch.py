@@ -10,6 +10,9 @@ calls that would take more than some tenths of a second; with `probe` every kern
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,8 +21,16 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memscale.simulation.kernels.kernel_cache import KernelCache
-from memscale.simulation.kernels.shapes import exchanged, strided_parts, tensors_in, written_arguments, written_by
+from memscale.core import DiskCache
+from memscale.hardware import cpu_name
+from memscale.simulation.kernels.shapes import (
+    exchanged,
+    signature,
+    strided_parts,
+    tensors_in,
+    written_arguments,
+    written_by,
+)
 from memscale.simulation.process.draws import with_own_draws
 from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.registry import rule_of
@@ -66,16 +77,6 @@ class ScratchProbe:
         """The most bytes that lived at once during the call, minus the returned bytes."""
         return max(0, max(accumulate(self.changes), default=0) - self.returned_bytes)
 
-    @classmethod
-    def from_json(cls, data: Any) -> ScratchProbe:
-        """Returns the probe that `as_json` wrote."""
-        changes, returned_bytes = data
-        return cls(tuple(changes), returned_bytes)
-
-    def as_json(self) -> Any:
-        """Returns the probe as JSON data."""
-        return self.changes, self.returned_bytes
-
     def extended(self, more: ScratchProbe, steps: float) -> ScratchProbe:
         """Returns the linear extrapolation ``more + (more - self) * steps`` of each allocated size."""
         if len(self.changes) != len(more.changes):  # the two runs chose different algorithms: only sums are comparable
@@ -90,6 +91,20 @@ def _further(here: int, there: int, steps: float) -> int:
     return there + round((there - here) * steps)
 
 
+def this_machine() -> str:
+    """Returns a hash of all that kernels depend on besides their arguments: processor, PyTorch, threads, switches."""
+    about = (
+        torch.__version__,
+        platform.machine(),
+        cpu_name(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        torch.backends.mkldnn.enabled,
+        torch.get_float32_matmul_precision(),
+    )
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+
+
 class CpuScratch:
     """The scratch memory of this machine's kernels, remembered on disk.
 
@@ -99,7 +114,9 @@ class CpuScratch:
 
     def __init__(self, *, probe: bool) -> None:
         self._probe = probe
-        self._cache = KernelCache("probes", ScratchProbe.from_json, ScratchProbe.as_json)
+        self._name = f"probes-{this_machine()}"
+        self._disk = DiskCache("kernels")
+        self._changed = False
 
     def nbytes(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
         """Returns the bytes that ``op(*args, **kwargs)``, of `flops` FLOPs, allocates beyond its results."""
@@ -150,8 +167,11 @@ class CpuScratch:
         return 0
 
     def save(self) -> None:
-        """Writes the measurements to disk."""
-        self._cache.save()
+        """Writes the measurements to disk if any were made since the last write."""
+        if self._changed:
+            self._changed = False
+            probes = {key: (probe.changes, probe.returned_bytes) for key, probe in self._known.items()}
+            self._disk.write(self._name, probes)
 
     def _of_batch(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
         batched = args[: rule_of(op).batched]
@@ -171,7 +191,24 @@ class CpuScratch:
         return of_few.extended(of_more, (samples - more) / (more - few)).scratch_bytes
 
     def _probe_scratch(self, op: OpOverload, args: Any, kwargs: Any) -> ScratchProbe:
-        return self._cache.get(op, args, kwargs, lambda: probe_scratch(op, args, kwargs))
+        called = signature(args, kwargs, [], loose=True)
+        try:
+            hash(called)  # the repr of an unhashable argument may contain its address, so it is no key
+        except TypeError:
+            return probe_scratch(op, args, kwargs)
+        key = repr((op, *called))
+        if key not in self._known:
+            self._known[key] = probe_scratch(op, args, kwargs)
+            self._changed = True
+        return self._known[key]
+
+    @functools.cached_property
+    def _known(self) -> dict[str, ScratchProbe]:
+        try:
+            probes = (self._disk.read(self._name) or {}).items()
+            return {key: ScratchProbe(tuple(changes), returned_bytes) for key, (changes, returned_bytes) in probes}
+        except (AttributeError, ValueError, TypeError):  # the file is from another version of memscale
+            return {}
 
 
 def _first(args: Any, batched: int, count: int) -> Any:

@@ -52,7 +52,7 @@ class Kernels:
 
     Attributes:
         card: the traits of the card that its kernels depend on; None for a CPU.
-        known: cached knowledge of PyTorch's operators, by PyTorch's global switches; a planner's simulations share it.
+        key: all that the effect of a call depends on besides the call and PyTorch's switches.
         programs: cached knowledge of compiled modules, which a planner's simulations share.
     """
 
@@ -63,7 +63,8 @@ class Kernels:
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
         traits = CardTraits(self.capability, *filter(None, [hardware.multiprocessors]))
         self.card = traits if self.is_cuda else None
-        self.known: dict[Any, dict[int, Any]] = {}
+        rates = hardware.flops_per_second, hardware.bandwidth_bytes_per_second, hardware.launch_seconds
+        self.key = (self.device_type, self.card, *rates, hardware.measured, probe)
         self.programs: dict[Any, Any] = {}
         self._unfused: set[torch.dtype] = set()
         self._cpu = CpuScratch(probe=probe)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.core import DiskCache, available_host_bytes, format_bytes
 from memscale.simulation.dispatch.tape import Tape
-from memscale.simulation.kernels.kernel_cache import this_machine
+from memscale.simulation.kernels.cpu_scratch import this_machine
 from memscale.simulation.measured.programs import PartProgram, program_of, slots_in
 from memscale.simulation.trace import OpCall, Phase
 

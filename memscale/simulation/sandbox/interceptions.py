@@ -18,8 +18,8 @@ from memscale.algebra import Method, Transformed
 from memscale.core import internals, is_own_thread, joining
 from memscale.regions import OperatorWatch
 from memscale.simulation.dispatch.fake_mode import FakeMode
+from memscale.simulation.dispatch.lazy_values import NeedsValues
 from memscale.simulation.dispatch.step_recorder import StepRecorder
-from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.process.process_state import patched, placed
 
 

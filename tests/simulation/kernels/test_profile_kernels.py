@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memscale as ms
-from memscale.simulation.dispatch import call_effects
+from memscale.simulation.dispatch import operators
 from memscale.simulation.kernels import cpu_scratch
 from memscale.simulation.kernels.cpu_scratch import CpuScratch, probe_scratch
 from memscale.simulation.kernels.kernels import Kernels
@@ -125,9 +125,9 @@ def test_a_card_gets_no_layouts_of_another(monkeypatch):
     def peak(card):
         return ms.profile(model, images, loss=lambda y, _: y.float().mean(), hardware=card).peak_bytes
 
-    monkeypatch.setattr(call_effects, "_layouts", {})
+    monkeypatch.setattr(operators, "_known", {})
     alone = peak("h100")
-    monkeypatch.setattr(call_effects, "_layouts", {})
+    monkeypatch.setattr(operators, "_known", {})
     peak("t4")
     assert peak("h100") == alone
 
