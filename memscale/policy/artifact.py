@@ -13,7 +13,7 @@ from memscale.policy.context import FEATURES, TECHNIQUES, StrategyContext
 
 SCHEMA = 1
 _MOST_BYTES = 1 << 20
-_MOST_TREES, _MOST_NODES, _MOST_DEPTH = 1024, 255, 8
+_MOST_TREES, _MOST_NODES = 1024, 255
 _MOST_VALUE = 1 << 40
 _ARMS = 1 << len(TECHNIQUES)  # the number of sets of techniques; each technique is a bit
 
@@ -107,18 +107,13 @@ class Artifact:
 
 
 def _is_tree(tree: tuple[_Node, ...]) -> bool:
-    """Whether each row is a leaf or refers to later rows, and no path is longer than `_MOST_DEPTH`."""
-    depth = [0] * len(tree)
-    for row, (feature, arm, value, other) in enumerate(tree):
-        if feature == -1:
-            if not (0 <= arm < _ARMS and 0 <= value <= _MOST_VALUE):
-                return False
-        elif not (0 <= feature < len(FEATURES) and row < min(value, other) and max(value, other) < len(tree)):
-            return False
-        else:
-            for below in (value, other):
-                depth[below] = max(depth[below], depth[row] + 1)
-    return 0 < len(tree) <= _MOST_NODES and max(depth) <= _MOST_DEPTH
+    """Whether each row is a leaf or refers to later rows, so that every vote ends."""
+    return 0 < len(tree) <= _MOST_NODES and all(
+        0 <= second < _ARMS and third >= 0
+        if feature == -1
+        else 0 <= feature < len(FEATURES) and row < min(third, fourth) and max(third, fourth) < len(tree)
+        for row, (feature, second, third, fourth) in enumerate(tree)
+    )
 
 
 def _integers(values: Any, count: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ TECHNIQUES = ("checkpoint", "tile", "offload")
 SWITCHES = {"checkpoint": "enable_checkpointing", "tile": "enable_tiling", "offload": "enable_offloading"}
 
 _STATIC = ("parameter", "gradient", "optimizer state")
+_SHARES = {"parameter": "parameter", "gradient": "gradient", "state": "optimizer state", "activation": "activation"}
 _NUMBERED = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)(?:\.|$)")
 
 
@@ -107,10 +108,9 @@ class StrategyContext:
         if not profile.changes:
             raise ConfigError("this profile has no timeline; make a new one with memscale.profile")
         live = {name: int(each.max()) for name, each in profile.timeline.live_bytes.items()}
-        peak, at_peak = (
-            profile.peak_bytes,
-            {name: profile.by_category.get(name, 0) for name in (*_STATIC, "activation")},
-        )
+        peak = profile.peak_bytes
+        at_peak = {name: profile.by_category.get(category, 0) for name, category in _SHARES.items()}
+        at_peak["other"] = peak - sum(at_peak.values())
         taken = peak if profile.reserved_peak_bytes is None else profile.reserved_peak_bytes
         activations, excess = live.get("activation", 0), max(taken - limit, 0)
         seconds = profile.step_seconds or 0.0
@@ -119,18 +119,13 @@ class StrategyContext:
         prefix, count, block_seconds = _blocks(profile)
         transient = [each for each in profile.holdings if each.category not in _STATIC]
         outside = [each.nbytes for each in transient if not _is_in(each.path, prefix)]
-        carried = _link_bytes_per_second(hardware) * forward
-        has_link = _link_bytes_per_second(hardware) > 0
+        link = _link_bytes_per_second(hardware)
         rate = max(hardware.flops_per_second.values(), default=0.0)
         return cls(
             pressure=_ratio(taken, limit),
             static_over_budget=_ratio(sum(live.get(name, 0) for name in _STATIC), limit),
             excess_over_activations=_ratio(excess, activations),
-            parameter_share=_ratio(at_peak["parameter"], peak),
-            gradient_share=_ratio(at_peak["gradient"], peak),
-            state_share=_ratio(at_peak["optimizer state"], peak),
-            activation_share=_ratio(at_peak["activation"], peak),
-            other_share=_ratio(peak - sum(at_peak.values()), peak),
+            **{f"{name}_share": _ratio(nbytes, peak) for name, nbytes in at_peak.items()},
             reserved_over_allocated=_ratio(taken, peak),
             largest_over_budget=_ratio(max((each.nbytes for each in profile.holdings), default=0), limit),
             outside_over_budget=_ratio(max(outside, default=0), limit),
@@ -138,12 +133,12 @@ class StrategyContext:
             block_seconds_share=_ratio(block_seconds, seconds),
             forward_share=_ratio(forward, seconds),
             optimizer_share=_ratio(seconds - begins.get("optimizer", seconds), seconds),
-            link_window=_ratio(activations, carried) if has_link else 0,
-            excess_window=_ratio(excess, carried) if has_link else 0,
+            link_window=_ratio(activations, link * forward) if link else 0,
+            excess_window=_ratio(excess, link * forward) if link else 0,
             host_over_activations=_MOST if config.host_bytes is None else _ratio(config.host_bytes, activations),
             machine_balance=_ratio(rate, hardware.bandwidth_bytes_per_second or 0.0),
             intensity_share=_ratio(profile.flops, rate * seconds),
-            has_link=int(has_link),
+            has_link=int(link > 0),
             is_accelerator=int(hardware.device_type != "cpu"),
             eligible=eligible(config),
         )

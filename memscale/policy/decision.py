@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from memscale.config import Config, OptimizationMode
 from memscale.core import ConfigError, Document, PolicyFallbackNeeded
@@ -16,9 +16,6 @@ from memscale.runtime import AsyncOffloadConfig
 _DOCUMENT = Document("strategy_decision", version=1, writer="StrategyDecision.to_json()", error=ConfigError)
 
 VARIABLE = "MEMSCALE_POLICY"
-
-Using = Literal["auto", "ml", "rule"]
-_USING = ("auto", "ml", "rule")
 
 _ONE = 1024
 _CUT = 0.75  # the share of the largest tensor outside of the blocks that `tile` frees
@@ -118,10 +115,8 @@ class StrategyDecision:
         return f"{named}, by {self.decision_source}: {self.reason}"
 
 
-def select(
-    context: StrategyContext | None, config: Config, *, using: Using = "auto", planner: str = ""
-) -> StrategyDecision:
-    """Returns the techniques to plan a step with first.
+def select(context: StrategyContext | None, config: Config, *, planner: str = "") -> StrategyDecision:
+    """Returns the techniques to plan a step with first: by the artifact in ``$MEMSCALE_POLICY``, else by the rules.
 
     The planner tries more techniques if these turn out too slow or too few; see `widenings`.
 
@@ -136,15 +131,8 @@ def select(
     Args:
         context: the context of the step, or None if unknown.
         config: the caller's config; left unchanged.
-        using: ``"rule"`` uses the rules, ``"ml"`` the artifact in ``$MEMSCALE_POLICY``; ``"auto"`` uses the artifact if
-            that variable is set, else the rules, because no trained artifact was better (docs/policy.md).
         planner: the fingerprint of the calling planner.
-
-    Raises:
-        ConfigError: `using` has another value.
     """
-    if using not in _USING:
-        raise ConfigError(f"select(using={using!r}) must be one of {', '.join(map(repr, _USING))}")
     if not config.auto_policy or (context is not None and not context.is_accelerator):
         given = tuple(name for name in TECHNIQUES if getattr(config, SWITCHES[name]))
         return _decided(config, given, "user_config", "a CPU" if config.auto_policy else "as it was given")
@@ -152,22 +140,16 @@ def select(
         return _decided(config, eligible(config), "rule_fallback", "no_profile")
     if context.pressure <= _ONE:
         return _decided(config, (), "rule", "the step fits")
-    path = os.environ.get(VARIABLE, "")
-    sha256 = ""
-    if using == "rule" or (using == "auto" and not path):
-        found = rule(context)
-        return _decided(config, found, "rule", "few" if found != context.eligible else "nothing less is known to do")
+    ruled, sha256 = rule(context), ""
+    if not (path := os.environ.get(VARIABLE)):
+        return _decided(config, ruled, "rule", "few" if ruled != context.eligible else "nothing less is known to do")
     try:
         artifact = Artifact.read(path, planner)
         sha256 = artifact.sha256
-        found, confidence = artifact.vote(context)
-        return _decided(config, found, "ml", "few", confidence / 100, sha256)
+        voted, confidence = artifact.vote(context)
+        return _decided(config, voted, "ml", "few", confidence / 100, sha256)
     except PolicyFallbackNeeded as needed:
-        reason = str(needed)
-    except Exception as error:  # any other error that an artifact causes
-        reason = f"error:{type(error).__name__}"
-    found = rule(context)
-    return _decided(config, found, "rule_fallback", reason, 1.0, sha256)
+        return _decided(config, ruled, "rule_fallback", str(needed), artifact=sha256)
 
 
 def rule(context: StrategyContext) -> tuple[str, ...]:
