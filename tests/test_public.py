@@ -98,8 +98,8 @@ memscale.simulation.rules:
 memscale.simulation.sandbox:
 memscale.simulation.schedule:
 memscale.simulation.measured: AllocatorTrace measure training_roles
-memscale.telemetry: COMMANDS Consent Machine SCHEMA State Weeks canonical consent count counted folder
-    give_consent take_consent_back uncounted week_of
+memscale.telemetry: Consent State Weeks consent count counted folder give_consent take_consent_back
+    uncounted week_of
 memscale.transforms: Cut cast checkpoint layers listeners may_be_proven name offload proven_rows tile
 memscale.transforms.cast:
 memscale.transforms.checkpoint: Checkpoint Checkpointed Cut checkpoint is_view layers recomputed_regions

@@ -19,7 +19,6 @@ from typer import Option
 from memscale.core import ConfigError
 from memscale.telemetry import (
     Consent,
-    Machine,
     State,
     Weeks,
     consent,
@@ -135,8 +134,8 @@ def clean() -> int:
     return status()
 
 
-def machine() -> Machine:
-    """Returns the fields of a report about this machine."""
+def machine() -> dict[str, str]:
+    """Returns the fields of a report about this machine: entries of closed lists, and two-number versions."""
     version = ".".join(torch.__version__.split(".")[:2])
     own = sys.modules["memscale"].__version__
     system = platform.system().lower()
@@ -150,14 +149,14 @@ def machine() -> Machine:
         accelerator, card = "mps", "other"
     elif torch.xpu.is_available():
         accelerator, card = "xpu", "other"
-    return Machine(
-        memscale=".".join(own.split(".")[:2]),
-        python=f"{sys.version_info.major}.{sys.version_info.minor}",
-        torch=version,
-        os=system if system in _SYSTEMS else "other",
-        accelerator=accelerator,
-        card=card,
-    )
+    return {
+        "memscale": ".".join(own.split(".")[:2]),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "torch": version,
+        "os": system if system in _SYSTEMS else "other",
+        "accelerator": accelerator,
+        "card": card,
+    }
 
 
 def _not_on(now: Consent) -> int:

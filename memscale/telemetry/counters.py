@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from typing import NamedTuple
 
 SCHEMA = 3
@@ -55,30 +56,24 @@ def counters() -> tuple[str, ...]:
     return tuple(sorted((*calls, *commands, *divided)))
 
 
-def decade(parameters: int) -> str:
-    """Returns the bucket of a number of parameters.
+# The ends of the buckets of each dimension of numbers, all but the last bucket's.
+_ENDS = {
+    "params": (1e7, 1e8, 1e9, 1e10, 1e11),
+    "pressure": (0.5, 0.85, 0.95, 1, 1.5, 3),
+    "peak_error": (0.001, 0.01, 0.05),
+}
 
-    >>> [decade(count) for count in (10, 10**7, 7 * 10**9, 10**12)]
+
+def bucket(dimension: str, value: float) -> str:
+    """Returns the bucket of a number of parameters, of a step's bytes over the allowed ones, or of a relative error.
+
+    >>> [bucket("params", count) for count in (10, 10**7, 7 * 10**9, 10**12)]
     ['<1e7', '1e7', '1e9', '>=1e11']
-    """
-    digits = len(str(max(parameters, 1))) - 1
-    return "<1e7" if digits < 7 else ">=1e11" if digits > 10 else f"1e{digits}"
-
-
-def pressure(share: float) -> str:
-    """Returns the first bucket whose bound is above `share`.
-
-    >>> [pressure(share) for share in (0.2, 0.999, 1.0, 50.0)]
+    >>> [bucket("pressure", share) for share in (0.2, 0.999, 1.0, 50.0)]
     ['<0.5', '<1', '<1.5', '>=3']
-    """
-    return next((each for each in DIMENSIONS["pressure"].buckets if each[0] == "<" and share < float(each[1:])), ">=3")
-
-
-def peak_error(share: float) -> str:
-    """Returns the bucket of a predicted peak with the relative error `share`.
-
-    >>> peak_error(0.002), peak_error(-0.2)
+    >>> bucket("peak_error", 0.002), bucket("peak_error", -0.2)
     ('over<1%', 'under>=5%')
     """
-    side = "over" if share >= 0 else "under"
-    return side + next((f"<{bound}%" for bound in (0.1, 1, 5) if abs(share) * 100 < bound), ">=5%")
+    ends = _ENDS[dimension]
+    under = (len(ends) + 1) * (value < 0)  # buckets of errors below the measured peak follow those above
+    return DIMENSIONS[dimension].buckets[under + bisect(ends, abs(value))]

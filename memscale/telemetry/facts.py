@@ -81,12 +81,13 @@ def _pressure(call: Call) -> str:
     """Returns the bucket of the untransformed step's bytes over the allowed bytes."""
     result, executor = call.result, _executor_in(call.result)
     if (evidence := getattr(result, "evidence", None)) is not None:
-        return counters.pressure(evidence.plain.taken_bytes / evidence.budget_bytes)
-    if hasattr(result, "capacity_bytes"):
-        return counters.pressure(result.peak_bytes / result.capacity_bytes)
-    assert executor.profile is not None, "nothing was profiled, and nothing is told"
-    limit_bytes = executor.config.target_gpu_utilization * executor.hardware.memory_bytes
-    return counters.pressure(executor.step_bytes / limit_bytes)
+        share = evidence.plain.taken_bytes / evidence.budget_bytes
+    elif hasattr(result, "capacity_bytes"):
+        share = result.peak_bytes / result.capacity_bytes
+    else:
+        assert executor.profile is not None, "nothing was profiled, and nothing is told"
+        share = executor.step_bytes / (executor.config.target_gpu_utilization * executor.hardware.memory_bytes)
+    return counters.bucket("pressure", share)
 
 
 def _outcome(call: Call) -> str:
@@ -155,12 +156,12 @@ def _scans(block: nn.Module) -> bool:
 
 
 _TELLERS: dict[str, Callable[[Call], str | list[str]]] = {
-    "params": lambda call: counters.decade(_size(call.model)),
+    "params": lambda call: counters.bucket("params", _size(call.model)),
     "architecture": lambda call: architecture_of(call.model),
     "technique": _techniques,
     "mode": _mode,
     "pressure": _pressure,
     "outcome": _outcome,
     "decision_source": lambda call: str(_plan_of(call).decision.decision_source),
-    "peak_error": lambda call: counters.peak_error(call.before.peak_error),
+    "peak_error": lambda call: counters.bucket("peak_error", call.before.peak_error),
 }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from memscale.core import ConfigError
 from memscale.telemetry.consent import State, folder
@@ -16,18 +15,6 @@ from memscale.telemetry.counters import MOST, SCHEMA, counters
 
 _MOST_BYTES = 2 << 20
 _WEEK = re.compile(r"[0-9]{4}-W[0-9]{2}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """The machine in a report: entries of closed lists, and two-number versions."""
-
-    memscale: str
-    python: str
-    torch: str
-    os: str
-    accelerator: str
-    card: str
 
 
 class Weeks:
@@ -45,15 +32,19 @@ class Weeks:
         """Returns the weeks before week `before` that were not sent yet."""
         return [name for name in self.names() if name < before and not (self.sent / f"{name}.json").exists()]
 
-    def report(self, week: str, machine: Machine) -> bytes:
-        """Returns the report of a week as the bytes to send.
+    def report(self, week: str, machine: Mapping[str, str]) -> bytes:
+        """Returns the report of a week as the bytes to send: JSON in the canonical form of RFC 8785.
+
+        Args:
+            week: the week, such as ``"2026-W47"``.
+            machine: the fields of the report about the machine.
 
         Raises:
             ConfigError: nothing was counted in the week, or its file cannot be read.
         """
-        return canonical(
-            {"schema": SCHEMA, "week": week, **dataclasses.asdict(machine), "counters": self._counters(week)}
-        )
+        told = {"schema": SCHEMA, "week": week, **machine, "counters": self._counters(week)}
+        # To this the canonical form reduces for these keys and integers.
+        return json.dumps(told, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
     def keep_sent(self, week: str, report: bytes) -> None:
         """Replaces the counts of a week by a copy of the sent report.
@@ -83,12 +74,3 @@ class Weeks:
             found.update([call, *(f"{call}/{fact}" for fact in dict.fromkeys(facts))])
         # Names that are not listed, as in a torn or foreign line, are dropped.
         return {name: min(found[name], MOST) for name in counters() if found[name]}
-
-
-def canonical(report: dict[str, Any]) -> bytes:
-    """Returns the report as JSON in the canonical form of RFC 8785, to which this reduces for these keys and integers.
-
-    >>> canonical({"b": 1, "a": "x"})
-    b'{"a":"x","b":1}'
-    """
-    return json.dumps(report, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
