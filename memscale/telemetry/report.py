@@ -42,9 +42,9 @@ class Weeks:
         Raises:
             ConfigError: nothing was counted in the week, or its file cannot be read.
         """
-        told = {"schema": SCHEMA, "week": week, **machine, "counters": self._counters(week)}
+        fields = {"schema": SCHEMA, "week": week, **machine, "counters": self._counters(week)}
         # To this the canonical form reduces for these keys and integers.
-        return json.dumps(told, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
     def keep_sent(self, week: str, report: bytes) -> None:
         """Replaces the counts of a week by a copy of the sent report.
