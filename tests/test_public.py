@@ -48,7 +48,7 @@ memscale.history: Baseline Comparison History Remote Run TEXTS TRACKERS commit_o
     keep_measured queue_path record send
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.integrations:
-memscale.legacy: Executor attached detach optimize report wrap wrapped
+memscale.legacy: Executor detach optimize report wrap wrapped
 memscale.observability: Metrics Server check_can_serve local_rank memory_keys rank serve
 memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer as_plain compensate_rounding
     counts_on_host offload_states quantize_states round_stochastically step_in_backward step_in_groups transformed

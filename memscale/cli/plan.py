@@ -27,6 +27,7 @@ from memscale.core import (
     format_bytes,
     format_seconds,
     format_unlike,
+    wrapped,
 )
 
 # Maps the names that --allow and --forbid take to the switches of a Config.
@@ -247,7 +248,9 @@ def _engine(
             ) from error
     if verdict and (above_bytes := engine.plain.taken_bytes - limit) > 0:
         takes, budget = format_unlike(engine.plain.taken_bytes, limit)
-        show(f"as written, the step takes {takes}, {format_bytes(above_bytes)} above the budget of {budget}")
+        seconds = engine.plain.step_seconds
+        time_too = "" if seconds is None else f"{format_seconds(seconds)} and "
+        show(f"as written: {time_too}{takes}, {format_bytes(above_bytes)} above the budget of {budget}")
     with simulations() as bar:
         began = time.monotonic()
         yield engine, step
@@ -257,7 +260,7 @@ def _engine(
 
 def nothing_fits(error: BudgetError, *, steps: bool = False) -> int:
     """Prints the error with its arguments as options, and returns the exit status. `steps`: there is ``--stepping``."""
-    print(f"memscale: {error.spelled(lambda argument: as_option(argument, steps))}", file=sys.stderr)
+    print(wrapped(f"memscale: {error.spelled(lambda argument: as_option(argument, steps))}"), file=sys.stderr)
     return DOES_NOT_FIT
 
 

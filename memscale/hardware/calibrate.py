@@ -17,11 +17,11 @@ from memscale.runtime.backends import Buffer, Event
 Clock = Callable[[], float]
 Run = Callable[[], object]
 
-# Rows of square matrices, up to a size that fills a card.
+# Numbers of rows of the square matrices; the largest fills a card.
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # The size of each of three buffers that are copied in rotation, so that no cache holds a buffer until its next copy.
 _COPY_BYTES = 128 * 1024**2
-_TINY_OPS = 500  # together with `_COPIES_AHEAD` less than the launch queue of a card holds
+_TINY_OPS = 500  # `_TINY_OPS` and `_COPIES_AHEAD` together fit into the launch queue of a card
 _COPIES_AHEAD = 200
 _LEAST_SECONDS = 1e-7
 _REPEATS = 3
@@ -41,7 +41,7 @@ def calibrate(
     budget_seconds: float = 1.5,
     clock: Clock | None = None,
 ) -> dict[str, Any]:
-    """Measures the speeds of `device`. Returns them by the names of the fields of `Hardware`.
+    """Returns the measured speeds of `device`, by the names of the fields of `Hardware`.
 
     Each speed is the best of several medians: one interruption does not change a median, and disturbances only make a
     machine slower.
@@ -53,8 +53,8 @@ def calibrate(
             is skipped.
         copy_bytes: the bytes of each of the three buffers of the copies.
         budget_seconds: the limit for all matrix products together. The copies take a second more.
-        clock: returns seconds. `None` is wall time, or this thread's time if no other thread computes, which excludes
-            other programs.
+        clock: returns seconds. `None` is wall time, or this thread's time if no other thread computes, which leaves
+            out other programs.
     """
     is_alone = device.type == "cpu" and torch.get_num_threads() == 1
     room_bytes = (free_bytes if free_bytes is not None else 4 * 1024**3) // 4
@@ -167,15 +167,15 @@ def _copy_rates(timer: _Timer, nbytes: int) -> dict[str, float]:
         host = torch.ones(count, device="cpu", dtype=torch.float32, pin_memory=True)
         to_device, to_host = timer.median(lambda: a.copy_(host)), timer.median(lambda: host.copy_(a))
         other = torch.ones_like(host)
-        beside = {"host_bandwidth_bytes_per_second": 3 * host.nbytes / timer.median(lambda: other.add_(host))}
+        of_host = {"host_bandwidth_bytes_per_second": 3 * host.nbytes / timer.median(lambda: other.add_(host))}
     else:
         to_device = to_host = copy
-        beside = {}
+        of_host = {}
     return {
         "bandwidth_bytes_per_second": max(2 * a.nbytes / copy, 3 * a.nbytes / triad),
         "host_to_device_bytes_per_second": a.nbytes / to_device,
         "device_to_host_bytes_per_second": a.nbytes / to_host,
-        **beside,
+        **of_host,
     }
 
 
@@ -188,7 +188,8 @@ def _launch_seconds(timer: _Timer, nbytes: int) -> float:
 
     if timer.device.type != "cuda":
         return timer.median(run) / _TINY_OPS
-    # Timed by the card's own clock. Copies keep the card busy until the host has queued everything, as it is slower.
+    # The card's own clock measures the operators. Copies ahead of them keep the card busy until the host, which is
+    # slower, has queued all of them.
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     a, b = (torch.ones(nbytes // 4, device=timer.device, dtype=torch.float32) for _ in range(2))
     for _ in range(_COPIES_AHEAD):
@@ -200,7 +201,7 @@ def _launch_seconds(timer: _Timer, nbytes: int) -> float:
     return max(_LEAST_SECONDS, float(begin.elapsed_time(end)) / 1e3 / _TINY_OPS)
 
 
-# The size of a copy (as an engine's), the least number of copies, and the number of rounds, of which the best counts.
+# The bytes of a copy (as in an offload engine), the least number of copies, and the number of rounds; the best counts.
 _PIECE_BYTES = 4 * 1024**2
 _FEWEST_PIECES = 4
 _ROUNDS = 3
@@ -210,7 +211,7 @@ _PRODUCT_SIZE = 384  # short products (below 1 ms), so that the end of a copy is
 
 
 def disk_rates(nbytes: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """Measures the disk. Returns bytes a second by the names of the fields of `Hardware`; empty without a usable disk.
+    """Returns the measured bytes a second of the disk, by the fields of `Hardware`; empty without a usable disk.
 
     The figures include that copying threads share the processor with the step. The best of several rounds counts,
     since disturbances only make a disk slower.

@@ -268,11 +268,11 @@ def by_name(name: str) -> Card:
         ConfigError: no card has this name; the message lists the nearest names, or all.
     """
     known = {_plain(each): card for card in CARDS for each in (*card.device_names, *card.aliases, card.name)}
-    asked = _plain(name) if isinstance(name, str) else ""
-    if asked in known:
-        return known[asked]
-    near = [each for each in known if asked and each.startswith(asked)]
-    near += difflib.get_close_matches(asked, known, n=3, cutoff=0.7)
+    plain = _plain(name) if isinstance(name, str) else ""
+    if plain in known:
+        return known[plain]
+    near = [each for each in known if plain and each.startswith(plain)]
+    near += difflib.get_close_matches(plain, known, n=3, cutoff=0.7)
     nearest = list(dict.fromkeys(known[each].name for each in near))[:3]
     if nearest:
         known_ones = f"; the nearest are {', '.join(map(repr, nearest))}, and `memscale cards` lists all"

@@ -48,7 +48,7 @@ def knows_copies(hardware: Hardware) -> bool:
 
 
 def assumed_speeds(hardware: Hardware, *, disk: bool, host: bool) -> str:
-    """Returns a note of the default speeds that are used for `hardware`; empty if it has its own."""
+    """Returns a note on the default copy speeds that stand for unknown ones of `hardware`; ``""`` if all are known."""
     found = []
     if disk and not hardware.disk_read_bytes_per_second:
         found.append(f"how fast its disk reads: {_DISK_READ_BYTES_PER_SECOND / 1e9:g} GB/s was assumed")
@@ -84,7 +84,7 @@ def copy_seconds(nbytes: int, tier: str, direction: Direction, hardware: Hardwar
 #: Kinds of collectives, as schedules name them.
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "other collectives")
 
-# Shares of data sheet rates. NVLink reaches 370 of 450 GB/s on an H100, its protocol takes the rest
+# Shares of data sheet rates. NVLink reaches 370 of 450 GB/s on an H100; its protocol takes the rest
 # (NVIDIA/nccl-tests#212). An adapter of 400 Gb/s reaches 46 to 48 of its 50 GB/s (NVIDIA/nccl-tests#290).
 _NODE_SHARE, _NETWORK_SHARE = 0.82, 0.94
 
@@ -178,7 +178,7 @@ def _missing(over: Span, hardware: Hardware) -> list[str]:
 
 
 def assumed_links(over: Span, hardware: Hardware) -> str:
-    """Returns a note of what `collective_seconds` lacks or assumes about `hardware`; ``""`` if nothing."""
+    """Returns a note on the link speeds of `hardware` that are unknown or assumed; ``""`` if all are known."""
     if over.size == 1:
         return ""
     if missing := _missing(over, hardware):

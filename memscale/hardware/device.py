@@ -207,9 +207,9 @@ class Hardware:
         """Measures `device` for up to 20 seconds and returns its description with the measured speeds.
 
         Times matrix products of growing size in each dtype, copies in the device's memory, copies to and from the host,
-        reads and writes of a temporary file of 64 MiB, an operator on one number, and beside a card the host time of
-        calls of operators and modules. Keep the machine idle during the measurement. Store the result: its `repr` is
-        the Python that makes it, and `to_json` returns a text.
+        reads and writes of a temporary file of 64 MiB, an operator on one number, and for a CUDA device the host's time
+        for calls of operators and modules. Keep the machine idle during the measurement. Store the result: its `repr`
+        is the Python that makes it, and `to_json` returns a text.
 
         Args:
             device: as in `detect`.

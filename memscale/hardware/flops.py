@@ -66,8 +66,8 @@ def _grouped_product(given: Arguments, outputs: Any) -> int:
     return int(2 * prod(left.shape) // groups * right.shape[-1])
 
 
-def _seen(given: Arguments) -> int:
-    """Returns the number of (query, key) pairs that a kernel computes; it skips those behind a causal mask."""
+def _attended_pairs(given: Arguments) -> int:
+    """Returns the number of (query, key) pairs that a kernel computes: with a causal mask, those before the mask."""
     *batch, queries, _ = given["query"].shape
     keys = given["key"].shape[-2]
     pairs = queries * keys
@@ -78,12 +78,12 @@ def _seen(given: Arguments) -> int:
 
 
 def _attention(given: Arguments, outputs: Any) -> int:
-    return int(2 * _seen(given) * (given["query"].shape[-1] + given["value"].shape[-1]))
+    return int(2 * _attended_pairs(given) * (given["query"].shape[-1] + given["value"].shape[-1]))
 
 
 def _attention_backward(given: Arguments, outputs: Any) -> int:
     """Returns the FLOPs of five products: scores again, and the gradients of scores, query, key and value."""
-    return int(2 * _seen(given) * (3 * given["query"].shape[-1] + 2 * given["value"].shape[-1]))
+    return int(2 * _attended_pairs(given) * (3 * given["query"].shape[-1] + 2 * given["value"].shape[-1]))
 
 
 def _convolution_backward(given: Arguments, outputs: Any) -> int:

@@ -9,16 +9,16 @@ from memscale.hardware.device import Hardware
 
 
 class HostSeconds(NamedTuple):
-    """Seconds of the host beside an accelerator for one call of each kind.
+    """Seconds that an accelerator's host takes for one call of each kind.
 
     Attributes:
         operator: an operator that Python calls, up to the launch of its kernel.
         plain: an operator that Python calls without autograd, as in an optimizer.
-        backward: an operator that autograd calls, with its share of the node around it.
+        backward: an operator that autograd calls, with the Python of its autograd node.
         view: an operator that launches nothing.
         listed: one tensor in a list that an optimizer's operator takes.
-        module: a module, with its share of the Python between operators in its forward.
-        region: a transformed module; twice if its forward runs under saved-tensor hooks, and again for a recompute.
+        module: a module, with the Python between the operators of its forward.
+        region: a transformed module; counted twice under saved-tensor hooks, and once more for a recompute.
         saved: the saved-tensor hooks for one tensor.
         copy: a copy to or from another tier.
         watched: a dispatch mode of memscale around an operator or a view, as policies use it.
@@ -48,7 +48,7 @@ _MULTIPLES = (5.7, 0.2, 4.5, 0.65)
 
 
 def host_calls(hardware: Hardware) -> HostSeconds:
-    """Returns the host seconds of calls for `hardware`; zeros for a CPU, where an operator's seconds have its call."""
+    """Returns the host seconds of calls for `hardware`; zeros for a CPU, whose operator times include the call."""
     if hardware.device_type == "cpu":
         return HostSeconds(**dict.fromkeys(HostSeconds.__annotations__, 0.0))
     operator, backward, view, module = (hardware.call_seconds.get(kind, _DEFAULT[kind]) for kind in CALLS)

@@ -99,7 +99,7 @@ def nominal(hardware: Hardware) -> Hardware:
     threads = torch.get_num_threads()
     return dataclasses.replace(
         hardware,
-        measured=True,  # the speeds are no peaks of a data sheet
+        measured=True,  # the rates are what kernels reach, as if measured, and are not reduced further
         flops_per_second=dict.fromkeys(_DTYPES, _CPU_FLOPS_PER_SECOND * threads),
         bandwidth_bytes_per_second=_CPU_BYTES_PER_SECOND * threads,
     )

@@ -19,17 +19,17 @@ class Touch(enum.Enum):
     READ = "read"
     WRITE = "write"
     UPDATE = "update"  # read and written
-    LOOK_UP = "look up"  # read at some indices, at most as many as results, or as another argument has
-    SCATTER = "scatter"  # updated at some indices, at most as many as another argument has
+    LOOK_UP = "look up"  # read at some indices: at most as many bytes as the results or another argument have
+    SCATTER = "scatter"  # updated at some indices: at most as many bytes as another argument has
 
 
 @dataclass(frozen=True)
 class _Accesses:
-    """The accesses of an operator that its schema tells before a call."""
+    """The accesses of an operator, as far as its schema determines them before a call."""
 
     positional: tuple[tuple[int, Touch], ...]
     named: Mapping[str, Touch]
-    makes: bool  # its results are new tensors, and it writes them
+    makes: bool  # whether the operator writes new tensors, its results
 
 
 _NO_ACCESS = _Accesses((), {}, False)

@@ -12,9 +12,9 @@ from torch._ops import OpOverload
 from memscale.hardware.flops import flops_of
 from memscale.hardware.traffic import traffic_of
 
-#: The dtype whose rate to use if a device has none for the key: both use the same units.
+#: The dtype whose rate applies if a device has no rate for the key: the same circuits compute both.
 AT_THE_RATE_OF = {
-    "tfloat32": "float32",  # TF32 is a permission; a device without it computes in float32
+    "tfloat32": "float32",  # TF32 is allowed, not required; a device without TF32 computes in float32
     "float8_e5m2": "float8_e4m3fn",
     "float8_e5m2fnuz": "float8_e4m3fnuz",
 }

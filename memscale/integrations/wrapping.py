@@ -9,7 +9,7 @@ from torch import nn
 from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config, check_config
 from memscale.core import Record
-from memscale.legacy import Executor, attached, wrapped
+from memscale.legacy import Executor, wrapped
 from memscale.planning import Budget
 from memscale.simulation import Loop
 
@@ -52,7 +52,7 @@ class Wrapping:
 
     def wrap(self, model: nn.Module) -> None:
         """Wraps `model`, unless it is wrapped already."""
-        if self.executor is None or attached(model) is not self.executor:
+        if self.executor is None or Executor.of(model) is not self.executor:
             self.end()
             self.executor = wrapped(
                 model,

@@ -1,6 +1,6 @@
 """The one-line interface: `wrap`, `optimize`, `detach` and `report` change a model in place."""
 
 from memscale.legacy.executor import Executor
-from memscale.legacy.verbs import attached, detach, optimize, report, wrap, wrapped
+from memscale.legacy.verbs import detach, optimize, report, wrap, wrapped
 
-__all__ = ["Executor", "attached", "detach", "optimize", "report", "wrap", "wrapped"]
+__all__ = ["Executor", "detach", "optimize", "report", "wrap", "wrapped"]

@@ -54,7 +54,7 @@ class Executor:
     >>> blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)]
     >>> model = torch.nn.Sequential(*blocks)
     >>> config = ms.Config(force_optimize=True, enable_logging=False)
-    >>> ms.wrap(model, config)._memscale_executor.plan
+    >>> ms.Executor.of(ms.wrap(model, config)).plan
     Plan({'*': checkpoint()})
     >>> ms.detach(model)
 
@@ -65,6 +65,18 @@ class Executor:
         optimizer: the optimizer that trains the model, or None if unknown.
         batch: the batch for which `verdict` was made, or None.
     """
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Executor | None:
+        """Returns the executor of a wrapped model, or None for any other model.
+
+        >>> import torch
+        >>> print(Executor.of(torch.nn.Linear(2, 2)))
+        None
+        """
+        executor = model.__dict__.get(ATTRIBUTE)
+        # A copy that `transform` made of a wrapped model has the attribute too, but the executor of the original.
+        return executor if isinstance(executor, cls) and executor._model() is model else None
 
     def __init__(
         self,
@@ -162,7 +174,7 @@ class Executor:
     def is_attached(self) -> bool:
         """Whether the model exists and is wrapped by this executor."""
         model = self._model()
-        return model is not None and model.__dict__.get(ATTRIBUTE) is self
+        return model is not None and Executor.of(model) is self
 
     @property
     def predicted(self) -> dict[str, int]:
@@ -208,7 +220,7 @@ class Executor:
 
         >>> import torch, memscale as ms
         >>> model = ms.wrap(torch.nn.Linear(2, 2), ms.Config(enable_logging=False), torch.ones(1, 2))
-        >>> sorted(model._memscale_executor.as_log())
+        >>> sorted(ms.Executor.of(model).as_log())
         ['memory/predicted_gib']
         """
         return memory_keys(self)
@@ -301,16 +313,15 @@ class Executor:
         Raises:
             TransformError: the model is gone.
 
-        >>> import torch
-        >>> from memscale.legacy.verbs import wrap
+        >>> import torch, memscale as ms
         >>> model = torch.nn.Linear(2, 2)
         >>> before = dict(model.__dict__)
-        >>> wrap(model)._memscale_executor.detach()
+        >>> ms.Executor.of(ms.wrap(model)).detach()
         >>> model.__dict__ == before
         True
         """
         with self._locked():
-            if self.model.__dict__.get(ATTRIBUTE) is self:
+            if Executor.of(self.model) is self:
                 text = str(self)
                 self._detach(self.model)
                 DETACHED[self.model] = text

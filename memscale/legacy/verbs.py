@@ -124,7 +124,7 @@ def wrap(
         record: adds each planned step, and what it is measured to take, to the history; as in `memscale.profile`.
 
     Returns:
-        ``target`` itself; the `Executor` is the attribute ``_memscale_executor`` of its model.
+        ``target`` itself; ``Executor.of(model)`` is the `Executor` of its model.
 
     Raises:
         TypeError: ``target`` is neither a module nor a trainer.
@@ -141,7 +141,7 @@ def wrap(
     >>> layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()) for _ in range(2)]
     >>> model = wrap(torch.nn.Sequential(*layers), Config(force_optimize=True))
     memscale: checkpoint on 2 of 2 blocks; its peak is unknown
-    >>> model._memscale_executor
+    >>> Executor.of(model)
     Executor(Sequential, Plan({'*': checkpoint()}))
     >>> detach(model)
     """
@@ -235,7 +235,7 @@ def detach(model: Any) -> None:
         integration.unwrap_trainer(model)
         return
     module = _module_of(model, "detach")
-    executor = attached(module)
+    executor = Executor.of(module)
     if executor is None:
         LOG.warning("detach(): this %s is not wrapped; nothing to undo", type(module).__name__)
     else:
@@ -255,20 +255,13 @@ def report(model: Any) -> None:
     this Linear is not wrapped
     """
     module = _module_of(model, "report")
-    executor = attached(module)
+    executor = Executor.of(module)
     if executor is not None:
         print(executor)
     elif module in DETACHED:
         print(f"detached; while it was wrapped:\n{DETACHED[module]}")
     else:
         print(f"this {type(module).__name__} is not wrapped")
-
-
-def attached(model: nn.Module) -> Executor | None:
-    """Returns the executor of a wrapped model, or None."""
-    executor = model.__dict__.get(ATTRIBUTE)
-    # A copy that `transform` made of a wrapped model has the attribute too, but the executor belongs to the original.
-    return executor if isinstance(executor, Executor) and executor.model is model else None
 
 
 def wrapped(
@@ -305,7 +298,7 @@ def wrapped(
             # By name, because the class may not be imported, or may be a copy of PyTorch's.
             if type(module).__name__ == kind and len(getattr(module, "device_ids", (0, 1))) > 1:
                 raise RuntimeUnavailable(f"wrap(): the module {path!r} is a {kind}, {reason}")
-    if (previous := attached(model)) is not None:
+    if (previous := Executor.of(model)) is not None:
         say(config, f"{type(model).__name__} is wrapped already: detaching it to plan again")
         previous.detach()
     hardware = hardware_of(model)

@@ -53,12 +53,12 @@ class Below:
 
     def _take(self, nbytes: int, parameter: torch.Tensor, tier: str) -> tuple[Mapped, torch.Tensor]:
         runtime = runtime_for(self._runtime)
-        home = host_parameter_of(parameter, runtime.at_home)
+        host = host_parameter_of(parameter, runtime.by_storage)
         # A parameter that streams is a CPU tensor now; its tiers are those of the device that it streams to.
-        like = parameter if home is None or home.like is None else home.like
+        like = parameter if host is None or host.like is None else host.like
         key = id(runtime), like.device
         if key not in self._memories:
-            self._memories[key] = runtime.homes(like).new_memory()
+            self._memories[key] = runtime.mover(like).new_memory()
         found = self._memories[key].take(nbytes, tier)
         if found is None:
             raise self.full(nbytes)

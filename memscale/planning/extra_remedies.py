@@ -142,7 +142,7 @@ def _shards(step: Setting, model: nn.Module) -> Iterator[Setting]:
     ]
     if paths:
         shard = (*blocks, *paths)
-        yield replace(step, parallel=replace(spec, shard=shard), said=(*step.said, Argument("", "shard", shard)))
+        yield replace(step, parallel=replace(spec, shard=shard), said=(*step.said, Argument("plan", "shard", shard)))
 
 
 def _in_backward(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:
@@ -158,7 +158,7 @@ def _fused(optimizer: torch.optim.Optimizer | None) -> Argument:
 
 
 def _stepping(name: str) -> Argument:
-    return Argument("", "stepping", (name,))
+    return Argument("plan", "stepping", (name,))
 
 
 def _ends(path: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from memscale.config import Config
 from memscale.core import Argument, BudgetError, format_unlike
@@ -16,7 +17,30 @@ from memscale.simulation import analyse
 from memscale.transforms import cast
 
 # By field of the config: how the field changes the numbers that a step computes. Other fields change no bit.
-_CHANGES = {"enable_tiling": " (sums in another order)", "use_mixed_precision": " (a lower precision)"}
+_CHANGES = {"enable_tiling": ", with sums in another order", "use_mixed_precision": ", in a lower precision"}
+
+
+_SHOWN = 2  # remedies in the message
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    """Arguments that lower the smallest peak, to `peak_bytes`."""
+
+    arguments: tuple[Argument, ...]
+    peak_bytes: int
+
+    @property
+    def changes(self) -> str:
+        """How the remedy changes the numbers of the step; ``""`` for equal bits."""
+        return _CHANGES.get(self.arguments[0].name, "")
+
+    def text(self, peak_bytes: int, limit: int) -> str:
+        """Returns the remedy as a line about the peak, which is `peak_bytes` without it."""
+        lowered, *_ = format_unlike(self.peak_bytes, peak_bytes, limit)
+        fits = ", which fits" if self.peak_bytes <= limit else ""
+        named = " and ".join(map(str, self.arguments))
+        return f"{named} would lower it to {lowered} ({self.peak_bytes} bytes){self.changes}{fits}"
 
 
 class Refusal:
@@ -48,39 +72,37 @@ class Refusal:
             stopped: why the search ended early, "" for a complete search. A stopped search tries no other config.
         """
         least = smallest.taken_bytes
-        asked, reached = format_unlike(limit, least)
-        on = f"{asked} ({limit} bytes) on {self.steps.hardware.name}"
-        no_plan = f"no plan that fits {on} was found: {stopped}, and " if stopped else f"no plan fits {on}: "
-        said = f"{no_plan}the smallest peak {'so far' if stopped else 'within reach'} is {reached} ({least} bytes)"
+        budget, reached = format_unlike(limit, least)
+        budget = f"{budget} ({limit} bytes) on {self.steps.hardware.name}"
+        said = f"no plan that fits {budget} was found: {stopped}" if stopped else f"no plan fits {budget}"
+        tried = " and ".join(sorted(self.own.menu.techniques)) or "no transform"
+        peak = f"the smallest peak {'so far' if stopped else 'within reach'} is {reached} ({least} bytes)"
         model = self.steps.step.module
         assert model is not None, "a function is not planned"
-        lines, arguments = self._what_helps(smallest, limit, wider=not stopped) if with_remedies else ([], [])
-        error = BudgetError("; ".join([said, *lines])).naming(*arguments)
+        best = self._remedies(smallest, limit, wider=not stopped)[:_SHOWN] if with_remedies else []
+        lines = [f"{peak}; tried: {tried}", *(each.text(smallest.taken_bytes, limit) for each in best)]
+        if with_remedies and not best:
+            lighter = ", or an optimizer with less state" if smallest.profile.by_category.get("optimizer state") else ""
+            lines.append(f"take a smaller batch and accumulate gradients{lighter}")
+        error = BudgetError("\n  ".join([said, *lines])).naming(*(each for found in best for each in found.arguments))
         error.peak_bytes, error.plan = least, with_globs(smallest.plan, model)
         return error
 
-    def _what_helps(self, smallest: Proven, limit: int, *, wider: bool) -> tuple[list[str], list[Argument]]:
-        """Returns the remedies as lines of text, and their arguments; fields of the config only if `wider`."""
-        fields = sorted(self._wider(smallest), key=lambda each: each[1]) if wider else []
-        lower = [(Argument("Config", field, True), each) for field, each in fields if each < smallest.taken_bytes]
-        lines = [
-            f"{argument} would lower it to {format_unlike(nbytes, smallest.taken_bytes, limit)[0]}"
-            + _CHANGES.get(argument.name, "")
-            for argument, nbytes in lower
-        ]
+    def _remedies(self, smallest: Proven, limit: int, *, wider: bool) -> list[_Remedy]:
+        """Returns the remedies that lower the peak, the best first; fields of the config only if `wider`.
+
+        The best fits and changes no bit of the numbers; without one, the lowest peak is the best.
+        """
+        fields = self._wider(smallest) if wider else ()
+        found = [_Remedy((Argument("Config", field, True),), nbytes) for field, nbytes in fields]
         own = Setting(smallest.plan, self.steps.step.parallel)
-        *_, (said, best) = extra_remedies(own, smallest.profile, limit, self.steps.other, step=self.steps.step)
-        nbytes = best.taken_bytes
-        if said:
-            fits = ", which fits" if nbytes <= limit else ""
-            lowered, *_ = format_unlike(nbytes, smallest.taken_bytes, limit)
-            lines.append(
-                f"with its plan, {' and '.join(map(str, said))} would lower it to {lowered} ({nbytes} bytes){fits}"
-            )
-        states = smallest.profile.by_category.get("optimizer state", 0)
-        lighter = ", or an optimizer with less state" if states else ""
-        lines = lines or [f"take a smaller batch and accumulate gradients{lighter}"]
-        return lines, [*(argument for argument, _ in lower), *said]
+        *_, (arguments, best) = extra_remedies(own, smallest.profile, limit, self.steps.other, step=self.steps.step)
+        found.append(_Remedy(arguments, best.taken_bytes))
+        lower = [each for each in found if each.arguments and each.peak_bytes < smallest.taken_bytes]
+        return sorted(
+            lower,
+            key=lambda each: (each.peak_bytes > limit, each.peak_bytes <= limit and each.changes, each.peak_bytes),
+        )
 
     def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
         """Yields the fields of the config that allow more transforms, each with the peak in bytes of a small plan."""

@@ -74,7 +74,7 @@ class Runtime:
         self._backend = backend
         self._lock = new_lock()
         self._engines: dict[torch.device, Engine] = {}
-        self._homes: dict[Engine, HostParameters] = {}
+        self._movers: dict[Engine, HostParameters] = {}
         # Engines of fake tensors, by fake mode: their counts belong to one simulation and end with it.
         self._fake: weakref.WeakKeyDictionary[Any, dict[torch.device, Engine]] = weakref.WeakKeyDictionary()
         self._timeline: CopyTimeline | None = None
@@ -96,7 +96,7 @@ class Runtime:
                 engine = engines[device] = self._new_engine(tensor)
             return engine
 
-    def homes(self, tensor: torch.Tensor) -> HostParameters:
+    def mover(self, tensor: torch.Tensor) -> HostParameters:
         """Returns the object that moves parameters between the tiers and the device of `tensor`.
 
         Raises:
@@ -104,13 +104,13 @@ class Runtime:
         """
         engine = self.engine(tensor)
         with self._lock:
-            homes = self._homes.get(engine)
-            if homes is None:
-                homes = self._homes[engine] = self._new_homes(engine)
-            return homes
+            mover = self._movers.get(engine)
+            if mover is None:
+                mover = self._movers[engine] = self._new_mover(engine)
+            return mover
 
     @property
-    def at_home(self) -> dict[int, HostParameter]:
+    def by_storage(self) -> dict[int, HostParameter]:
         """The host parameters of this process, by the address of their storage."""
         return HOST_PARAMETERS
 
@@ -206,7 +206,7 @@ class Runtime:
             pageable = host - pinned
         return {"pinned": pinned, "pageable": pageable, "disk": self._disk_bytes}
 
-    def _new_homes(self, engine: Engine) -> HostParameters:
+    def _new_mover(self, engine: Engine) -> HostParameters:
         return HostParameters(engine, HOST_PARAMETERS)
 
     def __reduce__(self) -> Any:

@@ -96,7 +96,7 @@ class Hooks(PacksSeveral):
                 return packed.entry.engine.fetch(packed)
         if type(packed) is Saved:
             with unrecorded():
-                return packed.home.mover.fetch(packed)
+                return packed.host.mover.fetch(packed)
         return packed.unpack(self)  # type: ignore[no-any-return]
 
     def _engine(self, tensor: torch.Tensor) -> Engine:
@@ -140,17 +140,17 @@ class HooksAmongHostParameters(Hooks):
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
-        if is_plain(tensor) and (home := host_parameter_on_device(tensor)) is not None:
+        if is_plain(tensor) and (host := host_parameter_on_device(tensor)) is not None:
             with unrecorded():
-                return home.mover.save(home, tensor)
+                return host.mover.save(host, tensor)
         return super().pack(tensor)
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Packs several tensors: host parameters one by one, all others together."""
-        homes = [is_plain(tensor) and host_parameter_on_device(tensor) is not None for tensor in tensors]
-        others = iter(super().pack_all([each for each, is_home in zip(tensors, homes, strict=True) if not is_home]))
+        hosts = [is_plain(tensor) and host_parameter_on_device(tensor) is not None for tensor in tensors]
+        others = iter(super().pack_all([each for each, is_home in zip(tensors, hosts, strict=True) if not is_home]))
         return [
-            self.pack(each.detach()) if is_home else next(others) for each, is_home in zip(tensors, homes, strict=True)
+            self.pack(each.detach()) if is_home else next(others) for each, is_home in zip(tensors, hosts, strict=True)
         ]
 
 

@@ -245,7 +245,7 @@ def _waits(times: Times, of_op: Sequence[int], first_op: int, parts: int) -> npt
         if transfer is None or stall.cause == "host" or stall.begin < times.steps[-1]:
             continue
         # A wait for a copy out is charged to the part that started the copy: another part may need the freed memory.
-        at = (stall.op if transfer.direction == "in" else transfer.asked - 1) - first_op
+        at = (stall.op if transfer.direction == "in" else transfer.requested - 1) - first_op
         waits[of_op[min(max(at, 0), len(of_op) - 1)] if of_op else OUTSIDE] += stall.end - stall.begin
     return waits
 

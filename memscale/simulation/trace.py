@@ -102,7 +102,7 @@ class Transfer(NamedTuple):
         begin, end: the seconds from the beginning of the trace at which the copy begins and ends.
         direction, tier, nbytes: the direction of the copy, the tier, and the bytes.
         carried: whether the CPU takes part in the copy, so that a wait for the copy is a wait of the host.
-        asked: the number of operators issued before the copy was requested.
+        requested: the number of operators issued before the copy was requested.
         awaited: the number of operators issued before the first one that waits for the copy; `None` without a wait.
         number: the position of the copy among all copies.
     """
@@ -113,7 +113,7 @@ class Transfer(NamedTuple):
     tier: str
     nbytes: int
     carried: bool
-    asked: int
+    requested: int
     awaited: int | None = None
     number: int = 0
 

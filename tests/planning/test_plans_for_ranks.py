@@ -97,8 +97,8 @@ def test_what_no_plan_fits_is_told_what_would_beside_it():
     ranks = {"parallel": "fsdp2", "world": 8}
     with pytest.raises(ms.BudgetError, match="no plan fits") as told:
         ms.plan(model, tokens, budget="90MiB", **step, **ranks)
-    said = "shard=('blocks.*', 'embed', 'head') and stepping=('step_in_backward',) would lower it to "
-    assert f"with its plan, {said}" in str(told.value)
+    said = "plan(shard=('blocks.*', 'embed', 'head')) and plan(stepping=('step_in_backward',)) would lower it to "
+    assert f"\n  {said}" in str(told.value)
     nbytes = int(str(told.value).partition(said)[2].partition("(")[2].partition(" bytes")[0])
     plan = ms.Plan([*((rule.pattern, rule.transform) for rule in told.value.plan), ("", ms.step_in_backward())])
     apart = ms.profile(model, tokens, plan=plan, **step, **ranks, shard=("blocks.*", "embed", "head"))

@@ -178,7 +178,7 @@ def test_nothing_is_left_of_a_search():
     best = tuning(900_000, made=made, at_most=2)
     assert best.confirmation is not None
     with pytest.raises(
-        ms.BudgetError, match=r"not even batch_fn\(1\) fits: .* the smallest peak within reach"
+        ms.BudgetError, match=r"not even batch_fn\(1\) fits: .*\n  the smallest peak within reach"
     ) as caught:
         tuning(5_000, made=made)
     assert caught.value.peak_bytes > 5_000

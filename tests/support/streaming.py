@@ -343,7 +343,7 @@ def results(seed: int, runtime: Runtime | None, steps: int = 3) -> list[Any]:
         assert isinstance(engine, CheckedEngine)
         model = ms.transform(model, model.plan, runtime=runtime)  # type: ignore[assignment]
         model.pause = lambda: engine.backend.inner.compute(1e-7)
-        touch, settle = Tiers(engine, runtime.homes(torch.empty(0))).touch, runtime.settle
+        touch, settle = Tiers(engine, runtime.mover(torch.empty(0))).touch, runtime.settle
     caller = Caller(seed, model, touch, settle)
     caller.train(steps)
     return caller.found
@@ -364,7 +364,7 @@ def run_case(seed: int, runtime: Runtime | None = None) -> tuple[list[Any], int]
     oldest.backward()
     runtime.settle()
     gc.collect()
-    engine, mover = runtime.engine(torch.empty(0)), runtime.homes(torch.empty(0))
+    engine, mover = runtime.engine(torch.empty(0)), runtime.mover(torch.empty(0))
     stats = engine.stats()
     assert set(stats.live_bytes.values()) <= {0}, f"case {seed}: {stats.live_bytes}"
     assert (engine._moved, engine._by_storage, engine.loader.back, mover._loader.back) == ({}, {}, {}, {})

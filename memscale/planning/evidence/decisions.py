@@ -89,7 +89,8 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
     groups = f", {len(costs.groups)} group{'s' * (len(costs.groups) > 1)} of parts" if costs.groups else ""
     takes, budget = format_unlike(written_bytes, limit)
     trace = [
-        f"memory pressure: the step as written takes {takes}, {written_bytes / limit:.2f} × the budget of {budget}",
+        f"memory pressure: the step as written takes {takes}, {written_bytes / limit:.2f} × the budget of {budget}"
+        + ("" if plain.step_seconds is None else f", and {format_seconds(plain.step_seconds)}"),
         f"eligible: {', '.join(sorted(techniques))}",
         f"candidates: {len(candidates)} for {len(costs.paths)} parts{groups} and the rest of the model",
     ]

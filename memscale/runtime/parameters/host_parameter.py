@@ -30,31 +30,31 @@ HOST_PARAMETERS: dict[int, HostParameter] = {}
 class Mover(Protocol):
     """Moves parameters between their tiers and one device: the interface of `HostParameters` for its parts."""
 
-    def enter(self, visit: Residency, homes: Sequence[HostParameter]) -> list[torch.Tensor]:
+    def enter(self, residency: Residency, hosts: Sequence[HostParameter]) -> list[torch.Tensor]:
         """Returns the parameters on the device, for a region that runs now."""
 
-    def exit(self, visit: Residency, *, failed: bool = False) -> None:
+    def exit(self, residency: Residency, *, failed: bool = False) -> None:
         """Called when the region has run."""
 
     def lag(self, sequence: int) -> int:
         """Returns the autograd sequence number for a node that waits for a gradient."""
 
-    def save(self, home: HostParameter, tensor: torch.Tensor | None = None) -> Saved:
+    def save(self, host: HostParameter, tensor: torch.Tensor | None = None) -> Saved:
         """Returns what autograd saves for the parameter on the device, or for `tensor`, a view of it there."""
 
     def fetch(self, saved: Saved) -> torch.Tensor:
         """Returns the tensor behind `saved`, on the device."""
 
-    def drop(self, home: HostParameter) -> None:
-        """Called when a `Saved` of `home` is dropped; this may happen at any moment."""
+    def drop(self, host: HostParameter) -> None:
+        """Called when a `Saved` of `host` is dropped; this may happen at any moment."""
 
-    def send(self, home: HostParameter, gradient: torch.Tensor) -> torch.Tensor:
+    def send(self, host: HostParameter, gradient: torch.Tensor) -> torch.Tensor:
         """Returns `gradient` on the parameter's tier; its values are valid after `received`."""
 
     def received(self, gradient: torch.Tensor) -> None:
         """Waits for the values of a tensor that `send` returned."""
 
-    def end(self, home: HostParameter) -> list[Event]:
+    def end(self, host: HostParameter) -> list[Event]:
         """Forgets a host parameter that nothing refers to; returns events of copies that may still read its bytes."""
 
 
@@ -139,53 +139,53 @@ class HostParameter(Loadable):
 class Saved:
     """A host parameter, or a view of one, that autograd saved while it was on the device."""
 
-    __slots__ = ("_contents", "_version", "home", "layout")
+    __slots__ = ("_contents", "_version", "host", "layout")
 
-    def __init__(self, home: HostParameter, layout: Layout) -> None:
-        parameter = home.parameter()
+    def __init__(self, host: HostParameter, layout: Layout) -> None:
+        parameter = host.parameter()
         assert parameter is not None
-        self.home, self.layout = home, layout
+        self.host, self.layout = host, layout
         self._contents = parameter.detach()  # keeps the present memory even if the parameter gets another one
-        self._version = version(parameter) + home.changes()  # the version after the region's changes are copied back
-        home.fetched.discard(id(self))  # an earlier object may have had the same id
-        home.alive.add(id(self))
+        self._version = version(parameter) + host.changes()  # the version after the region's changes are copied back
+        host.fetched.discard(id(self))  # an earlier object may have had the same id
+        host.alive.add(id(self))
 
     def check(self) -> None:
         """Raises `CorrectnessError` if the parameter was changed in place after it was saved."""
-        if self.home.parameter() is not None and (now := self.home.version()) != self._version:
-            raise changed_error(str(self.home), now, self._version)
+        if self.host.parameter() is not None and (now := self.host.version()) != self._version:
+            raise changed_error(str(self.host), now, self._version)
 
     def __del__(self) -> None:
-        if hasattr(self, "home"):
-            self.home.alive.discard(id(self))
-            self.home.mover.drop(self.home)
+        if hasattr(self, "host"):
+            self.host.alive.discard(id(self))
+            self.host.mover.drop(self.host)
 
 
 def host_parameter_of(
-    parameter: torch.Tensor, at_home: Mapping[int, HostParameter] = HOST_PARAMETERS
+    parameter: torch.Tensor, by_storage: Mapping[int, HostParameter] = HOST_PARAMETERS
 ) -> HostParameter | None:
-    """Returns the entry of `parameter` in the table `at_home`, or None for an ordinary parameter."""
+    """Returns the entry of `parameter` in the table `by_storage`, or None for an ordinary parameter."""
     storage = parameter.untyped_storage()
-    home = at_home.get(storage._cdata)
-    if home is None or home.parameter() is not parameter:
+    host = by_storage.get(storage._cdata)
+    if host is None or host.parameter() is not parameter:
         return None
     # `share_memory_()` replaces the memory of a storage and keeps the storage object.
-    return home if storage.data_ptr() == home.address else None
+    return host if storage.data_ptr() == host.address else None
 
 
 class Residency:
     """A run of a region: its host parameters on the device, and whether it is the first run."""
 
-    __slots__ = ("__weakref__", "homes", "is_first", "loaded")
+    __slots__ = ("__weakref__", "hosts", "is_first", "loaded")
 
     def __init__(self) -> None:
         self.is_first = False
-        self.homes: Sequence[HostParameter] = ()
+        self.hosts: Sequence[HostParameter] = ()
         self.loaded: dict[int, HostParameter] = {}
 
-    def begin(self, homes: Sequence[HostParameter]) -> None:
-        """Called when the region begins to run with `homes`."""
-        self.homes = homes
+    def begin(self, hosts: Sequence[HostParameter]) -> None:
+        """Called when the region begins to run with `hosts`."""
+        self.hosts = hosts
         running[weakref.ref(self, _forget)] = None
 
     def end(self) -> None:
@@ -193,7 +193,7 @@ class Residency:
         running.pop(weakref.ref(self), None)
 
 
-# The running visits of all engines and threads. Weak: after a KeyboardInterrupt `end` may never be called.
+# The running residencies of all engines and threads. Weak: after a KeyboardInterrupt `end` may never be called.
 running: dict[weakref.ref[Residency], None] = {}
 
 
@@ -201,8 +201,8 @@ def _forget(over: weakref.ref[Residency]) -> None:
     running.pop(over, None)
 
 
-def _visits() -> list[Residency]:
-    return [visit for reference in tuple(running) if (visit := reference()) is not None]
+def _residencies() -> list[Residency]:
+    return [residency for reference in tuple(running) if (residency := reference()) is not None]
 
 
 def any_is_running() -> bool:
@@ -215,10 +215,10 @@ def host_parameter_on_device(tensor: torch.Tensor) -> HostParameter | None:
     if not running:
         return None
     key = tensor.untyped_storage()._cdata
-    home = next((visit.loaded[key] for visit in _visits() if key in visit.loaded), None)
-    return None if home is None or home.parameter() is None else home
+    host = next((residency.loaded[key] for residency in _residencies() if key in residency.loaded), None)
+    return None if host is None or host.parameter() is None else host
 
 
-def is_used(home: HostParameter) -> bool:
+def is_used(host: HostParameter) -> bool:
     """Whether a running region has the parameter on the device."""
-    return any(home in visit.homes for visit in _visits())
+    return any(host in residency.hosts for residency in _residencies())

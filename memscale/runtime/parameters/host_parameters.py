@@ -33,14 +33,14 @@ class HostParameters:
 
     Args:
         engine: the engine that copies, and whose passes this object follows.
-        at_home: the table in which each host parameter is registered, by the address of its storage.
+        by_storage: the table in which each host parameter is registered, by the address of its storage.
     """
 
-    def __init__(self, engine: Engine, at_home: dict[int, HostParameter]) -> None:
+    def __init__(self, engine: Engine, by_storage: dict[int, HostParameter]) -> None:
         self.engine = engine
         self._memory = self.new_memory()
         self.gradients = Gradients(engine, self._memory)
-        self._at_home = at_home
+        self._at_home = by_storage
         self._loader = engine.new_loader()
         self._before: dict[Group, Group] = {}  # for each group, the group that ran before it in the forward
         self._backward: Prefetch[Group] = Prefetch(engine.depth, guess=self._before.get)
@@ -48,7 +48,7 @@ class HostParameters:
         self._last: Group | None = None
         self._went_back: set[Group] = set()
         self._sequence = 0
-        self._homes: weakref.WeakValueDictionary[int, HostParameter] = weakref.WeakValueDictionary()
+        self._movers: weakref.WeakValueDictionary[int, HostParameter] = weakref.WeakValueDictionary()
         self._reading: dict[HostParameter, Event] = {}
         self._awaited: set[HostParameter] = set()  # loaded for a region that is expected to run soon in this forward
         engine.followers.add(self)
@@ -71,8 +71,8 @@ class HostParameters:
         engine = self.engine
         # The parameter is used outside inference mode too, where an inference tensor could not be trained.
         with engine.lock, torch.inference_mode(False), torch.no_grad():
-            if (home := host_parameter_of(parameter, self._at_home)) is not None:  # another thread has moved it
-                return home
+            if (host := host_parameter_of(parameter, self._at_home)) is not None:  # another thread has moved it
+                return host
             if not self.is_movable(parameter):
                 return None
             found = self._memory.take(parameter.nbytes, tier)
@@ -84,53 +84,53 @@ class HostParameters:
             data.copy_(parameter)
             gradient = None if parameter.grad is None else parameter.grad.to(data.device)
             like = like.new_empty(0, dtype=torch.uint8)
-            home = mapped.home = HostParameter(self, parameter, tier, mapped.buffer, like, data)
+            host = mapped.host = HostParameter(self, parameter, tier, mapped.buffer, like, data)
             key = data.untyped_storage()._cdata
             # Registered now: after the storage is freed, another one may get the same address.
             weakref.finalize(data.untyped_storage(), self._at_home.pop, key, None).atexit = False
-            self._homes[home.number] = self._at_home[key] = home
+            self._movers[host.number] = self._at_home[key] = host
             # Last, in one statement: an interruption before it leaves the parameter unchanged.
             parameter.grad, parameter.data, parameter.grad = None, data, gradient
-            return home
+            return host
 
-    def end(self, home: HostParameter) -> list[Event]:
+    def end(self, host: HostParameter) -> list[Event]:
         """Forgets a host parameter that nothing refers to; returns the events of copies that may still read its bytes.
 
         The engine's lock is held.
         """
-        self._let_go(home)
-        home.buffer = None
-        self._homes.pop(home.number, None)  # otherwise the recorded order of its region would load it ahead
-        self._awaited.discard(home)
-        reading = self._reading.pop(home, None)  # the compute stream has waited for it, this thread has not
+        self._let_go(host)
+        host.buffer = None
+        self._movers.pop(host.number, None)  # otherwise the recorded order of its region would load it ahead
+        self._awaited.discard(host)
+        reading = self._reading.pop(host, None)  # the compute stream has waited for it, this thread has not
         return [] if reading is None else [reading]
 
     # --------------------------------------------------------------------------------------- to the device and back
 
-    def enter(self, visit: Residency, homes: Sequence[HostParameter]) -> list[torch.Tensor]:
-        """Returns the parameters on the device, for a region that runs now, until ``exit(visit)``.
+    def enter(self, residency: Residency, hosts: Sequence[HostParameter]) -> list[torch.Tensor]:
+        """Returns the parameters on the device, for a region that runs now, until ``exit(residency)``.
 
         `exit` has to be called even if this function raises.
         """
-        engine, group = self.engine, tuple([home.number for home in homes])
+        engine, group = self.engine, tuple([host.number for host in hosts])
         with engine.lock:
             in_backward = engine.follow_backward()  # true for a recompute
-            visit.is_first = any(home.loaded == NEVER for home in homes)
-            self._trim(visit)
+            residency.is_first = any(host.loaded == NEVER for host in hosts)
+            self._trim(residency)
             if in_backward:
                 self._trim_backward(group)
             is_next = not in_backward and self._begin(group)
             try:
-                for home in homes:
-                    home.group = group
+                for host in hosts:
+                    host.group = group
                     # Bytes that an earlier forward left on the device may be out of date without a change of version.
-                    self._ask(home, 0.0, anew=not (in_backward or home in self._awaited))
-                    self._awaited.discard(home)
+                    self._ask(host, 0.0, anew=not (in_backward or host in self._awaited))
+                    self._awaited.discard(host)
             except BaseException:  # for example out of memory after half of the parameters
-                for home in homes:
-                    self._let_go(home)
+                for host in hosts:
+                    self._let_go(host)
                 raise
-            visit.begin(homes)
+            residency.begin(hosts)
             if in_backward:
                 self.requested_in_backward(group)
             elif is_next:
@@ -138,9 +138,9 @@ class HostParameters:
             # Detached, because a region may change a parameter in place, which PyTorch refuses for views. Like the
             # parameter they are no inference tensors: PyTorch chooses kernels by that property.
             with torch.inference_mode(False):
-                tensors = [home.layout.of(self._loader.arrived(home)).detach() for home in homes]
-            for home, tensor in zip(homes, tensors, strict=True):
-                visit.loaded[tensor.untyped_storage()._cdata] = home
+                tensors = [host.layout.of(self._loader.arrived(host)).detach() for host in hosts]
+            for host, tensor in zip(hosts, tensors, strict=True):
+                residency.loaded[tensor.untyped_storage()._cdata] = host
             engine.transfers.pump()
         engine.go_on()
         return tensors
@@ -154,33 +154,33 @@ class HostParameters:
         before, self._sequence = self._sequence, sequence
         return min(before, sequence)
 
-    def exit(self, visit: Residency, *, failed: bool = False) -> None:
+    def exit(self, residency: Residency, *, failed: bool = False) -> None:
         """Called when the region has run: frees its parameters on the device, unless backward needs them first."""
         in_backward = torch._C._current_graph_task_id() != -1
         with self.engine.lock:
             # In one step: after an interruption no parameter is taken for used, and so for up to date.
-            visit.end()
-            homes = visit.homes
-            group = homes[0].group if homes else ()
+            residency.end()
+            hosts = residency.hosts
+            group = hosts[0].group if hosts else ()
             stay = (
                 torch.is_grad_enabled() and not in_backward and self.engine.depth > 0 and self._backward.first == group
             )
-            over = [home for home in homes if not is_used(home)]
-            for home in over:
-                self._bring_changes(home)
-            for home in [] if stay and not failed else over:
-                self._let_go(home)
+            over = [host for host in hosts if not is_used(host)]
+            for host in over:
+                self._bring_changes(host)
+            for host in [] if stay and not failed else over:
+                self._let_go(host)
             if failed:  # the forward is over, and the next one may begin with this region
                 self._forward.begin()
                 self.forget_awaited()
             # From here on the caller may change a parameter, even without a change of version.
-            self._finish_reading(homes)
+            self._finish_reading(hosts)
             if not failed:
-                self._trim(visit)
+                self._trim(residency)
             self.engine.transfers.pump()
         self.engine.go_on()
 
-    def _trim(self, visit: Residency) -> None:
+    def _trim(self, residency: Residency) -> None:
         """Returns cached device memory around the first run of a region.
 
         The memory that parameters occupied before they moved to a tier is cached in pieces too small for anything
@@ -188,7 +188,7 @@ class HostParameters:
         next to an activation that stays, unless the next region gets new ones. Fixed slots outside the allocator
         reserve more (19.4 GiB instead of 18.4 at a peak of 16.4), because the loss cannot use them.
         """
-        if visit.is_first:
+        if residency.is_first:
             self.engine.backend.trim()
 
     def _trim_backward(self, group: Group) -> None:
@@ -201,24 +201,24 @@ class HostParameters:
             self._went_back.add(group)
             self.engine.backend.trim(if_grown=True)
 
-    def _bring_changes(self, home: HostParameter) -> None:
+    def _bring_changes(self, host: HostParameter) -> None:
         """Copies a region's in-place changes of its parameters back, such as those of an embedding with `max_norm`."""
-        parameter, base = home.parameter(), home.base
-        if parameter is None or base is None or (changes := home.changes()) == 0:
+        parameter, base = host.parameter(), host.base
+        if parameter is None or base is None or (changes := host.changes()) == 0:
             return
         before = version(parameter)
         with torch.no_grad():
-            parameter.copy_(home.layout.of(base))
+            parameter.copy_(host.layout.of(base))
         torch._C._autograd._unsafe_set_version_counter((parameter,), (before + changes,))
-        home.loaded = (before + changes, version(base))
+        host.loaded = (before + changes, version(base))
 
     # ---------------------------------------------------------------------------------- saved tensors and gradients
 
-    def save(self, home: HostParameter, tensor: torch.Tensor | None = None) -> Saved:
+    def save(self, host: HostParameter, tensor: torch.Tensor | None = None) -> Saved:
         """Returns what autograd saves for the parameter on the device, or for `tensor`, a view of it there."""
         with self.engine.lock:
             self.engine.transfers.pump()
-            return Saved(home, home.layout if tensor is None else Layout.from_tensor(tensor))
+            return Saved(host, host.layout if tensor is None else Layout.from_tensor(tensor))
 
     def fetch(self, saved: Saved) -> torch.Tensor:
         """Returns the tensor behind `saved`, on the device.
@@ -226,54 +226,54 @@ class HostParameters:
         Raises:
             CorrectnessError: the parameter was changed in place since it was saved.
         """
-        home, engine = saved.home, self.engine
+        host, engine = saved.host, self.engine
         with engine.lock:
             in_backward = engine.follow_backward()  # first: a backward that raises has to end as well
             saved.check()
             if in_backward:
-                self._trim_backward(home.group)
-            if home.base is None:
-                self._load(home)
+                self._trim_backward(host.group)
+            if host.base is None:
+                self._load(host)
             if in_backward:
-                self.requested_in_backward(home.group)
-            tensor = saved.layout.of(self._loader.arrived(home))
+                self.requested_in_backward(host.group)
+            tensor = saved.layout.of(self._loader.arrived(host))
             if in_backward:
-                home.fetched.add(id(saved))
-            if not in_backward or home.is_fetched():
-                self._let_go(home)
+                host.fetched.add(id(saved))
+            if not in_backward or host.is_fetched():
+                self._let_go(host)
             engine.transfers.pump()
         return engine.hand_out(tensor)
 
-    def drop(self, home: HostParameter) -> None:
-        """Called when a `Saved` of `home` is dropped; this may happen inside the engine's own code."""
-        self.engine.finalized.add(home, self._close)
+    def drop(self, host: HostParameter) -> None:
+        """Called when a `Saved` of `host` is dropped; this may happen inside the engine's own code."""
+        self.engine.finalized.add(host, self._close)
 
-    def _close(self, home: HostParameter) -> None:
-        if home.is_fetched():
-            self._let_go(home)
+    def _close(self, host: HostParameter) -> None:
+        if host.is_fetched():
+            self._let_go(host)
 
-    def send(self, home: HostParameter, gradient: torch.Tensor) -> torch.Tensor:
-        return self.gradients.send(home.parameter(), home.tier, gradient)
+    def send(self, host: HostParameter, gradient: torch.Tensor) -> torch.Tensor:
+        return self.gradients.send(host.parameter(), host.tier, gradient)
 
     def received(self, gradient: torch.Tensor) -> None:
         self.gradients.received(gradient)
 
     # ------------------------------------------------------------------------------------------------ loading ahead
 
-    def _ask(self, home: HostParameter, seconds: float, *, anew: bool = False) -> None:
-        now = home.version()
-        if home.state is State.BACK and (anew or home.loaded[0] != now):  # loaded ahead, and possibly changed since
-            self._let_go(home)
-        if home.state is State.OFFLOADED:
-            self._load(home, seconds)
+    def _ask(self, host: HostParameter, seconds: float, *, anew: bool = False) -> None:
+        now = host.version()
+        if host.state is State.BACK and (anew or host.loaded[0] != now):  # loaded ahead, and possibly changed since
+            self._let_go(host)
+        if host.state is State.OFFLOADED:
+            self._load(host, seconds)
 
-    def _load(self, home: HostParameter, seconds: float = 0.0) -> None:
-        started = functools.partial(self._copied, home)
-        self._loader.load(home, started=started, seconds=seconds, group=home.group)
+    def _load(self, host: HostParameter, seconds: float = 0.0) -> None:
+        started = functools.partial(self._copied, host)
+        self._loader.load(host, started=started, seconds=seconds, group=host.group)
 
-    def _let_go(self, home: HostParameter) -> None:
-        if not is_used(home):
-            self._loader.let_go(home)
+    def _let_go(self, host: HostParameter) -> None:
+        if not is_used(host):
+            self._loader.let_go(host)
 
     def _begin(self, group: Group) -> bool:
         """Records that a region runs in the forward; returns whether it is another region than the last one."""
@@ -290,8 +290,8 @@ class HostParameters:
 
     def forget_awaited(self) -> None:
         """Drops what a finished forward has loaded and not used: the parameters may change before the next request."""
-        for home in self._awaited:
-            self._let_go(home)
+        for host in self._awaited:
+            self._let_go(host)
         self._finish_reading(self._awaited)
         self._awaited.clear()
 
@@ -308,20 +308,20 @@ class HostParameters:
 
     def _ask_all(self, group: Group, seconds: float, *, saved: bool) -> None:
         for number in group:
-            home = self._homes.get(number)
-            if home is None or (saved and not home.alive):
+            host = self._movers.get(number)
+            if host is None or (saved and not host.alive):
                 continue
             try:
-                self._ask(home, seconds, anew=not (saved or home in self._awaited))
+                self._ask(host, seconds, anew=not (saved or host in self._awaited))
             except torch.OutOfMemoryError:  # loaded when needed, when it may fit
                 return
             if not saved:
-                self._awaited.add(home)
+                self._awaited.add(host)
 
-    def _copied(self, home: HostParameter, event: Event) -> None:
+    def _copied(self, host: HostParameter, event: Event) -> None:
         # Copy times are not given to `Prefetch`: with a smaller depth than in the simulation, the loaded parameters
         # would occupy other places, and the loss could need one more segment.
-        self._reading[home] = event
+        self._reading[host] = event
 
     # -------------------------------------------------------------------------------------- the interface of `Follower`
 
@@ -332,9 +332,9 @@ class HostParameters:
 
     def end_backward(self) -> None:
         """Frees what was loaded and not fetched. From here on the CPU may change any parameter."""
-        for home in list(self._loader.back):
-            assert isinstance(home, HostParameter)
-            self._let_go(home)
+        for host in list(self._loader.back):
+            assert isinstance(host, HostParameter)
+            self._let_go(host)
         self._come_home()
 
     def settle(self) -> None:
@@ -345,9 +345,9 @@ class HostParameters:
         self.gradients.arrive()
         self._finish_reading(list(self._reading))
 
-    def _finish_reading(self, homes: Iterable[HostParameter]) -> None:
-        """Waits for the copies that read `homes`, so that the CPU may change these parameters."""
-        for home in homes:
-            if (event := self._reading.get(home)) is not None:
+    def _finish_reading(self, hosts: Iterable[HostParameter]) -> None:
+        """Waits for the copies that read `hosts`, so that the CPU may change these parameters."""
+        for host in hosts:
+            if (event := self._reading.get(host)) is not None:
                 self.engine.transfers.synchronize(event)
-                del self._reading[home]
+                del self._reading[host]

@@ -17,17 +17,17 @@ from memscale.runtime.parameters.host_parameter import HostParameter
 class Mapped:
     """Bytes of a tier with tensors over them; freed when nothing refers to the tensors' storage."""
 
-    __slots__ = ("_backend", "buffer", "copies", "home")
+    __slots__ = ("_backend", "buffer", "copies", "host")
 
     def __init__(self, buffer: Buffer, backend: Backend) -> None:
         self.buffer: Buffer | None = buffer  # None once it was freed
         self._backend = weakref.ref(backend)  # weak: tensors may outlive the runtime; their mapping keeps the file
         self.copies: list[Copy] = []  # copies that may be in flight when the last tensor is dropped
-        self.home: HostParameter | None = None  # the host parameter whose bytes these are
+        self.host: HostParameter | None = None  # the host parameter whose bytes these are
 
     def is_moving(self) -> bool:
         """Whether a load of the parameter is in flight; copies of a gradient do not count: its reuse waits for them."""
-        return self.home is not None and self.home.is_moving()
+        return self.host is not None and self.host.is_moving()
 
     def give_back(self, after: Sequence[Event]) -> None:
         """Frees the buffer after its copies and the events in `after`."""
@@ -77,11 +77,11 @@ class MappedTensors:
 
     def close(self, mapped: Mapped) -> None:
         """Frees memory whose tensors are gone. The engine's lock is held."""
-        home = mapped.home
+        host = mapped.host
         if (engine := self._owner()) is None:  # the engine is being collected
-            mapped.give_back(() if home is None else home.events())
+            mapped.give_back(() if host is None else host.events())
             return
-        reading = [] if home is None else home.mover.end(home)
+        reading = [] if host is None else host.mover.end(host)
         if mapped.buffer is not None:
             engine.count_live(mapped.buffer.tier, -mapped.buffer.nbytes)
         mapped.give_back(reading)

@@ -118,7 +118,7 @@ class Works:
         self._spans: dict[str, Span] = {}  # by the name of the process group
         # C++ keeps a work but not its Python object; without references here, C++ would wait for ever.
         self._of_reducer: list[_Work] = []
-        self._asked: set[_Work] = set()
+        self._started: set[_Work] = set()
         self._to_come: dict[int, Mark] = {}  # ends of functional collectives, by the address of the returned storage
         self._backward = -1  # the graph task id of the backward pass whose end waits for `_unawaited`
         self._unawaited: list[Mark] = []  # collectives that this backward pass has started and not waited for
@@ -182,7 +182,7 @@ class Works:
             # Weak references: C++ may wait for a work that Python has dropped, and must not keep its tensors alive.
             results = [weakref.ref(tensor) for tensor in written]
             work = _Work(results, over=partial(self._over, mark), taken=partial(self._await_at_end, mark))
-            self._asked.add(work)
+            self._started.add(work)
         else:
             # DDP's reducer reads a bucket's result from the future of the work, which a fake work lacks.
             work = _Work(written)
@@ -191,7 +191,7 @@ class Works:
         return work.boxed()
 
     def _over(self, mark: Mark | None, work: _Work) -> None:
-        self._asked.discard(work)
+        self._started.discard(work)
         if mark is not None:
             self._clock.wait(mark, self._clock.stream)
 

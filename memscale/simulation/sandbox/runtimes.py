@@ -32,7 +32,7 @@ class CountingRuntimes:
         on_copy: called with the source and the target of each copy, a tensor of bytes and a buffer.
 
     Attributes:
-        at_home: address of a storage -> the host parameter, for storages on another tier in the simulation.
+        by_storage: address of a storage -> the host parameter, for storages on another tier in the simulation.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CountingRuntimes:
         self.references = references
         self.on_trim = on_trim
         self.on_copy = on_copy
-        self.at_home: dict[int, HostParameter] = {}
+        self.by_storage: dict[int, HostParameter] = {}
         self.engines: list[Engine] = []
         self._made: dict[Runtime, CountingRuntime] = {}
 
@@ -94,8 +94,8 @@ class CountingRuntime(Runtime):
         self.notes.append(what)
 
     @property
-    def at_home(self) -> dict[int, HostParameter]:
-        return self._step.at_home
+    def by_storage(self) -> dict[int, HostParameter]:
+        return self._step.by_storage
 
     def _new_backend(self, tensor: torch.Tensor) -> TraceBackend:
         hardware = self._step.clock.hardware
@@ -126,7 +126,7 @@ class CountingRuntime(Runtime):
         self._step.engines.append(engine)
         return engine
 
-    def _new_homes(self, engine: Engine) -> HostParameters:
+    def _new_mover(self, engine: Engine) -> HostParameters:
         return _FakeHostParameters(engine, self._step)
 
 
@@ -135,7 +135,7 @@ class _FakeHostParameters(HostParameters):
 
     def __init__(self, engine: Engine, step: CountingRuntimes) -> None:
         self._step = step
-        super().__init__(engine, step.at_home)
+        super().__init__(engine, step.by_storage)
 
     def new_memory(self) -> MappedTensors:
         return _FakeMemory(self.engine, self._step.make_offloaded)

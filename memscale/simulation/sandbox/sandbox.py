@@ -264,7 +264,7 @@ class Simulation:
 
     def _is_below(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` lives on another memory tier: a region streams it, or FSDP2 has its shard there."""
-        if host_parameter_of(parameter, self.runtimes.at_home) is not None:
+        if host_parameter_of(parameter, self.runtimes.by_storage) is not None:
             return True
         return any(map(self.mode.storages.is_offloaded, with_storages([parameter])))
 

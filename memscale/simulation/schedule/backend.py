@@ -80,9 +80,11 @@ class ClockedBackend(TraceBackend):
         buffer = target if isinstance(source, torch.Tensor) else source
         assert not isinstance(buffer, torch.Tensor)
         reached = [*map(_reached, after)]
-        asked = max((event.op for event in reached if event.transfer is None), default=len(self._clock.ends))
+        requested = max((event.op for event in reached if event.transfer is None), default=len(self._clock.ends))
         ready = max((event.end for event in reached), default=0.0)
-        return _Reached(self._clock, self._clock.copy(stream, buffer.tier, buffer.nbytes, ready=ready, asked=asked))
+        return _Reached(
+            self._clock, self._clock.copy(stream, buffer.tier, buffer.nbytes, ready=ready, requested=requested)
+        )
 
     def wait(self, event: Event, stream: int | None = None) -> None:
         """Makes `stream` wait for `event`. The host waits only if the CPU takes part in the copy."""

@@ -74,7 +74,7 @@ class Clock:
     ...                        device_to_host_bytes_per_second=1e9, measured=True))
     >>> clock.calls(clock.host.operator)
     >>> clock.operator(1e-3)
-    >>> back = clock.copy("in", "pinned", 2_000_000, ready=clock.now, asked=1)
+    >>> back = clock.copy("in", "pinned", 2_000_000, ready=clock.now, requested=1)
     >>> clock.come_after(back)
     >>> clock.operator(1e-3)
     >>> f"{clock.ends[-1] * 1e3:.2f} ms", [stall.cause for stall in clock.stalls]
@@ -240,7 +240,7 @@ class Clock:
         Returns:
             The seconds of the copy.
         """
-        transfer = self.copy(direction, "pinned", nbytes, ready=self.point(), asked=len(self.ends))
+        transfer = self.copy(direction, "pinned", nbytes, ready=self.point(), requested=len(self.ends))
         self.host_operator(0.0)
         self.hold_up(transfer.end, transfer.cause)
         return transfer.end - transfer.begin
@@ -269,11 +269,11 @@ class Clock:
             self.held_up.append(Stall(self.now, end, cause, len(self.ends)))
             self.now = end
 
-    def copy(self, direction: Direction, tier: str, nbytes: int, *, ready: float, asked: int) -> Transfer:
+    def copy(self, direction: Direction, tier: str, nbytes: int, *, ready: float, requested: int) -> Transfer:
         """Issues a copy that starts at `ready` at the earliest, and after all earlier copies in its direction.
 
         Args:
-            direction, tier, nbytes, asked: see `Transfer`.
+            direction, tier, nbytes, requested: see `Transfer`.
             ready: the moment in seconds from which the copy may run.
         """
         begin = max(ready, self.now, self._link_ends[direction], self._carried_ends[direction])
@@ -289,14 +289,16 @@ class Clock:
             self._link_ends[direction] = end
         if carried:
             self._carried_ends[direction] = end
-        self.transfers.append(Transfer(begin, end, direction, tier, nbytes, carried, asked, number=len(self.transfers)))
+        self.transfers.append(
+            Transfer(begin, end, direction, tier, nbytes, carried, requested, number=len(self.transfers))
+        )
         return self.transfers[-1]
 
     def copy_in_stream(self, direction: Direction, tier: str, nbytes: int) -> None:
         """Issues a copy on the current stream, after its earlier work and before its later work."""
         side = self.stream
         ready = self.point() if side is None else side.end
-        transfer = self.copy(direction, tier, nbytes, ready=ready, asked=len(self.ends))
+        transfer = self.copy(direction, tier, nbytes, ready=ready, requested=len(self.ends))
         if side is None:
             self.come_after(transfer)
             return

@@ -57,7 +57,7 @@ class DepthReplay:
                 requests.setdefault(min(transfer.awaited - first, last), []).append(transfer)
         self._requests = sorted(requests.items())
         self._passes = [passes[min(op, last - 1)] for op, _ in self._requests]
-        departures = [(max(0, each.asked - first), each) for each in transfers if each.direction == "out"]
+        departures = [(max(0, each.requested - first), each) for each in transfers if each.direction == "out"]
         # At equal moments copies out come first, as in the engine's order of stash and fetch.
         self._moments: list[tuple[int, int, Transfer | None]] = sorted(
             [(op, -1, each) for op, each in departures]

@@ -1,7 +1,7 @@
 """`Doubles`: copies of a region's modules that run in their place while a compiler traces the region.
 
 A compiler can follow writes to objects that were made during the trace; inside a checkpoint it refuses all other
-writes. So the region runs on new modules of the same classes, which hold the cast state and share everything else.
+writes. The region therefore runs on new modules of the same classes, which hold the cast state and share all else.
 """
 
 from __future__ import annotations

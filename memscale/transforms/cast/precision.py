@@ -89,12 +89,14 @@ class Survey:
                 self._skip(module)
             else:
                 if not isinstance(module, internals.NormBase):
-                    # BatchNorm kernels take float32 statistics with any input, and update them unseen by autograd.
+                    # BatchNorm kernels take float32 statistics with any input, and update these without autograd.
                     self.cast.append(module)
                 for name, child in module._modules.items():
                     if child is not None:
                         stack.append((f"{path}.{name}" if path else name, child))
-        for module in self.inner[inner:]:  # at the end: what lies outside of it too is cast there
+        for module in self.inner[
+            inner:
+        ]:  # after all others: a module that is also reachable from outside of an inner cast is cast
             self._skip(module)
         return self.cast[start:]
 

@@ -47,11 +47,11 @@ class StreamedHooks(Hooks):
     def pack(self, tensor: torch.Tensor) -> Any:
         self._streams.see(tensor)
         if is_plain(tensor):
-            if (home := host_parameter_on_device(tensor)) is not None:
+            if (host := host_parameter_on_device(tensor)) is not None:
                 with unrecorded():
-                    return home.mover.save(home, tensor)
-            if (home := _cast_of(tensor)) is not None:
-                return _Cast(home.mover.save(home), tensor)
+                    return host.mover.save(host, tensor)
+            if (host := _cast_of(tensor)) is not None:
+                return _Cast(host.mover.save(host), tensor)
         return self.keep(tensor)
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -60,15 +60,15 @@ class StreamedHooks(Hooks):
 
 
 def _cast_of(tensor: torch.Tensor) -> HostParameter | None:
-    """Returns the home of the parameter of which `tensor` is a cast made by autocast, or a view of one; else None."""
+    """Returns the host parameter of which `tensor` is a cast made by autocast, or a view of one; else None."""
     whole = tensor if tensor._base is None else tensor._base
     if type(whole.grad_fn).__name__ != "ToCopyBackward0" or whole.untyped_storage().nbytes() != whole.nbytes:
         return None
     assert whole.grad_fn is not None
-    home = getattr(whole.grad_fn.next_functions[0][0], "host_parameter_on_device", None)
-    if home is None or whole.device != home.device or whole.stride() != home.layout.stride or whole._version != 0:
+    host = getattr(whole.grad_fn.next_functions[0][0], "host_parameter_on_device", None)
+    if host is None or whole.device != host.device or whole.stride() != host.layout.stride or whole._version != 0:
         return None
-    return home  # type: ignore[no-any-return]
+    return host  # type: ignore[no-any-return]
 
 
 class _Cast:

@@ -44,8 +44,8 @@ from memscale.regions import (
 from memscale.runtime import HostParameter, Residency, Runtime, hooks_here, host_parameter_of, runtime_for
 from memscale.transforms.offload.saving import StreamedHooks, saving_by
 
-_turns_lock = threading.Lock()
-_turns: Any = WeakTensorKeyDictionary()  # for each parameter, a lock held by the thread that uses it
+_table_lock = threading.Lock()
+_locks: Any = WeakTensorKeyDictionary()  # for each parameter, a lock held by the thread that uses it
 
 
 class Streamed(Placing):
@@ -66,23 +66,23 @@ class Streamed(Placing):
         return uncompiled(_eager, why, self, args, kwargs)
 
     def place(self, parameters: Sequence[torch.Tensor], device: torch.device) -> list[HostParameter]:
-        """Moves those of `parameters` to the tier that may leave `device`; returns the homes of all that have one."""
+        """Moves those of `parameters` to the tier that may leave `device`; returns all host parameters among them."""
         runtime = runtime_for(self.runtime)
         like = torch.empty(0, dtype=torch.uint8, device=device)
         least = self._least_bytes(runtime)
         staying = set(map(id, self.resident or ()))
-        homes = []
+        hosts = []
         for parameter in parameters:
-            home = host_parameter_of(parameter, runtime.at_home)
-            may_leave = home is None and parameter.nbytes >= least and id(parameter) not in staying
-            if may_leave and (mover := runtime.homes(like)).is_movable(parameter):
+            host = host_parameter_of(parameter, runtime.by_storage)
+            may_leave = host is None and parameter.nbytes >= least and id(parameter) not in staying
+            if may_leave and (mover := runtime.mover(like)).is_movable(parameter):
                 runtime.warn_of_tier(mover.engine, self.how.tier)
                 before = weakref.ref(parameter.untyped_storage())
-                home = mover.place(parameter, self.how.tier, like)
+                host = mover.place(parameter, self.how.tier, like)
                 moved(parameter, before)
-            if home is not None:
-                homes.append(home)
-        return homes
+            if host is not None:
+                hosts.append(host)
+        return hosts
 
     def why_none_leaves(self, parameters: Sequence[torch.Tensor]) -> str | None:
         least = self._least_bytes(runtime_for(self.runtime))
@@ -98,13 +98,13 @@ class Streamed(Placing):
         return runtime.config.min_bytes if self.how.min_bytes is None else self.how.min_bytes
 
     def find(self, captures: Captures, device: torch.device) -> tuple[list[HostParameter], list[torch.Tensor]]:
-        """Returns the homes of the captured parameters, and other captured parameters that are on another device."""
+        """Returns the captured host parameters, and other captured parameters that are on another device."""
         own = {id(tensor): tensor for _, _, tensor in captures.tensors if type(tensor) is nn.Parameter}
         if functorch_state.active() or functorch_state.inside_region():
             own = {}  # an outer recompute has made them arguments
-        homes = [home for home in self.place(list(own.values()), device) if home.device == device]
-        found = {id(home.parameter()) for home in homes}
-        if untitled := {id(home.parameter()): home for home in homes if not home.title}:
+        hosts = [host for host in self.place(list(own.values()), device) if host.device == device]
+        found = {id(host.parameter()) for host in hosts}
+        if untitled := {id(host.parameter()): host for host in hosts if not host.title}:
             for position, key, tensor in captures.tensors:
                 if id(tensor) in untitled:
                     untitled[id(tensor)].title = captures.describe(position, key)
@@ -114,7 +114,7 @@ class Streamed(Placing):
             for position, _, tensor in captures.tensors
             if id(captures.slots[position]) in members and id(tensor) not in found and tensor.device != device
         }
-        return homes, list(strays.values())
+        return hosts, list(strays.values())
 
 
 def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
@@ -123,19 +123,19 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
     if device is None:
         return self.fn(*args, **kwargs)
     with ExitStack() as stack:
-        if not _take_turns(stack, captures, self.how):
+        if not _lock_parameters(stack, captures, self.how):
             captures = Captures(self.fn)
         with unrecorded():
-            homes, strays = self.find(captures, device)
-        if not homes and self.resident is None:
+            hosts, strays = self.find(captures, device)
+        if not hosts and self.resident is None:
             self.resident = ()
             own = [tensor for _, _, tensor in captures.tensors if type(tensor) is nn.Parameter]
             if (why := self.why_none_leaves(own)) is not None:
                 runtime_for(self.runtime).warn(why)
-        streams = Streams([device] if homes else [])
-        stand_ins = stack.enter_context(_on_device(homes))
+        streams = Streams([device] if hosts else [])
+        stand_ins = stack.enter_context(_on_device(hosts))
         # A transform of `torch.func` refuses hooks, and keeps its residuals itself.
-        if homes and torch.is_grad_enabled() and not functorch_state.active() and not functorch_state.inside_region():
+        if hosts and torch.is_grad_enabled() and not functorch_state.active() and not functorch_state.inside_region():
             hooks = hooks_here(self.runtime, self.how.tier, None, functools.partial(StreamedHooks, streams))
             stack.enter_context(saving_by(hooks, self.how))
         on_device = list(stand_ins.values())
@@ -144,10 +144,10 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
         stand_ins |= {id(stray): stray.to(device) for stray in strays}
         stack.enter_context(_standing_in(captures, stand_ins))
         # The same in a simulation: under a dispatch mode PyTorch adds the attention mask out of place, as on a card.
-        watch = bool(homes) and captures.flags() not in self.watched
+        watch = bool(hosts) and captures.flags() not in self.watched
         why = "is lost; make the change in place under torch.no_grad()"
         with (
-            refused(on_device, lambda index: str(origin_of(on_device[index]).home), self.how, why, watch=watch),
+            refused(on_device, lambda index: str(origin_of(on_device[index]).host), self.how, why, watch=watch),
             streams.watching() if watch or self.spreads else nullcontext(),
             _GradientsWatch(self.how) if watch and torch.is_grad_enabled() else nullcontext(),
         ):
@@ -157,7 +157,7 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
         return result
 
 
-def _take_turns(stack: ExitStack, captures: Captures, how: object) -> bool:
+def _lock_parameters(stack: ExitStack, captures: Captures, how: object) -> bool:
     """Makes other threads wait that run a streamed region with parameters of `captures`, until `stack` ends.
 
     All threads find the device tensor of a parameter in the same place. A second thread would compute with a tensor
@@ -169,133 +169,133 @@ def _take_turns(stack: ExitStack, captures: Captures, how: object) -> bool:
     Raises:
         CorrectnessError: the other thread's region did not end within a minute.
     """
-    is_as_it_was, wanted = True, {}
+    is_valid, wanted = True, {}
     for _, _, tensor in captures.tensors:
         parameter: torch.Tensor | None = tensor
         if is_stand_in(tensor):
             origin = origin_of(tensor)
-            parameter = origin.home.parameter() if isinstance(origin, _OnDevice) else None
+            parameter = origin.host.parameter() if isinstance(origin, _OnDevice) else None
         if type(parameter) is nn.Parameter:
-            turn = wanted[id(parameter)] = _turn_of(parameter)
-            is_as_it_was = is_as_it_was and (parameter is tensor or turn._is_owned())  # type: ignore[attr-defined]
-    for _, turn in sorted(wanted.items()):  # the same order in all threads, to prevent deadlocks
-        if not turn.acquire(timeout=PATIENCE_SECONDS):
+            lock = wanted[id(parameter)] = _lock_of(parameter)
+            is_valid = is_valid and (parameter is tensor or lock._is_owned())  # type: ignore[attr-defined]
+    for _, lock in sorted(wanted.items()):  # the same order in all threads, to prevent deadlocks
+        if not lock.acquire(timeout=PATIENCE_SECONDS):
             raise CorrectnessError(
                 f"the region of {how!r} waited a minute for a parameter that another thread's region has on the "
                 "device; run the two one after the other, or give each thread a model of its own"
             )
-        stack.callback(turn.release)
-    return is_as_it_was
+        stack.callback(lock.release)
+    return is_valid
 
 
-def _turn_of(parameter: nn.Parameter) -> threading.RLock:
-    with _turns_lock:
-        turn: threading.RLock | None = _turns.get(parameter)
-        if turn is None:
-            turn = _turns[parameter] = threading.RLock()
-        return turn
+def _lock_of(parameter: nn.Parameter) -> threading.RLock:
+    with _table_lock:
+        lock: threading.RLock | None = _locks.get(parameter)
+        if lock is None:
+            lock = _locks[parameter] = threading.RLock()
+        return lock
 
 
 class _OnDevice(Origin):
     """The origin of a tensor on the device: its host parameter, with the version it had."""
 
-    __slots__ = ("home", "version")
+    __slots__ = ("host", "version")
 
-    def __init__(self, home: HostParameter, version: int) -> None:
-        self.home = home
+    def __init__(self, host: HostParameter, version: int) -> None:
+        self.host = host
         self.version = version
 
     def note(self, stand_in: torch.Tensor) -> Note:
-        parameter = self.home.parameter()
+        parameter = self.host.parameter()
         assert parameter is not None, "the region holds the parameter"
-        return _AtHome(self.home, parameter.detach(), self.version, stand_in.requires_grad)
+        return _HostNote(self.host, parameter.detach(), self.version, stand_in.requires_grad)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _AtHome(Note):
+class _HostNote(Note):
     """The origin of a host parameter's device tensor, which a checkpoint keeps in its place."""
 
-    home: HostParameter
+    host: HostParameter
     contents: torch.Tensor  # keeps the memory alive; the module may have another parameter by then
     version: int
     requires_grad: bool
 
     @contextmanager
-    def bring_back(self, notes: Sequence[_AtHome]) -> Iterator[dict[_AtHome, torch.Tensor]]:
+    def bring_back(self, notes: Sequence[_HostNote]) -> Iterator[dict[_HostNote, torch.Tensor]]:
         """Loads the parameters of `notes` to the device for the body; see `Note.bring_back`.
 
         Raises:
             CorrectnessError: a parameter was changed in place since.
         """
         for note in notes:
-            if (now := note.home.version()) not in (-1, note.version):
-                raise changed_error(str(note.home), now, note.version)
+            if (now := note.host.version()) not in (-1, note.version):
+                raise changed_error(str(note.host), now, note.version)
         with ExitStack() as stack:
-            arrived = dict(_enter(stack, list({note.home: None for note in notes})))
-            stand_ins = {note: arrived[note.home].requires_grad_(note.requires_grad) for note in notes}
+            arrived = dict(_enter(stack, list({note.host: None for note in notes})))
+            stand_ins = {note: arrived[note.host].requires_grad_(note.requires_grad) for note in notes}
             arrived.clear()
             yield stand_ins
             stand_ins.clear()
 
 
 @contextmanager
-def _on_device(homes: Sequence[HostParameter]) -> Iterator[dict[int, torch.Tensor]]:
+def _on_device(hosts: Sequence[HostParameter]) -> Iterator[dict[int, torch.Tensor]]:
     """Yields the device tensor of each parameter, by the parameter's id, for as long as the region runs."""
     stand_ins: dict[int, torch.Tensor] = {}
     trained: list[tuple[HostParameter, torch.Tensor, Any]] = []
     sequence = None
     with ExitStack() as stack:
-        for home, tensor in _enter(stack, homes):
-            parameter = home.parameter()
+        for host, tensor in _enter(stack, hosts):
+            parameter = host.parameter()
             assert parameter is not None, "the region holds the parameter"
             if torch.is_grad_enabled() and parameter.requires_grad:
-                received = _Receive.apply(parameter, home)  # type: ignore[no-untyped-call]
+                received = _Receive.apply(parameter, host)  # type: ignore[no-untyped-call]
                 if sequence is None:
-                    sequence = home.mover.lag(received.grad_fn._sequence_nr())
+                    sequence = host.mover.lag(received.grad_fn._sequence_nr())
                 received.grad_fn._set_sequence_nr(sequence)
-                tensor = _Stream.apply(received, home, [tensor])  # type: ignore[no-untyped-call]
-                trained.append((home, tensor, tensor.grad_fn))
+                tensor = _Stream.apply(received, host, [tensor])  # type: ignore[no-untyped-call]
+                trained.append((host, tensor, tensor.grad_fn))
             else:
                 parameter.detach()  # records a use of the parameter, whose version a checkpoint around then checks
                 tensor.requires_grad_(parameter.requires_grad)
-            stand_for(_OnDevice(home, version(parameter)), tensor)
+            stand_for(_OnDevice(host, version(parameter)), tensor)
             stand_ins[id(parameter)] = tensor
             del tensor  # frees the device memory when the region ends
         try:
             yield stand_ins
         finally:
-            changed = [(home, tensor) for home, tensor, node in trained if tensor.grad_fn is not node]
-            for home, _ in changed:
-                home.forget_changes()
-        for home, _ in changed:
+            changed = [(host, tensor) for host, tensor, node in trained if tensor.grad_fn is not node]
+            for host, _ in changed:
+                host.forget_changes()
+        for host, _ in changed:
             raise CorrectnessError(
-                f"a leaf Variable that requires grad is being used in an in-place operation: {home} which the region "
+                f"a leaf Variable that requires grad is being used in an in-place operation: {host} which the region "
                 "of offload(what='params') changes; do so under torch.no_grad(), or change a clone"
             )
-        for home in homes:
-            if home.version() not in (-1, home.loaded[0]):
+        for host in hosts:
+            if host.version() not in (-1, host.loaded[0]):
                 raise CorrectnessError(
-                    f"{home} was changed on its tier while a region of offload(what='params') had it on the device, as "
+                    f"{host} was changed on its tier while a region of offload(what='params') had it on the device, as "
                     "by an optimizer that steps inside the region; step outside of the region"
                 )
         stand_ins.clear()
         trained.clear()
 
 
-def _enter(stack: ExitStack, homes: Sequence[HostParameter]) -> Iterator[tuple[HostParameter, torch.Tensor]]:
-    """Yields the homes with their tensors on the device, which are freed when `stack` ends."""
-    for mover in {id(home.mover): home.mover for home in homes}.values():
-        mine = [home for home in homes if home.mover is mover]
-        visit = Residency()
-        stack.push(functools.partial(_exit, mover, visit))  # before `enter`, which may fail halfway
+def _enter(stack: ExitStack, hosts: Sequence[HostParameter]) -> Iterator[tuple[HostParameter, torch.Tensor]]:
+    """Yields the host parameters `hosts` with their tensors on the device, which are freed when `stack` ends."""
+    for mover in {id(host.mover): host.mover for host in hosts}.values():
+        mine = [host for host in hosts if host.mover is mover]
+        residency = Residency()
+        stack.push(functools.partial(_exit, mover, residency))  # before `enter`, which may fail halfway
         with unrecorded():
-            tensors = mover.enter(visit, mine)
+            tensors = mover.enter(residency, mine)
         yield from zip(mine, tensors, strict=True)
 
 
-def _exit(mover: Any, visit: Residency, kind: Any, *_: Any) -> None:
+def _exit(mover: Any, residency: Residency, kind: Any, *_: Any) -> None:
     with unrecorded():
-        mover.exit(visit, failed=kind is not None)
+        mover.exit(residency, failed=kind is not None)
 
 
 _T: Any = torch.Tensor
@@ -312,7 +312,7 @@ class _GradientsWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ASKS_THE_PARAMETER and is_stand_in(args[0]) and isinstance(origin := origin_of(args[0]), _OnDevice):
             raise TransformError(
-                f"the region of {self._how!r} reads or sets .grad, or requires_grad, of {origin.home} which it has on "
+                f"the region of {self._how!r} reads or sets .grad, or requires_grad, of {origin.host} which it has on "
                 "the device in place of the parameter that has them (as zero_grad() and an optimizer do); do so "
                 "outside of the region"
             )
@@ -323,16 +323,16 @@ class _Receive(torch.autograd.Function):
     """The node on the CPU, through which the gradient reaches the parameter after its copy."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, home: HostParameter) -> torch.Tensor:
+    def forward(ctx: Any, parameter: torch.Tensor, host: HostParameter) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.home = home
+        ctx.host = host
         return parameter.detach()
 
     @staticmethod
     @never_compiled
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
-            ctx.home.mover.received(gradient)
+            ctx.host.mover.received(gradient)
         return gradient, None
 
 
@@ -340,17 +340,17 @@ class _Stream(torch.autograd.Function):
     """The node on the device, whose backward copies the gradient to the parameter's tier."""
 
     @staticmethod
-    def forward(ctx: Any, at_home: torch.Tensor, home: HostParameter, arrived: list[torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, by_storage: torch.Tensor, host: HostParameter, arrived: list[torch.Tensor]) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.host_parameter_on_device = home
+        ctx.host_parameter_on_device = host
         return arrived.pop()
 
     @staticmethod
     @never_compiled
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
-            home = ctx.host_parameter_on_device
-            gradient = home.mover.send(home, gradient)
+            host = ctx.host_parameter_on_device
+            gradient = host.mover.send(host, gradient)
         return gradient, None, None
 
 
@@ -389,12 +389,12 @@ def _put_back_new(slot: Attributes, before: Any) -> None:
 
 
 def _parameter_of(stand_in: torch.Tensor) -> torch.Tensor:
-    parameter: torch.Tensor | None = origin_of(stand_in).home.parameter()
+    parameter: torch.Tensor | None = origin_of(stand_in).host.parameter()
     return stand_in if parameter is None else parameter
 
 
 def _put(slot: Any, entries: Sequence[tuple[Any, Any]]) -> None:
-    """Sets `entries` in `place`, and leaves its other entries unchanged."""
+    """Sets `entries` in `slot`, and leaves the other entries of `slot` unchanged."""
     if isinstance(slot, dict):
         slot.update(entries)
         return

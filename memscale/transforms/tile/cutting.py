@@ -18,7 +18,7 @@ _Kind = tuple[torch.dtype, list[int | None], torch.device]
 
 
 class Cutting(Protocol):
-    """The part of `tile` that says where to cut and to join; errors show its ``repr``."""
+    """The dimensions along which `tile` cuts arguments and joins outputs; errors show the ``repr``."""
 
     @property
     def dim(self) -> int:
@@ -248,7 +248,7 @@ def _equal(a: Any, b: Any) -> bool:
 def refuse_time(how: Cutting, fn: Any, cut: Cut) -> None:
     """Raises `TransformError` if `fn` is a recurrent layer and `how` cuts anything but the batch.
 
-    Sizes alone do not show it: the state of a one-layer RNN has the same first size as a piece of one step.
+    Sizes alone do not show the difference: the state of a one-layer RNN has the same first size as a piece of one step.
     """
     module = next(modules_in(fn), None)
     if not isinstance(module, nn.RNNBase):

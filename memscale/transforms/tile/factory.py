@@ -196,7 +196,7 @@ class Tiled(Transformed):
         self.watched: tuple[bool, ...] = ()
 
     def find_captured(self) -> None:
-        """Finds out what a compiler's trace of `fn` does not show."""
+        """Finds the modules that `fn` reaches and its use of batch norm, which a compiler's trace does not show."""
         if not is_of_modules(self.fn):
             self.captured = Captures(self.fn).modules
         self.normalizes = names([self.fn, *self.captured], "batch_norm")

@@ -1,8 +1,8 @@
 """Proves that a region's rows are independent, by following the dimension of the rows through each operator.
 
-`rowwise` refuses operators that are seen to couple rows. This module proves the opposite, for a planner that tiles
-regions on its own: an operator without a rule is no proof. A region may also know its number of rows and compute with
-it, so the region runs twice, with all rows and with one row less, and must do the same.
+`rowwise` refuses operators that couple rows. A planner that tiles regions on its own needs a proof instead: each
+operator must have a rule for its rows. The region may also compute with its number of rows, so the region runs twice,
+with all rows and with one row less, and both runs must call the same operators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memscale.transforms.tile.numbers import arguments_of, spelled
 from memscale.transforms.tile.row_rules import Call, Rows, draws, is_known, rule_of
 from memscale.transforms.tile.rowwise import RowwiseWatch, names
 
-#: With one row, a view does not show which of several dimensions of size one holds the rows; with two, one run has one.
+#: Each of the two runs needs two rows: with one row, a view does not show which dimension of size 1 holds the rows.
 FEWEST_ROWS = 3
 
 
@@ -66,14 +66,14 @@ class IndependenceWatch(RowwiseWatch):
     """Raises `TransformError` at an operator that is not known to compute each row by itself.
 
     Attributes:
-        done: the operators that ran, with their numbers, spelled independently of the number of rows.
+        calls: the operators that ran, with their arguments, as text that does not contain the number of rows.
     """
 
     def __init__(
         self, captures: Captures, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str
     ) -> None:
         super().__init__(captures, whole, rows, what)
-        self.done: list[str] = []
+        self.calls: list[str] = []
         self._count = next(tensor.shape[dim] for tensor, dim in rows.items())
         self._places: dict[object, Rows] = {}
         self._alive: list[torch.UntypedStorage] = []  # kept, because a new storage could get the same address
@@ -95,9 +95,9 @@ class IndependenceWatch(RowwiseWatch):
             if func in _FILLED and result.shape.count(self._count) == 1:
                 filled = Rows(result.shape.index(self._count))
                 self._note(result, filled)
-                self.done.append(f"{spelled(func, given)} {_beside(result, filled)}")
+                self.calls.append(f"{spelled(func, given)} {_rows_and_sizes(result, filled)}")
                 return result
-            self.done.append(f"{spelled(func, given)} {[list(each.shape) for each in pytrees.tensors(result)]}")
+            self.calls.append(f"{spelled(func, given)} {[list(each.shape) for each in pytrees.tensors(result)]}")
             return result
         written = [
             each
@@ -113,7 +113,7 @@ class IndependenceWatch(RowwiseWatch):
         found = rule(Call(given, result, self._count, self._rows))
         if found is None:
             raise self._unproven(func)
-        self.done.append(spelled(func, given))
+        self.calls.append(spelled(func, given))
         tensors = pytrees.tensors(result)
         places = found if isinstance(found, tuple) else [found] * len(tensors)
         for number, (tensor, place) in enumerate(zip(tensors, places, strict=False)):
@@ -124,7 +124,7 @@ class IndependenceWatch(RowwiseWatch):
                 raise self._unproven(func)
             if has_rows:
                 self._note(tensor, place)
-            self.done.append(_beside(tensor, place))
+            self.calls.append(_rows_and_sizes(tensor, place))
         return result
 
     def check(self, outputs: Any, dims: Mapping[int, int], before: Collection[Any]) -> None:
@@ -162,11 +162,11 @@ def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cu
 
     Args:
         run: the region.
-        parts: the functions and modules that it is made of.
-        captures: what it reaches.
-        cut: its arguments, and which of them have rows along which dimension.
-        joined: how its outputs would be joined.
-        what: the transform that would cut it, for messages.
+        parts: the functions and modules of the region.
+        captures: the tensors and modules that the region reaches.
+        cut: the arguments of the region, and the dimension of the rows in each.
+        joined: the join of the outputs of pieces.
+        what: the transform that would cut the region, for messages.
 
     Returns:
         The region's result.
@@ -181,7 +181,7 @@ def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cu
     if names(parts, "register_hook"):
         raise TransformError(f"{what}: a hook on a gradient is not known to compute each row by itself")
     whole = [leaf for at, leaf in enumerate(leaves) if at not in cut.dims and isinstance(leaf, torch.Tensor)]
-    done: list[list[str]] = []
+    calls: list[list[str]] = []
     for count in (total - 1, total):
         captures.restore()
         # Contiguous copies, because some operators branch on contiguity.
@@ -193,15 +193,15 @@ def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cu
             result = run(*args, **kwargs)
         dims = joined.dims(result, pytrees.flatten(result)[0], count)
         watch.check(result, dims, {each.grad_fn for each in given if isinstance(each, torch.Tensor)})
-        done.append(watch.done)
-    for one, other in itertools.zip_longest(*done, fillvalue="nothing"):
+        calls.append(watch.calls)
+    for one, other in itertools.zip_longest(*calls, fillvalue="nothing"):
         if one != other:
             raise TransformError(f"{what}: what is computed depends on how many rows there are ({one}; {other})")
     return result
 
 
-def _beside(tensor: torch.Tensor, place: Rows) -> str:
-    """Spells the place of the rows and the sizes of the other dimensions."""
+def _rows_and_sizes(tensor: torch.Tensor, place: Rows) -> str:
+    """Returns as text the place of the rows in `tensor` and the sizes of the other dimensions."""
     return f"{place} {[size for dim, size in enumerate(tensor.shape) if dim != place.dim]}"
 
 

@@ -1,4 +1,4 @@
-"""Spells operator calls for comparison between two runs of a region with different numbers of rows."""
+"""Operator calls as text, for the comparison of two runs of a region with different numbers of rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def arguments_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, A
 
 
 def spelled(func: Any, given: Mapping[str, Any]) -> str:
-    """Spells an operator, its arguments except tensors and sizes, and the values of a small tensor made in Python."""
+    """Returns an operator call as text: its arguments except tensors and sizes, and small constant tensors."""
     said = {name: value for name, value in given.items() if name not in _SIZES and not pytrees.tensors(value)}
     if func is torch.ops.aten.lift_fresh.default and given["self"].numel() <= _FEW:
         said["self"] = given["self"].tolist()

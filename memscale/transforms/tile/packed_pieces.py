@@ -1,7 +1,7 @@
 """Packs the arguments of all pieces of a tiled region before the first piece runs, for a surrounding recompute.
 
 A checkpoint around a tiled region recomputes up to the last tensor that backward asks for, and the arguments of pieces
-are among these tensors. If they were packed piece by piece, all pieces but the last would be recomputed in vain.
+are among these tensors. Packed piece by piece, these would make the checkpoint recompute other pieces in vain.
 """
 
 from __future__ import annotations

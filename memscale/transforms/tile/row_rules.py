@@ -1,4 +1,4 @@
-"""For each operator that computes every row by itself: where its result has the rows."""
+"""The place of the rows in the result of each operator that computes every row by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detects what a region must not do if its rows are to be computed in pieces.
+"""Detects operations that make a region unfit for computation in pieces of its rows.
 
 The first piece of a region's first call runs under a dispatch mode that sees every operator before it executes, so that
 a refusal comes before any change. Coupling that shows in values only (a softmax or a mean over the rows) is not
@@ -104,13 +104,13 @@ def names(parts: list[Any], name: str) -> bool:
 
 
 def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...], what: object) -> None:
-    """Raises `TransformError` if a region under `torch.compile`, where no mode watches, may do what pieces must not.
+    """Raises `TransformError` if a region under `torch.compile`, where no mode watches, may be unfit for pieces.
 
     Args:
         parts: the functions and modules of the region.
-        normalizes: whether its code names `batch_norm`.
-        watched: the modes (whether any module trains) in which it was watched outside of `torch.compile`.
-        what: the transform. It is printed only in errors, because the compiler may keep its numbers dynamic.
+        normalizes: whether the region's code names `batch_norm`.
+        watched: the modes (whether any module trains) in which a call outside of `torch.compile` was watched.
+        what: the transform, converted to text in errors only, because the compiler may keep its numbers dynamic.
     """
     modules = _modules(parts)
     for module in modules:

@@ -244,12 +244,12 @@ def streamed_races_of(seed, tmp_path, monkeypatch):
     engine = wandering(draw, tmp_path, monkeypatch)
     runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0), backend=engine.backend)
     runtime._engines[torch.device("cpu")] = engine
-    mover = runtime.homes(torch.empty(0))
+    mover = runtime.mover(torch.empty(0))
     fake, enter, fetch, ask_out = engine.fake, mover.enter, mover.fetch, engine.transfers.ask_out
 
-    def enter_and_use(visit, homes):
+    def enter_and_use(residency, hosts):
         engine.wander()  # a region's stream is its own; in the graph, also its backward's
-        tensors = enter(visit, homes)
+        tensors = enter(residency, hosts)
         for tensor in tensors:
             fake.access(fake.compute_stream, tensor.untyped_storage().data_ptr(), tensor.nbytes, "read")
         return tensors

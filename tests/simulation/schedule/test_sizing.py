@@ -13,8 +13,8 @@ def step(copy_seconds, *, uneven=1.0):
     transfers = []
     for layer in range(LAYERS):
         took = copy_seconds * (uneven if layer % 2 else 2 - uneven)
-        transfers.append(Transfer(0.0, took, "out", "pinned", 1, False, asked=layer + 1))
-        transfers.append(Transfer(0.0, took, "in", "pinned", 1, False, asked=0, awaited=2 * LAYERS - 1 - layer))
+        transfers.append(Transfer(0.0, took, "out", "pinned", 1, False, requested=layer + 1))
+        transfers.append(Transfer(0.0, took, "in", "pinned", 1, False, requested=0, awaited=2 * LAYERS - 1 - layer))
     return [1.0] * (2 * LAYERS), [0] * LAYERS + [1] * LAYERS, transfers
 
 
@@ -35,8 +35,8 @@ def test_both_directions_share_one_disk():
     """Every other operator sends something away, and the one after it fetches something."""
     transfers = []
     for at in range(LAYERS):
-        transfers.append(Transfer(0.0, 1.5, "out", "pinned", 1, False, asked=2 * at))
-        transfers.append(Transfer(0.0, 1.5, "in", "pinned", 1, False, asked=0, awaited=2 * at + 1))
+        transfers.append(Transfer(0.0, 1.5, "out", "pinned", 1, False, requested=2 * at))
+        transfers.append(Transfer(0.0, 1.5, "in", "pinned", 1, False, requested=0, awaited=2 * at + 1))
     step = ([1.0] * (2 * LAYERS), [0] * (2 * LAYERS), transfers, 0)
     assert DepthReplay(*step).seconds(4) <= 2 * LAYERS + 1.5
     on_disk = [transfer._replace(tier="disk") for transfer in transfers]

@@ -43,7 +43,7 @@ MUTANTS = {
     "a load is not waited for": [
         (loader.Loader, "arrived", "self._transfers.arrive(item.arrival, item.base)", "item.arrival.need()")
     ],
-    "a change by the region is lost": [(host_parameters.HostParameters, "exit", "self._bring_changes(home)", "pass")],
+    "a change by the region is lost": [(host_parameters.HostParameters, "exit", "self._bring_changes(host)", "pass")],
     "mapped memory is not given back": [
         (mapped.Mapped, "give_back", "backend.free(buffer, after=[*after, *copied])", "pass")
     ],
@@ -69,7 +69,7 @@ def test_random_cases_notice_the_mutant(edits, monkeypatch):
 EFFECTS = {
     "a parameter may be written while it is read, after forward": (
         test_streamed.check_parameters_may_be_written_after_each_pass,
-        [(host_parameters.HostParameters, "exit", "self._finish_reading(homes)", "pass")],
+        [(host_parameters.HostParameters, "exit", "self._finish_reading(hosts)", "pass")],
     ),
     "a parameter may be written while it is read, after backward": (
         test_streamed.check_parameters_may_be_written_after_each_pass,
@@ -82,11 +82,11 @@ EFFECTS = {
             PARAMS,
             depth=2,
         ),
-        [(host_parameters.HostParameters, "_ask", "(anew or home.loaded[0] != now)", "home.loaded[0] != now")],
+        [(host_parameters.HostParameters, "_ask", "(anew or host.loaded[0] != now)", "host.loaded[0] != now")],
     ),
     "an old copy is used after a change between two regions": (
         test_streamed_parameters.check_a_change_between_two_regions,
-        [(host_parameters.HostParameters, "_ask", "(anew or home.loaded[0] != now)", "anew")],
+        [(host_parameters.HostParameters, "_ask", "(anew or host.loaded[0] != now)", "anew")],
     ),
     "a gradient is not waited for": (
         test_streamed.check_the_cpu_waits_for_each_gradient,
@@ -114,7 +114,7 @@ EFFECTS = {
     ),
     "fast copies have fewer regions loaded ahead": (
         test_streamed.check_as_many_regions_are_ahead_as_in_a_simulation,
-        [(host_parameters.HostParameters, "_copied", "self._reading[home] = event", "self._forward.copied(event)")],
+        [(host_parameters.HostParameters, "_copied", "self._reading[host] = event", "self._forward.copied(event)")],
     ),
     "regions never leave the device": (
         functools.partial(test_streamed.check_one_region_at_a_time_is_on_the_device, PARAMS),

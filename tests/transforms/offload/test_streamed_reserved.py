@@ -21,8 +21,8 @@ class Trimmed(HostBackend):
 
     def trim(self, *, if_grown=False):
         super().trim(if_grown=if_grown)
-        (homes,) = self.runtime._homes.values()
-        (self.noted_if_grown if if_grown else self.noted).append(len(homes._loader.back))
+        (mover,) = self.runtime._movers.values()
+        (self.noted_if_grown if if_grown else self.noted).append(len(mover._loader.back))
 
 
 def test_memory_is_given_back_around_the_first_run_of_each_region():
@@ -86,7 +86,7 @@ def test_what_a_llama_8b_reserves_is_near_its_peak(monkeypatch, head, without, m
         model = transformers.LlamaForCausalLM(config).bfloat16()
         ids = torch.zeros(2, 4096, dtype=torch.long)
     if without:
-        monkeypatch.setattr(HostParameters, without, lambda homes, of: None)
+        monkeypatch.setattr(HostParameters, without, lambda mover, of: None)
     plan = {"model.layers.*": ms.compose(ms.offload(what="params"), ms.checkpoint()), **head}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     how = {"optimizer": optimizer, "plan": plan, "hardware": "h100", "keeps_output": False}

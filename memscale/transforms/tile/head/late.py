@@ -1,8 +1,8 @@
 """`LateGradient`: the gradient of a tied head's weight, computed when backward has the embedding's gradient.
 
-The gradient of a tied embedding is complete last of all. The head's part of it, often the largest tensor of a step,
-would have to wait in memory during the whole backward. It is computed from the hidden states and one number per row, so
-these wait instead, and the blocks of classes are added to the embedding's gradient when that is there.
+Backward completes the gradient of a tied embedding last. The head's share of that gradient, often the largest tensor of
+a step, would stay in memory during the whole backward. The share follows from the hidden states and one number per row,
+so only these are kept, and the share is added block by block of classes to the embedding's gradient at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Fill(Protocol):
 
 
 def pays(weight: torch.Tensor, hidden: torch.Tensor) -> bool:
-    """Whether `hidden` was computed from `weight`, so that the weight's gradient would wait, and is much smaller."""
+    """Whether `hidden` was computed from `weight` and is much smaller, so that a late gradient saves memory."""
     if not weight.is_leaf or not weight.requires_grad or weight.nbytes < _SMALLER * hidden.nbytes:
         return False
     # Host parameters, and parameters that FSDP gathers, may have been freed by then.
