@@ -67,7 +67,6 @@ class Checkpointed(Transformed):
     Attributes:
         learned: the effects that earlier runs found, for each segment between cuts.
         captured: the modules that `fn` captures, if `fn` is neither a module nor made of modules.
-        may_change: whether the code of the modules of `fn` looks like changing buffers in place.
     """
 
     how: Checkpoint
@@ -75,20 +74,23 @@ class Checkpointed(Transformed):
     def __init__(self, fn: Callable[..., Any], how: Checkpoint) -> None:
         super().__init__(fn, how)
         self.captured: list[nn.Module] = []
-        self.may_change = False
         self.learned = [LearnedEffects() for _ in how.cuts or (0,)]  # of each segment
 
     def find_captured(self) -> None:
-        """Finds the modules that `fn` captures, and whether their code looks like changing buffers in place."""
-        if is_of_modules(self.fn):
-            modules = [each for root in modules_in(self.fn) for _, each in walk(root)]
-        else:
-            modules = self.captured = Captures(self.fn, reruns=False).modules
-        self.may_change = may_change(modules)
+        """Finds the modules that `fn` captures."""
+        if not is_of_modules(self.fn):
+            self.captured = Captures(self.fn, reruns=False).modules
+
+    def may_change(self) -> bool:
+        """Whether the code of the modules of `fn` looks like changing buffers in place."""
+        return may_change(self.captured or [each for root in modules_in(self.fn) for _, each in walk(root)])
+
+    # Called only where Dynamo traces the region, which runs it as ordinary Python: the code of the modules is constant.
+    may_change._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Checkpointed:
         region = super().reassembled(remap)
-        region.captured, region.may_change = [remap(module) for module in self.captured], self.may_change
+        region.captured = [remap(module) for module in self.captured]
         return region
 
     @property
@@ -105,7 +107,7 @@ class Checkpointed(Transformed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.keeps_inputs_only and not functorch_state.active():
-            why = why_not_compiled([self.fn, *self.captured], self.learned, self.may_change)
+            why = why_not_compiled([self.fn, *self.captured], self.learned, self.may_change())
             if why is not None:
                 return uncompiled(_eager, why, self, args, kwargs)
         # In a `try`, because Dynamo cannot resume in the middle of one: when it cannot trace the region (a side effect
