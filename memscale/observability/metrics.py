@@ -12,8 +12,8 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -23,8 +23,21 @@ from memscale.observability.ranks import rank
 from memscale.runtime import Runtime
 from memscale.transforms.checkpoint import recomputed_regions
 
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
 _GIB = 1 << 30
+_PREFIX = "memscale_"
 _BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds
+# The figures of PyTorch's CUDA allocator: kind, name, key in `torch.cuda.memory_stats`, and meaning.
+_ALLOCATOR = (
+    ("gauge", "allocated_bytes", "allocated_bytes.all.current", "Memory in tensors."),
+    ("gauge", "reserved_bytes", "reserved_bytes.all.current", "Memory that the allocator holds."),
+    ("gauge", "step_peak_allocated_bytes", "allocated_bytes.all.peak", "The most memory in tensors since a reset."),
+    ("gauge", "step_peak_reserved_bytes", "reserved_bytes.all.peak", "The most that the allocator held since a reset."),
+    ("counter", "allocation_retries", "num_alloc_retries", "Times the cache was emptied."),
+    ("counter", "out_of_memory_errors", "num_ooms", "Allocations that failed."),
+)
 Labels = Mapping[str, str]
 
 
@@ -56,25 +69,8 @@ class Watched(Protocol):
         """The paths of the plan's regions."""
 
 
-@dataclass(frozen=True)
-class Family:
-    """Samples of one name.
-
-    Attributes:
-        name: the name, without the suffix of its kind.
-        kind: ``"gauge"``, ``"counter"``, ``"histogram"`` or ``"info"``.
-        help: a description in one line.
-        samples: the labels and value of each sample; a histogram's value is (bounds with cumulative counts, sum).
-    """
-
-    name: str
-    kind: str
-    help: str
-    samples: tuple[tuple[Labels, Any], ...]
-
-
 class Metrics:
-    """The metrics of one executor, to which it refers weakly.
+    """The metrics of one executor, to which it refers weakly, as a collector of prometheus-client.
 
     Args:
         executor: the executor of a model that `wrap` returned.
@@ -96,76 +92,76 @@ class Metrics:
             self._seconds += now - self._last
         self._last = now
 
-    def collect(self) -> Iterator[Family]:
-        """Yields every metric with its present value."""
+    def describe(self) -> list[Metric]:
+        """Returns no descriptions, since the set of metrics depends on the device."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every metric that has a value now."""
         executor = self._executor()
         if executor is None:
             return
         own = {"rank": str(rank())}
         device = {**own, "device": str(executor.device)}
-
-        def family(name: str, kind: str, text: str, *samples: tuple[Labels, Any]) -> Family:
-            return Family(f"memscale_{name}", kind, text, samples)
-
         versions = {"version": sys.modules["memscale"].__version__, "torch": str(torch.__version__)}
-        yield family("build", "info", "Versions.", ({**own, **versions}, 1))
-        yield family("steps", "counter", "Steps of the optimizer.", (own, self._steps))
-        cumulative = [sum(self._counts[: at + 1]) for at in range(len(self._counts))]
-        buckets = [(str(bound), count) for bound, count in zip((*_BOUNDS, "+Inf"), cumulative, strict=True)]
-        yield family("step_duration_seconds", "histogram", "Time between two steps.", (own, (buckets, self._seconds)))
-        yield family(
-            "recomputed_regions", "counter", "Regions that backward has run again.", (own, recomputed_regions())
+        yield from _family("gauge", "build_info", "Versions.", ({**own, **versions}, 1))
+        yield from _family("counter", "steps", "Steps of the optimizer.", (own, self._steps))
+        yield self._durations(own)
+        yield from _family(
+            "counter", "recomputed_regions", "Regions that backward has run again.", (own, recomputed_regions())
         )
         counts = dict.fromkeys(("checkpoint", "offload", "tile", "cast"), 0)
         for path in executor.regions:
             rules = [rule.transform for rule in executor.plan if rule.matches(path)]
             for name in {getattr(each, "spelling", "") for how in rules for each in chain(how)} & counts.keys():
                 counts[name] += 1
-        yield family(
-            "plan_regions",
-            "gauge",
-            "Regions of the plan that holds.",
-            *(({**own, "transform": name}, count) for name, count in counts.items()),
-        )
-        yield family(
-            "device_capacity_bytes", "gauge", "Memory of the device.", (device, executor.hardware.memory_bytes)
-        )
+        regions = [({**own, "transform": name}, count) for name, count in counts.items()]
+        yield from _family("gauge", "plan_regions", "Regions of the plan that holds.", *regions)
+        memory_bytes = executor.hardware.memory_bytes
+        yield from _family("gauge", "device_capacity_bytes", "Memory of the device.", (device, memory_bytes))
         predicted = [({**device, "kind": kind}, nbytes) for kind, nbytes in executor.predicted.items()]
-        yield family("predicted_step_peak_bytes", "gauge", "Peak of a step, as simulated.", *predicted)
-        yield from self._allocator(executor.device, device, family)
-        yield from self._moved(executor.runtime, own, family)
+        yield from _family("gauge", "predicted_step_peak_bytes", "Peak of a step, as simulated.", *predicted)
+        if executor.device.type == "cuda" and torch.cuda.is_initialized():
+            stats = torch.cuda.memory_stats(executor.device)
+            for kind, name, key, text in _ALLOCATOR:
+                yield from _family(kind, name, text, (device, stats.get(key, 0)))
+        if executor.runtime is not None:
+            yield from _moved(executor.runtime, own)
 
-    def _allocator(self, where: torch.device, labels: Labels, family: Any) -> Iterator[Family]:
-        if where.type != "cuda" or not torch.cuda.is_initialized():
-            return
-        stats = torch.cuda.memory_stats(where)
-        gauges = (
-            ("allocated_bytes", "allocated_bytes.all.current", "Memory in tensors."),
-            ("reserved_bytes", "reserved_bytes.all.current", "Memory that the allocator holds."),
-            ("step_peak_allocated_bytes", "allocated_bytes.all.peak", "The most memory in tensors since a reset."),
-            ("step_peak_reserved_bytes", "reserved_bytes.all.peak", "The most that the allocator held since a reset."),
-        )
-        for name, key, text in gauges:
-            yield family(name, "gauge", text, (labels, stats.get(key, 0)))
-        yield family(
-            "allocation_retries", "counter", "Times the cache was emptied.", (labels, stats.get("num_alloc_retries", 0))
-        )
-        yield family("out_of_memory_errors", "counter", "Allocations that failed.", (labels, stats.get("num_ooms", 0)))
+    def _durations(self, own: Labels) -> Metric:
+        from prometheus_client.core import HistogramMetricFamily
 
-    def _moved(self, runtime: Runtime | None, own: Labels, family: Any) -> Iterator[Family]:
-        moved = {} if runtime is None else runtime.stats()
-        held, copied, exposed = [], [], []
-        for device, stats in moved.items():
-            if device.startswith("fake "):  # a simulated device moves nothing
-                continue
-            labels = {**own, "device": device}
-            held += [({**labels, "tier": tier}, nbytes) for tier, nbytes in stats.live_bytes.items()]
-            for direction, tiers in (("out", stats.out_bytes), ("in", stats.in_bytes)):
-                copied += [({**labels, "direction": direction, "tier": tier}, n) for tier, n in tiers.items()]
-            exposed.append((labels, stats.exposed_seconds))
-        yield family("offload_held_bytes", "gauge", "Memory on other tiers.", *held)
-        yield family("offload_copied_bytes", "counter", "Bytes moved between tiers.", *copied)
-        yield family("offload_exposed_seconds", "counter", "Time that callers waited for copies.", *exposed)
+        found = HistogramMetricFamily(f"{_PREFIX}step_duration_seconds", "Time between two steps.", labels=[*own])
+        counts = zip((*map(str, _BOUNDS), "+Inf"), accumulate(self._counts), strict=True)
+        found.add_metric([*own.values()], [*counts], self._seconds)
+        return found
+
+
+def _moved(runtime: Runtime, own: Labels) -> Iterator[Metric]:
+    held, copied, exposed = [], [], []
+    for device, stats in runtime.stats().items():
+        if device.startswith("fake "):  # a simulated device moves nothing
+            continue
+        labels = {**own, "device": device}
+        held += [({**labels, "tier": tier}, nbytes) for tier, nbytes in stats.live_bytes.items()]
+        for direction, tiers in (("out", stats.out_bytes), ("in", stats.in_bytes)):
+            copied += [({**labels, "direction": direction, "tier": tier}, n) for tier, n in tiers.items()]
+        exposed.append((labels, stats.exposed_seconds))
+    yield from _family("gauge", "offload_held_bytes", "Memory on other tiers.", *held)
+    yield from _family("counter", "offload_copied_bytes", "Bytes moved between tiers.", *copied)
+    yield from _family("counter", "offload_exposed_seconds", "Time that callers waited for copies.", *exposed)
+
+
+def _family(kind: str, name: str, text: str, *samples: tuple[Labels, float]) -> Iterator[Metric]:
+    """Yields the samples of a metric as a family of prometheus-client; nothing without samples."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    if samples:
+        made = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+        found = made(f"{_PREFIX}{name}", text, labels=[*samples[0][0]])
+        for labels, value in samples:
+            found.add_metric([*labels.values()], value)
+        yield found
 
 
 def memory_keys(executor: Watched) -> dict[str, float]:

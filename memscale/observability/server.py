@@ -6,11 +6,10 @@ import importlib.util
 import logging
 import os
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from memscale.core import RuntimeUnavailable
-from memscale.observability.metrics import Family, Metrics
+from memscale.observability.metrics import Metrics
 from memscale.observability.ranks import local_rank
 
 _LOG = logging.getLogger("memscale")
@@ -77,7 +76,7 @@ def serve(metrics: Metrics, port: int | str) -> Server | None:
     if number:
         number += local_rank()
     registry = CollectorRegistry()
-    registry.register(_Collector(metrics))
+    registry.register(metrics)
     try:
         server, thread = start_http_server(number, addr=address, registry=registry)
     except (OSError, OverflowError) as error:
@@ -106,41 +105,3 @@ def _close_inherited_sockets() -> None:
 def _parts(port: str) -> tuple[str, int]:
     address, _, number = port.rpartition(":")
     return address.strip("[]"), int(number)
-
-
-class _Collector:
-    """Converts `Metrics` to the classes of prometheus-client, once per scrape."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def describe(self) -> list[Any]:
-        """Returns no descriptions, since the set of metrics depends on the device."""
-        return []
-
-    def collect(self) -> Iterator[Any]:
-        """Yields the families that have samples."""
-        for family in self._metrics.collect():
-            if family.samples:
-                yield _family(family)
-
-
-def _family(family: Family) -> Any:
-    from prometheus_client import core
-
-    found: Any
-    names = list(family.samples[0][0])
-    if family.kind == "histogram":
-        histogram = core.HistogramMetricFamily(family.name, family.help, labels=names)
-        for labels, (buckets, total) in family.samples:
-            histogram.add_metric([labels[name] for name in names], buckets, total)
-        return histogram
-    if family.kind == "info":
-        found = core.GaugeMetricFamily(f"{family.name}_info", family.help, labels=names)
-    elif family.kind == "counter":
-        found = core.CounterMetricFamily(family.name, family.help, labels=names)
-    else:
-        found = core.GaugeMetricFamily(family.name, family.help, labels=names)
-    for labels, value in family.samples:
-        found.add_metric([labels[name] for name in names], value)
-    return found

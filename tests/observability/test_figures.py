@@ -210,9 +210,9 @@ def test_on_a_card_peaks_are_read_and_never_reset(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 << 30)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: pytest.fail("a peak was reset"))
     found = {family.name: family for family in Metrics(executor).collect()}
-    ((labels, peak),) = found["memscale_step_peak_allocated_bytes"].samples
-    assert (labels, peak) == ({"rank": "0", "device": "cuda:0"}, 7)
-    assert found["memscale_out_of_memory_errors"].samples[0][1] == 2
-    assert found["memscale_allocation_retries"].samples[0][1] == 0  # others may have reset the counts
+    (sample,) = found["memscale_step_peak_allocated_bytes"].samples
+    assert (sample.labels, sample.value) == ({"rank": "0", "device": "cuda:0"}, 7)
+    assert found["memscale_out_of_memory_errors"].samples[0].value == 2
+    assert found["memscale_allocation_retries"].samples[0].value == 0  # others may have reset the counts
     assert executor.as_log()["memory/peak_allocated_gib"] == 3
     ms.detach(model)
