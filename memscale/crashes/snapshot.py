@@ -10,16 +10,17 @@ import copyreg
 import io
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memscale.core import ConfigError
+from memscale.core import ConfigError, Document
 
 # The part of the error message by which a log is recognized.
 FAILURE = "out of memory. Tried to allocate"
 _MADE_BY = "torch.cuda.memory._dump_snapshot(path) writes one"
+_DOCUMENT = Document("memory snapshot", version=0, writer="torch.cuda.memory._dump_snapshot(path)", error=ConfigError)
 _TAKEN = f"{_MADE_BY}, and a log with '... {FAILURE} ...' is taken as well"
 
 
@@ -131,100 +132,67 @@ def moment_of(snapshot: Mapping[str, Any], device: int | None = None) -> Moment:
     Raises:
         ConfigError: the snapshot has no such device, or a value of the wrong type.
     """
-    traces = [_list(trace, "device_traces") for trace in snapshot["device_traces"]]
-    segments = [_dict(segment, "segments") for segment in snapshot["segments"]]
+    with _DOCUMENT.parts():
+        return _moment_of(snapshot, device)
+
+
+def _moment_of(snapshot: Mapping[str, Any], device: int | None) -> Moment:
+    traces, of_device = snapshot["device_traces"], [int(segment["device"]) for segment in snapshot["segments"]]
     if device is None:
-        failed = [index for index, trace in enumerate(traces) if any(_action(event) == "oom" for event in trace)]
-        held = [_int(segment, "device") for segment in segments]
-        device = failed[-1] if failed else max(held, key=held.count, default=0)
+        failed = [index for index, trace in enumerate(traces) if any(event["action"] == "oom" for event in trace)]
+        device = failed[-1] if failed else max(of_device, key=of_device.count, default=0)
     if not 0 <= device < max(len(traces), 1):
         raise ConfigError(f"the snapshot has no device {device}; it has {len(traces)}")
-    trace = traces[device] if traces else []
-    at = max((index for index, event in enumerate(trace) if _action(event) == "oom"), default=None)
-    state = _State.of(segment for segment in segments if _int(segment, "device") == device)
-    known = {_address(event): event for event in (trace if at is None else trace[:at]) if _action(event) == "alloc"}
-    for event in reversed(trace[at + 1 :] if at is not None else []):
-        state.undo(event, known)
-    blocks = [
-        Block(address, nbytes, stack or _stack(known.get(address, {})), address in known)
-        for address, (nbytes, stack) in state.blocks.items()
-    ]
+    trace = list(traces[device]) if traces else []
+    at = max((index for index, event in enumerate(trace) if event["action"] == "oom"), default=None)
     failure = None if at is None else trace[at]
+    known = {_address(event): event for event in trace[:at] if event["action"] == "alloc"}
+    segments: dict[int, int] = {}
+    blocks: dict[int, tuple[int, tuple[Frame, ...]]] = {}
+    for segment, owner in zip(snapshot["segments"], of_device, strict=True):
+        if owner == device:
+            segments[_address(segment)] = int(segment["total_size"])
+            blocks |= _blocks_in_use(segment)
+    # Undo what happened after the failure, last event first.
+    for event in reversed([] if at is None else trace[at:]):
+        if event["action"] == "alloc":
+            blocks.pop(_address(event), None)
+        elif event["action"] == "free_completed":
+            blocks[_address(event)] = (int(event["size"]), _stack(known.get(_address(event), {})))
+        elif event["action"] in ("segment_alloc", "segment_map"):
+            segments.pop(_address(event), None)
+        elif event["action"] in ("segment_free", "segment_unmap"):
+            segments[_address(event)] = int(event["size"])
     return Moment(
         device,
-        None if failure is None else _int(failure, "size"),
-        None if failure is None else _int(failure, "device_free"),
+        None if failure is None else int(failure["size"]),
+        None if failure is None else int(failure["device_free"]),
         () if failure is None else _stack(failure),
-        state.segments,
-        tuple(blocks),
+        segments,
+        tuple(
+            Block(address, nbytes, stack or _stack(known.get(address, {})), address in known)
+            for address, (nbytes, stack) in blocks.items()
+        ),
     )
 
 
-class _State:
-    """The state of an allocator, from which events can be undone, last one first."""
-
-    def __init__(self) -> None:
-        self.segments: dict[int, int] = {}
-        self.blocks: dict[int, tuple[int, tuple[Frame, ...]]] = {}
-
-    @classmethod
-    def of(cls, segments: Any) -> _State:
-        state = cls()
-        for segment in segments:
-            state.segments[_address(segment)] = _int(segment, "total_size")
-            address = _address(segment)
-            for block in _list(segment.get("blocks", []), "blocks"):
-                nbytes = _int(_dict(block, "blocks"), "size")
-                address = _int(block, "address") if "address" in block else address
-                if block.get("state") != "inactive":  # a block that waits to be freed is still in use
-                    state.blocks[address] = (nbytes, _stack(block))
-                address += nbytes
-        return state
-
-    def undo(self, event: Any, known: Mapping[int, Any]) -> None:
-        action = _action(event)
-        if action == "alloc":
-            self.blocks.pop(_address(event), None)
-        elif action == "free_completed":
-            address = _address(event)
-            self.blocks[address] = (_int(event, "size"), _stack(known.get(address, {})))
-        elif action in ("segment_alloc", "segment_map"):
-            self.segments.pop(_address(event), None)
-        elif action in ("segment_free", "segment_unmap"):
-            self.segments[_address(event)] = _int(event, "size")
+def _blocks_in_use(segment: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, tuple[Frame, ...]]]]:
+    """Yields the address of each block, with its size and stack; a block that waits to be freed is in use."""
+    address = _address(segment)
+    for block in segment.get("blocks", ()):
+        address, nbytes = int(block.get("address", address)), int(block["size"])
+        if block.get("state") != "inactive":
+            yield address, (nbytes, _stack(block))
+        address += nbytes
 
 
 def _stack(record: Mapping[str, Any]) -> tuple[Frame, ...]:
-    frames = _list(record.get("frames") or [], "frames")
     return tuple(
-        Frame(str(frame.get("filename", "")), _int({"line": 0, **frame}, "line"), str(frame.get("name", "")))
-        for frame in (_dict(each, "frames") for each in frames)
+        Frame(str(frame.get("filename", "")), int(frame.get("line", 0)), str(frame.get("name", "")))
+        for frame in record.get("frames") or ()
     )
-
-
-def _action(event: Any) -> str:
-    return str(_dict(event, "device_traces").get("action"))
 
 
 def _address(record: Mapping[str, Any]) -> int:
     # Segments and events, and older versions of PyTorch, use different keys.
-    return _int(record, "addr" if "addr" in record else "address")
-
-
-def _int(record: Mapping[str, Any], key: str) -> int:
-    value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"the memory snapshot has {key}={value!r} in place of an integer; {_MADE_BY}")
-    return value
-
-
-def _list(value: Any, key: str) -> Sequence[Any]:
-    if not isinstance(value, list):
-        raise ConfigError(f"the memory snapshot has {key} of type {type(value).__name__}, not a list; {_MADE_BY}")
-    return value
-
-
-def _dict(value: Any, key: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"the memory snapshot has {type(value).__name__} among {key}, not a dictionary; {_MADE_BY}")
-    return value
+    return int(record["addr" if "addr" in record else "address"])
