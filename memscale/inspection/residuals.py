@@ -96,14 +96,11 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
             continue
         nbytes = tensor.untyped_storage().nbytes()
         if storage in known:
-            source, name = known[storage]
-            made: _Made = _Made(name, None)
+            source, name, where = *known[storage], None
         else:
-            source = "intermediate"
-            made = watch.made.get(storage, _Made("unknown", None))
-        residuals[storage] = Residual(
-            tuple(tensor.shape), tensor.dtype, nbytes, source, made.op, watch.labels.get(storage), made.where
-        )
+            source, (name, where) = "intermediate", watch.made.get(storage, ("unknown", None))
+        label = watch.labels.get(storage)
+        residuals[storage] = Residual(tuple(tensor.shape), tensor.dtype, nbytes, source, name, label, where)
     del result
     return list(residuals.values())
 
@@ -115,12 +112,9 @@ def _storages_before(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int
     def add(tensor: torch.Tensor, source: str, name: str) -> None:
         known.setdefault(tensor.untyped_storage()._cdata, (source, name))
 
-    for index, argument in enumerate(args):
+    for name, argument in [*((f"args[{index}]", each) for index, each in enumerate(args)), *kwargs.items()]:
         for tensor in pytrees.tensors(argument):
-            add(tensor, "argument", f"args[{index}]")
-    for key, argument in kwargs.items():
-        for tensor in pytrees.tensors(argument):
-            add(tensor, "argument", key)
+            add(tensor, "argument", name)
     captures = Captures(fn, reruns=False)
     for module in captures.modules[:1]:
         for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -130,18 +124,12 @@ def _storages_before(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int
     return known
 
 
-@dataclasses.dataclass(frozen=True)
-class _Made:
-    op: str
-    where: str | None
-
-
 class _Provenance(OperatorWatch):
     """Records the operator and the line of code that made each storage."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, _Made] = {}
+        self.made: dict[int, tuple[str, str | None]] = {}
         self.labels: dict[int, str] = {}
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -149,7 +137,7 @@ class _Provenance(OperatorWatch):
         if not is_view(func):
             for tensor in pytrees.tensors(result):
                 op = func._schema.name.replace("::", ".")
-                self.made[tensor.untyped_storage()._cdata] = _Made(op, _caller())
+                self.made[tensor.untyped_storage()._cdata] = (op, _caller())
         return result
 
     def on_label(self, tensor: torch.Tensor, label: str) -> None:

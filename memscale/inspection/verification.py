@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Plan
-from memscale.core import ConfigError, CorrectnessError, Loss, batches, tensors, unflatten
+from memscale.core import ConfigError, CorrectnessError, Loss, aligned, batches, tensors, unflatten
 from memscale.regions import Captures, without_side_effects
 
 _INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
@@ -47,9 +47,9 @@ class Difference:
 
     name: str
     bitwise: bool
-    max_abs: float
-    max_ulps: float
-    max_ulps_of_largest: float
+    max_abs: float = 0.0
+    max_ulps: float = 0.0
+    max_ulps_of_largest: float = 0.0
     mismatch: str = ""
     max_relative: float = 0.0
     dtype: str = ""
@@ -156,18 +156,12 @@ class Verification:
     def __str__(self) -> str:
         if self.exact:
             return self.verdict
-        rows = [("differs", "max abs", "max ulps", "ulps of largest")]
-        rows += [
-            (d.name, d.mismatch, "", "")
-            if d.mismatch
-            else (d.name, f"{d.max_abs:.3g}", f"{d.max_ulps:.3g}", f"{d.max_ulps_of_largest:.3g}")
-            for d in self.different[:_WORST]
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        if (more := len(self.different) - _WORST) > 0:
-            lines.append(f"... and {more} more")
-        return "\n".join([self.verdict, *lines])
+        rows: list[tuple[str, ...]] = [("differs", "max abs", "max ulps", "ulps of largest")]
+        for d in self.different[:_WORST]:
+            numbers = [f"{number:.3g}" for number in (d.max_abs, d.max_ulps, d.max_ulps_of_largest)]
+            rows.append((d.name, d.mismatch, "", "") if d.mismatch else (d.name, *numbers))
+        more = len(self.different) - _WORST
+        return "\n".join([self.verdict, *aligned(rows, "<<<<"), *([f"... and {more} more"] if more > 0 else [])])
 
 
 def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss | None = None) -> Verification:
@@ -202,17 +196,17 @@ def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss |
         if not isinstance(module, nn.Module):
             remedy = "; write transform(model, plan)" if isinstance(module, (Plan, Mapping)) else ""
             raise ConfigError(f"verify({name}=...) takes a torch.nn.Module, got {type(module).__name__}{remedy}")
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            raise ConfigError(
-                f"verify({name}=...) runs a step for real, and a model on meta has no numbers; build it on a device, "
-                "with fewer layers where it is too large"
-            )
     batches.check_call(model, batch)
-    if any(tensor.is_meta for tensor in batches.tensors(batch)):
-        raise ConfigError(
-            "verify(batch=...) runs a step for real, and tensors on meta have no numbers; give it real ones"
-        )
     batches.check_loss(loss)
+    own = {
+        name: [*each.parameters(), *each.buffers()] for name, each in (("model", model), ("transformed", transformed))
+    }
+    for name, found in {**own, "batch": tensors(batch)}.items():
+        if any(tensor.is_meta for tensor in found):
+            raise ConfigError(
+                f"verify({name}=...) runs a step for real, and tensors on meta have no numbers; make them on a device, "
+                "with fewer layers where the model is too large"
+            )
     return compare(results_of_step(model, batch, loss), results_of_step(transformed, batch, loss))
 
 
@@ -315,7 +309,7 @@ def _difference(name: str, one: torch.Tensor | None, other: torch.Tensor | None,
         return Difference(name, False, math.inf, math.inf, math.inf, why, math.inf)
 
     if one is None and other is None:
-        return Difference(name, True, 0.0, 0.0, 0.0)
+        return Difference(name, bitwise=True)
     if one is None or other is None:
         return incomparable(f"only the {'model' if other is None else 'transformed module'} has one")
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
@@ -323,7 +317,7 @@ def _difference(name: str, one: torch.Tensor | None, other: torch.Tensor | None,
     one, other = (_plain(tensor) for tensor in (one, other))
     # As bytes, because NaN differs from itself and -0.0 equals 0.0.
     if torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-        return Difference(name, True, 0.0, 0.0, 0.0)
+        return Difference(name, bitwise=True)
     if name.startswith("the random state"):
         return incomparable("other random numbers were drawn")
     gap = (one.double() - other.double()).abs()

@@ -80,7 +80,7 @@ def test_sequences_and_the_fastest(capsys):
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (("--budget", "9KiB"), 3, r"not even batch_fn\(1\) fits"),
+        (("--budget", "9KiB"), 3, "not even batch_fn(1) fits"),
         (("--objective", "speed"), 2, "--objective must be one of throughput, batch, sequence, got 'speed'"),
         (("--budget", "lots"), 2, "budget='lots' must be"),
         (("--at-most", "0"), 2, "--at-most must be at least 1, got 0"),
@@ -91,9 +91,8 @@ def test_sequences_and_the_fastest(capsys):
 )
 def test_wrong_options(options, status, message, capsys):
     assert command("tune", *STEP, *options) == status
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("memscale: ")
-    assert message.replace("\\", "") in line
+    _, _, said = capsys.readouterr().err.rpartition("memscale: ")
+    assert message in said
 
 
 def test_a_model_whose_batches_have_no_sequence(capsys):
