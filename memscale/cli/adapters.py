@@ -7,6 +7,7 @@ import importlib
 import logging
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from typer import Option
 
+from memscale.cli.options import Options, one_of
 from memscale.cli.subject import DTYPES, Subject, first_line, offline, word_of_dtype
 from memscale.cli.terminal import package
 from memscale.core import ConfigError, format_bytes
@@ -21,21 +23,40 @@ from memscale.core import ConfigError, format_bytes
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
 
-_QUANT = ("nf4", "fp4", "int8")
 _EXAMPLE = "r=16,targets=all-linear"
-# Maps the settings of --lora to the arguments of a LoraConfig and the parser of each.
-_SETTINGS = {
-    "r": ("r", int),
-    "alpha": ("lora_alpha", float),
-    "dropout": ("lora_dropout", float),
-    "targets": ("target_modules", str),
-    "save": ("modules_to_save", str),
-    "dora": ("use_dora", bool),
+
+
+def _number(kind: type, least: float) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        number = kind(text)
+        if not least <= number < math.inf:
+            raise ValueError
+        return number
+
+    return parse
+
+
+def _names(text: str) -> Any:
+    names = [name.strip() for name in text.split("+")]
+    if not all(names):
+        raise ValueError
+    return text if names == ["all-linear"] else names
+
+
+# For each setting of --lora: the argument of a LoraConfig, the parser of a value (raises KeyError or ValueError), and
+# the rule for a value.
+_SETTINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "r": ("r", _number(int, 1), "a whole number of at least 1"),
+    "alpha": ("lora_alpha", _number(float, 0), "a number above 0"),
+    "dropout": ("lora_dropout", _number(float, 0), "a share of at least 0, below 1"),
+    "targets": ("target_modules", _names, "all-linear, or names of modules joined by +"),
+    "save": ("modules_to_save", _names, "names of modules joined by +"),
+    "dora": ("use_dora", lambda text: {"yes": True, "no": False}[text.lower()], "yes or no"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterOptions:
+class AdapterOptions(Options):
     """The options for adapters and for quantized weights, as typed."""
 
     lora: Annotated[
@@ -47,11 +68,15 @@ class AdapterOptions:
         ),
     ] = None
     quant: Annotated[
-        str | None, Option(metavar="nf4|fp4|int8", help="Linear layers of bitsandbytes, whose weights are frozen.")
+        str | None,
+        Option(metavar="nf4|fp4|int8", help="Linear layers of bitsandbytes, whose weights are frozen."),
+        one_of("nf4", "fp4", "int8"),
     ] = None
     double_quant: Annotated[bool, Option("--double-quant", help="With nf4 and fp4: scales in 8 bits, too.")] = False
     compute_dtype: Annotated[
-        str | None, Option(help="Dtype of products with nf4 and fp4; by default --amp or --dtype, else bf16.")
+        str | None,
+        Option(help="Dtype of products with nf4 and fp4; by default --amp or --dtype, else bf16."),
+        one_of(*DTYPES),
     ] = None
     kbit: Annotated[
         bool,
@@ -62,11 +87,6 @@ class AdapterOptions:
     ] = True
 
     def check(self) -> None:
-        """Raises ConfigError for options that are wrong for any model."""
-        if self.quant is not None and self.quant.lower() not in _QUANT:
-            raise ConfigError(f"--quant must be one of {', '.join(_QUANT)}, got {self.quant!r}")
-        if self.compute_dtype is not None and self.compute_dtype.lower() not in DTYPES:
-            raise ConfigError(f"--compute-dtype must be one of {', '.join(DTYPES)}, got {self.compute_dtype!r}")
         of_4_bits = self.quant is not None and self.quant.lower() != "int8"
         for name, given in (("double-quant", self.double_quant), ("compute-dtype", self.compute_dtype is not None)):
             if given and not of_4_bits:
@@ -102,36 +122,12 @@ def settings_of(text: str) -> dict[str, Any]:
                 f"--lora {text!r}: {word.strip()!r} is none of {', '.join(f'{name}=...' for name in _SETTINGS)}; write "
                 f"--lora {_EXAMPLE}"
             )
-        name, kind = _SETTINGS[key]
+        name, parse, rule = _SETTINGS[key]
         try:
-            found[name] = _read(value, kind)
-        except ValueError:
-            raise ConfigError(f"--lora {text!r}: {key} must be {_RULES[key]}, got {value!r}") from None
-    return {"r": 16, "target_modules": "all-linear", **found} if not found.get("target_modules") else found
-
-
-_RULES = {
-    "r": "a whole number of at least 1",
-    "alpha": "a number above 0",
-    "dropout": "a share of at least 0, below 1",
-    "targets": "all-linear, or names of modules joined by +",
-    "save": "names of modules joined by +",
-    "dora": "yes or no",
-}
-
-
-def _read(value: str, kind: type) -> Any:
-    if kind is bool:
-        return {"yes": True, "no": False}[value.lower()] if value.lower() in ("yes", "no") else int("")
-    if kind is str:
-        names = [name.strip() for name in value.split("+")]
-        if not all(names):
-            raise ValueError
-        return value if names == ["all-linear"] else names
-    number = kind(value)
-    if not math.isfinite(number) or number < (1 if kind is int else 0):
-        raise ValueError
-    return number
+            found[name] = parse(value)
+        except (KeyError, ValueError):
+            raise ConfigError(f"--lora {text!r}: {key} must be {rule}, got {value!r}") from None
+    return found if "target_modules" in found else {"r": 16, "target_modules": "all-linear", **found}
 
 
 def adapted(

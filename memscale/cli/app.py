@@ -52,7 +52,7 @@ _SERVER = "Run history for a team: accounts, projects, pages and an API (needs t
 # Each command by its name: its file, the names of its options and its function there, and its help text.
 _COMMANDS = {
     "demo": ("demo", "DemoOptions", "demo", _DEMO),
-    "predict": ("predict", "Options", "predict", _PREDICT),
+    "predict": ("predict", "PredictOptions", "predict", _PREDICT),
     "plan": ("plan", "PlanOptions", "plan", _PLAN),
     "frontier": ("plan", "FrontierOptions", "frontier", _FRONTIER),
     "tune": ("tune", "TuneOptions", "tune", _TUNE),

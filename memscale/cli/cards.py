@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
 
-from typer import Option
-
+from memscale.cli.options import Options, PrintJson
 from memscale.cli.terminal import show
 from memscale.core import aligned
 from memscale.hardware import CARDS, Hardware
@@ -16,10 +14,10 @@ _HEADER = ("name", "GiB", "usable", "dtype", "TFLOP/s", "GB/s", "host GB/s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CardsOptions:
+class CardsOptions(Options):
     """The command line of ``memscale cards``, as typed."""
 
-    as_json: Annotated[bool, Option("--json", help="Print JSON: each card as a Hardware, with its source.")] = False
+    as_json: PrintJson = False
 
 
 def cards(options: CardsOptions) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from torch import nn
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import count
+from memscale.cli.options import File, OptionRule, Options, at_least, count
 from memscale.cli.subject import offline
-from memscale.cli.terminal import Progress, check_files, package, progress, simulations
+from memscale.cli.terminal import Progress, package, progress, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
 from memscale.core import ConfigError, RuntimeUnavailable, budget_bytes, format_bytes, format_seconds, format_unlike
 
@@ -30,23 +31,29 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 _SHARE = 0.4  # the default budget, as a share of the memory of the plain step
 _ROOM = 1.01  # the default budget as a multiple of the least reachable memory, if that is more
+_STEPS = OptionRule(lambda steps: steps >= 3, "at least 3 (the first warms up, the last is measured)")
+_WIDTH = OptionRule(
+    lambda width: width > 0 and width % HEAD_WIDTH == 0, f"a multiple of {HEAD_WIDTH}, the width of a head"
+)
+_SEQ = OptionRule(lambda seq: 2 <= seq <= MAX_SEQ, f"from 2 to {MAX_SEQ}, GPT-2's longest text")
+_DEVICE = OptionRule(lambda device: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", device)), "auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions:
+class DemoOptions(Options):
     """The command line of ``memscale demo``, as typed."""
 
-    steps: Annotated[int, count("N", "Optimizer steps for each of the two models.")] = 8
-    layers: Annotated[int, count("N", "Transformer blocks.")] = 8
-    width: Annotated[int, count("N", "Hidden size, a multiple of 64.")] = 256
-    batch: Annotated[int, count("N", "Rows of text in a step.")] = 8
-    seq: Annotated[int, count("N", "Bytes of text in a row, at most 1024.")] = 256
-    device: Annotated[str, Option(help="cpu, cuda or cuda:N; auto takes CUDA if it can.")] = "auto"
+    steps: Annotated[int, count("N", "Optimizer steps for each of the two models."), _STEPS] = 8
+    layers: Annotated[int, count("N", "Transformer blocks."), at_least(1)] = 8
+    width: Annotated[int, count("N", "Hidden size, a multiple of 64."), _WIDTH] = 256
+    batch: Annotated[int, count("N", "Rows of text in a step."), at_least(1)] = 8
+    seq: Annotated[int, count("N", "Bytes of text in a row, at most 1024."), _SEQ] = 256
+    device: Annotated[str, Option(help="cpu, cuda or cuda:N; auto takes CUDA if it can."), _DEVICE] = "auto"
     budget: Annotated[
         str | None,
         Option(metavar="SIZE", help="Memory of a step, such as 300MiB; by default 2/5 of the step without a plan."),
     ] = None
-    out: Annotated[Path, Option(help="File of the picture, a .png.")] = Path("memscale-demo.png")
+    out: Annotated[Path, Option(help="File of the picture, a .png."), File((".png",))] = Path("memscale-demo.png")
 
 
 def demo(options: DemoOptions) -> int:
@@ -59,8 +66,7 @@ def demo(options: DemoOptions) -> int:
         BudgetError: no plan fits the budget.
         RuntimeUnavailable: the device, transformers or matplotlib is missing.
     """
-    job, budget, out = _checked_job(options), options.budget, options.out
-    check_files({"out": out})
+    job, budget, out = _job(options), options.budget, options.out
     if budget is not None:
         budget_bytes(budget, ms.Hardware.detect(job.device.type).usable_bytes)
     with offline():
@@ -127,52 +133,30 @@ def _under(plan: ms.Plan) -> Callable[[nn.Module], nn.Module]:
     return lambda model: ms.transform(model, plan)
 
 
-def _checked_job(options: DemoOptions) -> Job:
-    width = options.width
-    if options.steps < 3:
-        raise ConfigError(
-            f"--steps must be at least 3, got {options.steps}: the first warms up, the last is measured, "
-            "the ones between are timed"
-        )
-    if width < 1 or width % HEAD_WIDTH:
-        below = width // HEAD_WIDTH * HEAD_WIDTH
-        near = f"{below} or {below + HEAD_WIDTH}" if below > 0 else f"{HEAD_WIDTH}"
-        raise ConfigError(f"--width must be a multiple of {HEAD_WIDTH}, the width of a head, got {width}; try {near}")
-    for name, value in (("layers", options.layers), ("batch", options.batch)):
-        if value < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {value}")
-    if not 2 <= options.seq <= MAX_SEQ:
-        raise ConfigError(f"--seq must be from 2 to {MAX_SEQ}, GPT-2's longest text, got {options.seq}")
-    device = _checked_device(options.device)
-    job = Job(options.steps, options.layers, width, options.batch, options.seq, device)
-    free_bytes = (
-        torch.cuda.mem_get_info(job.device)[0] if job.device.type == "cuda" else psutil.virtual_memory().available
-    )
-    needed_bytes = 2 * job.state_bytes + job.activation_bytes
-    if needed_bytes > free_bytes:
-        needed, free = format_unlike(needed_bytes, free_bytes)
-        raise ConfigError(
-            f"the demo would need about {needed} and {job.device} has {free} free; lower --batch, --seq, --layers "
-            "or --width"
-        )
-    return job
+def _job(options: DemoOptions) -> Job:
+    """Returns the training job of the options.
 
-
-def _checked_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"--device must be auto, cpu or cuda, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device must be auto, cpu or cuda, got {name!r}")
+    Raises:
+        ConfigError: the device has too little free memory.
+        RuntimeUnavailable: the device does not exist.
+    """
+    kind = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device, free_bytes = torch.device(kind), psutil.virtual_memory().available
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             found = f"it finds {count}" if count else "it finds none; use --device cpu"
-            raise RuntimeUnavailable(f"--device {name} needs a CUDA device that PyTorch can use, and {found}")
-    return device
+            raise RuntimeUnavailable(f"--device {kind} needs a CUDA device that PyTorch can use, and {found}")
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+    job = Job(options.steps, options.layers, options.width, options.batch, options.seq, device)
+    needed_bytes = 2 * job.state_bytes + job.activation_bytes
+    if needed_bytes > free_bytes:
+        needed, free = format_unlike(needed_bytes, free_bytes)
+        raise ConfigError(
+            f"the demo would need about {needed} and {device} has {free} free; lower "
+            "--batch, --seq, --layers or --width"
+        )
+    return job
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from typing import Annotated
 from typer import Argument, Option
 
 import memscale as ms
-from memscale.cli.options import SIZES, count, file
+from memscale.cli.options import SIZES, Html, count
 from memscale.cli.step import StepOptions, TrainingOptions, batch_of, read_step
-from memscale.cli.terminal import check_files, show, write
+from memscale.cli.terminal import show, write
 from memscale.core import ConfigError
 
 
@@ -22,11 +22,15 @@ class ExplainOptions(TrainingOptions):
 
     snapshot: Annotated[Path, Argument(help="A file of torch.cuda.memory._dump_snapshot, or a log with the error.")]
     device: Annotated[int | None, count("N", "The index of the device; by default the one that ran out.")] = None
-    html: Annotated[Path | None, file("File for a report as a page, a .html.")] = None
+    html: Html = None
     hf: Annotated[
         str | None, Option(metavar="CONFIG|MODULE:FACTORY", help="The model, to find the plan that would have fit.")
     ] = None
     budget: Annotated[str | None, Option(metavar="SIZE", help=f"Memory for its step: {SIZES}.")] = None
+
+    def check(self) -> None:
+        if self.hf is None and self.budget is not None:
+            raise ConfigError("--budget is for the plan of a model; give that with --hf")
 
     @property
     def step(self) -> StepOptions | None:
@@ -42,27 +46,20 @@ def explain_snapshot(options: ExplainOptions) -> int:
         ConfigError: an option is wrong, or the file is neither a snapshot nor a log with the error.
         RuntimeUnavailable: a package is missing, or the step can be neither simulated nor run on this machine.
     """
-    files = {"html": options.html}
-    check_files(files)
     step_options = options.step
     if step_options is None:
-        if options.budget is not None:
-            raise ConfigError("--budget is for the plan of a model; give that with --hf")
         found = ms.explain(options.snapshot, device=options.device)
     else:
-        step_options.check()
         step = read_step(step_options)
         found = ms.explain(
             options.snapshot,
             device=options.device,
             model=step.subject.model,
             batch=batch_of(step.subject, step_options.batch, step.seq),
-            optimizer=step.optimizer,
-            loss=step.subject.loss,
-            hardware=step.hardware,
             budget=options.budget,
+            **step.arguments,
         )
-    write(files, {"html": found.html})
+    write(options.files, {"html": found.html})
     show(str(found))
     if step_options is None:
         show(f"next: memscale explain {shlex.quote(str(options.snapshot))} --hf CONFIG --batch N --gpu NAME")

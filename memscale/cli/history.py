@@ -14,7 +14,7 @@ import torch
 import typer
 from typer import Argument, Option
 
-from memscale.cli.options import Shorthand, add, count
+from memscale.cli.options import Options, PrintJson, Shorthand, add, count
 from memscale.cli.predict import read_plan
 from memscale.cli.step import Step, StepOptions, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, show, write
@@ -44,7 +44,7 @@ _RunId = Annotated[str, Argument(metavar="ID", help="How a run's id begins, or l
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckOptions:
+class CheckOptions(Options):
     """The command line of ``memscale history check``, as typed."""
 
     step: StepOptions
@@ -58,7 +58,7 @@ class CheckOptions:
     plan: Shorthand = None
     tolerance: Annotated[str, Option(metavar="SIZE", help="How much more is no regression, such as 1MiB.")] = "0"
     update: Annotated[bool, Option("--update", help="Write this run into the file, in the old one's place.")] = False
-    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False
+    as_json: PrintJson = False
 
 
 def check(options: CheckOptions) -> int:
@@ -68,7 +68,6 @@ def check(options: CheckOptions) -> int:
         ConfigError: an option is wrong, there is no such baseline, or the step cannot be simulated.
         RuntimeUnavailable: a package is missing.
     """
-    options.step.check()
     tolerance_bytes = (
         0 if options.tolerance == "0" else budget_bytes(options.tolerance, 1 << 40, argument="--tolerance")
     )
@@ -121,23 +120,21 @@ def _source(options: CheckOptions) -> tuple[Callable[[Run], Run | None], Callabl
 
 
 def _simulated(step: Step, options: CheckOptions) -> Run:
-    asked, subject = options.step, step.subject
+    given, subject = options.step, step.subject
     plan = None if options.plan is None else read_plan(options.plan, subject.model, step.hardware)
     profiler = MemoryProfiler(
         subject.model,
-        step.optimizer,
-        loss=subject.loss,
         plan=plan,
-        hardware=step.hardware,
+        **step.arguments,
         keeps_output=options.step.keeps_output,
         config=Config(use_empirical_fallback=False),
     )
-    batch = batch_of(subject, asked.batch, step.seq)
-    profile = profiler.profile(batch, accumulate=asked.accumulate)
+    batch = batch_of(subject, given.batch, step.seq)
+    profile = profiler.profile(batch, accumulate=given.accumulate)
     # Named by the options, not by the resulting plan: a check must notice that the same options give another plan.
-    name = f"{asked.hf} batch={asked.batch} seq={step.seq} accumulate={asked.accumulate} optimizer={asked.optimizer}"
-    name += " keeps_output" * asked.keeps_output
-    name += f" dtype={asked.dtype}" * (asked.dtype is not None) + f" plan={options.plan}" * (options.plan is not None)
+    name = f"{given.hf} batch={given.batch} seq={step.seq} accumulate={given.accumulate} optimizer={given.optimizer}"
+    name += " keeps_output" * given.keeps_output
+    name += f" dtype={given.dtype}" * (given.dtype is not None) + f" plan={options.plan}" * (options.plan is not None)
     about: dict[str, Any] = {"plan": plan, "model": subject.model, "batch": batch}
     return record(profile, name, **about) or Run.of(profile, name, **about)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,11 +12,103 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from memscale.cli.terminal import package
+from memscale.core import ConfigError
+
 _T = TypeVar("_T")
 
 
-def whole_number(text: str | int) -> int:
-    """Parses an option that is a whole number."""
+@dataclasses.dataclass(frozen=True)
+class OptionRule:
+    """A rule for the value of one option, or for each value of a repeatable one: a part of its annotation.
+
+    Args:
+        holds: whether a value follows the rule.
+        text: completes the message ``--option must be ...``.
+    """
+
+    holds: Callable[[Any], bool]
+    text: str
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ConfigError if `value` of the option `name` breaks the rule."""
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if not self.holds(each):
+                raise ConfigError(f"--{name} must be {self.text}, got {each!r}")
+
+
+def at_least(least: int) -> OptionRule:
+    """Returns the rule of a number with a lower bound."""
+    return OptionRule(lambda value: value >= least, f"at least {least}")
+
+
+def one_of(*words: str) -> OptionRule:
+    """Returns the rule of an option with a few values, in any case."""
+    text = " or ".join(words) if len(words) == 2 else f"one of {', '.join(words)}"
+    return OptionRule(lambda value: value.lower() in words, text)
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """The rule of a file to write: checked before any simulation."""
+
+    suffixes: tuple[str, ...] = ()
+
+    def check(self, name: str, path: Path) -> None:
+        """Checks that the file can be written.
+
+        Raises:
+            ConfigError: the folder does not exist or cannot be written, or the suffix is wrong.
+            RuntimeUnavailable: the file is a plot and matplotlib is not installed.
+        """
+        if self.suffixes and path.suffix.lower() not in self.suffixes:
+            raise ConfigError(f"--{name} must end in {' or '.join(self.suffixes)}, got {str(path)!r}")
+        folder = path.resolve().parent
+        if not folder.is_dir():
+            raise ConfigError(f"--{name} {str(path)!r} must be in a folder that exists")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"--{name} {str(path)!r} cannot be written: it is a folder, or not yours to write")
+        if name == "plot":
+            package("matplotlib", "--plot", "plot")
+
+
+class Options:
+    """A base of dataclasses whose fields are options; each instance follows the rules in its annotations.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Rows(Options):
+    ...     batch: Annotated[int, count("N", "Rows."), at_least(1)] = 1
+    >>> Rows(0)
+    Traceback (most recent call last):
+    memscale.core.errors.ConfigError: --batch must be at least 1, got 0
+
+    Raises:
+        ConfigError: an option is wrong, or two options contradict each other.
+        RuntimeUnavailable: an option needs a package that is not installed.
+    """
+
+    def __post_init__(self) -> None:
+        for name, value, rule in self._rules():
+            if value is not None:
+                rule.check(name.replace("_", "-"), value)
+        self.check()
+
+    def check(self) -> None:
+        """Raises ConfigError if options contradict each other."""
+
+    @property
+    def files(self) -> dict[str, Path | None]:
+        """The files to write, by the name of their option."""
+        return {name: value for name, value, rule in self._rules() if isinstance(rule, File)}
+
+    def _rules(self) -> Iterator[tuple[str, Any, OptionRule | File]]:
+        for name, kind in get_type_hints(type(self), include_extras=True).items():
+            for rule in getattr(kind, "__metadata__", ()):
+                if isinstance(rule, (OptionRule, File)):
+                    yield name, getattr(self, name), rule
+
+
+def _whole_number(text: str | int) -> int:
     try:
         return int(text)
     except ValueError:
@@ -25,7 +118,7 @@ def whole_number(text: str | int) -> int:
 
 def count(metavar: str, text: str) -> Any:
     """Returns a typer option for a whole number."""
-    return typer.Option(parser=whole_number, metavar=metavar, help=text)
+    return typer.Option(parser=_whole_number, metavar=metavar, help=text)
 
 
 def file(text: str) -> Any:
@@ -38,11 +131,14 @@ Shorthand = Annotated[
     str | None,
     typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),
 ]
-Json = Annotated[Path | None, file("File for the result as JSON.")]
 Seconds = Annotated[
     float, typer.Option(metavar="N", help="How long to look for something better; Ctrl-C keeps the best so far.")
 ]
-Python = Annotated[Path | None, file("File for a script that trains the model under the plan.")]
+PrintJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[Path | None, file("File for the result as JSON."), File()]
+Plot = Annotated[Path | None, file("File for a picture, a .png or .svg."), File((".png", ".svg"))]
+Html = Annotated[Path | None, file("File for a page, a .html."), File((".html", ".htm"))]
+Python = Annotated[Path | None, file("File for a script that trains the model under the plan."), File()]
 
 
 def add(app: typer.Typer, name: str, options: type[_T], run: Callable[[_T], int], text: str) -> None:

@@ -7,17 +7,16 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import SIZES, Json, Python, Seconds, count, file
+from memscale.cli.options import SIZES, Html, Json, Options, Plot, Python, Seconds, at_least, count, one_of
 from memscale.cli.price import PriceOptions, axis_of, cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step import RankOptions, Step, batch_of, read_step
-from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
+from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, show, simulations, write
 from memscale.core import (
     Argument,
     BudgetError,
@@ -30,6 +29,7 @@ from memscale.core import (
     wrapped,
 )
 
+_MODES = ("conservative", "balanced", "aggressive")  # of a Config, which is not imported for a wrong option
 # Maps the names that --allow and --forbid take to the switches of a Config.
 _SWITCHES = {
     "checkpoint": "enable_checkpointing",
@@ -40,98 +40,93 @@ _SWITCHES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AllowOptions:
+class AllowOptions(Options):
     """The options about the techniques of a plan, as typed."""
 
     mode: Annotated[
         str | None,
         Option(metavar="MODE", help="conservative, balanced or aggressive; by default all that change no bit."),
+        one_of(*_MODES),
     ] = None
     allow: Annotated[
         list[str] | None,
         Option(metavar="NAME", help="Allow checkpoint, offload, tile or cast too; cast changes numbers. Repeatable."),
+        one_of(*_SWITCHES),
     ] = None
     allow_rounding: Annotated[
         bool, Option("--allow-rounding", help="Allow tile: less memory, with sums in another order.")
     ] = False
     forbid: Annotated[
-        list[str] | None, Option(metavar="NAME", help="Forbid checkpoint, offload, tile or cast. Repeatable.")
+        list[str] | None,
+        Option(metavar="NAME", help="Forbid checkpoint, offload, tile or cast. Repeatable."),
+        one_of(*_SWITCHES),
     ] = None
     host: Annotated[str | None, Option(metavar="SIZE", help="The most host memory that a plan may use.")] = None
+
+    def check(self) -> None:
+        if both := {*(self.allow or ())} & {*(self.forbid or ())}:
+            raise ConfigError(f"--allow {min(both)} and --forbid {min(both)} contradict each other")
 
     def config(self, *, auto: bool = False) -> ms.Config:
         """Returns the config of these options; without a mode it allows every transform that changes no bit.
 
         Raises:
-            ConfigError: a mode or technique is unknown, or a technique is both allowed and forbidden.
+            ConfigError: the size of the host memory is wrong.
         """
-        modes = [mode.value for mode in ms.OptimizationMode]
         mode = "aggressive" if self.mode is None else self.mode.lower()
-        if mode not in modes:
-            raise ConfigError(f"--mode must be one of {', '.join(modes)}, got {self.mode!r}")
-        allow, forbid = self.allow or [], self.forbid or []
-        for option, names in (("allow", allow), ("forbid", forbid)):
-            if unknown := [name for name in names if name not in _SWITCHES]:
-                raise ConfigError(f"--{option} must be one of {', '.join(_SWITCHES)}, got {unknown[0]!r}")
-        if both := set(allow) & set(forbid):
-            raise ConfigError(f"--allow {min(both)} and --forbid {min(both)} contradict each other")
-        switches: dict[str, Any] = {_SWITCHES[name]: name in allow for name in (*allow, *forbid)}
+        allowed = {**dict.fromkeys(self.forbid or (), False), **dict.fromkeys(self.allow or (), True)}
+        switches: dict[str, Any] = {_SWITCHES[name.lower()]: allow for name, allow in allowed.items()}
         if self.allow_rounding or self.mode is None:  # a mode sets this itself
             switches.setdefault("enable_tiling", self.allow_rounding)
         if self.host is not None:
-            host_bytes = budget_bytes(self.host, 0, argument="--host")
-            switches["max_cpu_offload_gb"] = host_bytes / 1e9
+            switches["max_cpu_offload_gb"] = budget_bytes(self.host, 0, argument="--host") / 1e9
         return ms.Config(mode=mode, auto_policy=auto, **switches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
-    """The options that ``memscale plan`` and ``memscale frontier`` share, as typed."""
+class SearchOptions(Options):
+    """The options of the commands that search for plans, as typed."""
 
     step: RankOptions
     using: AllowOptions
-    budget: str | None
+    prices: PriceOptions
     json: Json = None
-    plot: Path | None
-    html: Path | None
+    plot: Plot = None
+    html: Html = None
     python: Python = None
-    stepping: Annotated[
-        list[str] | None,
-        Option(
-            metavar="NAME",
-            help="Let a plan change how the optimizer steps: step_in_groups, step_in_backward, offload_states, or "
-            "quantize_states, which changes numbers. Repeatable.",
-        ),
-    ] = None
+    seconds: Seconds = 30.0
 
-    @property
-    def files(self) -> dict[str, Path | None]:
-        """The files to write, by the name of their option."""
-        return {name: getattr(self, name) for name in ("json", "plot", "html", "python")}
+
+_Stepping = Annotated[
+    list[str] | None,
+    Option(
+        metavar="NAME",
+        help="Let a plan change how the optimizer steps: step_in_groups, step_in_backward, offload_states, or "
+        "quantize_states, which changes numbers. Repeatable.",
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanOptions(_Options):
+class PlanOptions(SearchOptions):
     """The command line of ``memscale plan``, as typed."""
 
     budget: Annotated[str, Option(metavar="SIZE", help=f"Memory for the step: {SIZES}.")]
-    plot: Annotated[Path | None, file("File for a picture of the planned step, a .png or .svg.")] = None
-    prices: PriceOptions
     auto: Annotated[bool, Option("--auto", help="Let a policy choose the techniques that are tried first.")] = False
-    html: Annotated[Path | None, file("File for a page about the plan, a .html.")] = None
-    seconds: Seconds = 30.0
+    stepping: _Stepping = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrontierOptions(_Options):
+class FrontierOptions(SearchOptions):
     """The command line of ``memscale frontier``, as typed."""
 
     budget: Annotated[str | None, Option(metavar="SIZE", help=f"Plan for this too, with reasons: {SIZES}.")] = None
-    points: Annotated[int, count("N", "Budgets to plan for.")] = 12
-    prices: PriceOptions
-    plot: Annotated[Path | None, file("File for a picture of the curve, a .png or .svg.")] = None
-    html: Annotated[Path | None, file("File for a page with the curve and each plan, a .html.")] = None
-    seconds: Seconds = 30.0
+    points: Annotated[int, count("N", "Budgets to plan for."), at_least(2)] = 12
+    stepping: _Stepping = None
+
+    def check(self) -> None:
+        if self.python is not None and self.budget is None:
+            raise ConfigError("--python needs --budget: a script trains under one plan, and a frontier has many")
 
 
 def plan(options: PlanOptions) -> int:
@@ -143,7 +138,6 @@ def plan(options: PlanOptions) -> int:
     """
     from memscale.planning import INTERRUPTED_SEARCH, Point
 
-    options.prices.check()
     with _engine(options, auto=options.auto, verdict=True) as (engine, step):
         try:
             found = engine.plan(options.budget, seconds=options.seconds)
@@ -175,11 +169,6 @@ def frontier(options: FrontierOptions) -> int:
     """
     from memscale.planning import INTERRUPTED_SEARCH, SO_FAR, Point
 
-    if options.python is not None and options.budget is None:
-        raise ConfigError("--python needs --budget: a script trains under one plan, and a frontier has many")
-    if options.points < 2:
-        raise ConfigError(f"--points must be at least 2, got {options.points}")
-    options.prices.check()
     with _engine(options) as (engine, step):
         curve = engine.frontier(options.points, seconds=options.seconds)
         stopped = [note for note in curve[0].plan.evidence.notes if SO_FAR in note]
@@ -214,14 +203,12 @@ def frontier(options: FrontierOptions) -> int:
 
 @contextmanager
 def _engine(
-    options: _Options, *, auto: bool = False, verdict: bool = False
+    options: PlanOptions | FrontierOptions, *, auto: bool = False, verdict: bool = False
 ) -> Iterator[tuple[ms.DecisionEngine, Step]]:
     """Returns the engine for the step of these options, with its progress on stderr.
 
     With `verdict`, prints before the search whether the plain step fits the budget.
     """
-    options.step.check()
-    check_files(options.files)
     config = options.using.config(auto=auto)
     step = read_step(options.step)
     usable_bytes = step.hardware.usable_bytes
@@ -232,12 +219,10 @@ def _engine(
             engine = ms.DecisionEngine(
                 step.subject.model,
                 batch,
-                optimizer=step.optimizer,
-                loss=step.subject.loss,
                 config=config,
-                hardware=step.hardware,
                 stepping=options.stepping or (),
                 progress=lambda what, done, total: bar(what, done, total),  # the one that is on the screen then
+                **step.arguments,
                 **options.step.arguments,
             )
         except MemscaleError:

@@ -13,12 +13,26 @@ from torch import nn
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import Seconds, Shorthand, count, typed
+from memscale.cli.options import (
+    SIZES,
+    File,
+    Html,
+    Options,
+    Plot,
+    PrintJson,
+    Seconds,
+    Shorthand,
+    at_least,
+    count,
+    file,
+    one_of,
+    typed,
+)
 from memscale.cli.plan import as_option
 from memscale.cli.price import Cost, PriceOptions, cost_of, line_of
 from memscale.cli.step import RankOptions, batch_of, read_step
 from memscale.cli.subject import DTYPES, Subject
-from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
+from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, show, simulations, write
 from memscale.core import BudgetError, ConfigError, MemscaleError
 
 if TYPE_CHECKING:
@@ -31,20 +45,19 @@ _ROWS, _COLUMNS, _DEFAULT_LONGEST = 6, 6, 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class PredictOptions(Options):
     """The command line of ``memscale predict``, as typed."""
 
     step: RankOptions
     prices: PriceOptions
     plan: Shorthand = None
-    budget: Annotated[
-        str | None, Option(metavar="SIZE", help="Memory for the step: 6GiB, 6GB, bytes, or a share: 0.9 or 90%.")
-    ] = None
+    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Memory for the step: {SIZES}.")] = None
     largest: Annotated[
         str | None,
         Option(metavar="batch|seq|grid", help="Also find the largest batch or sequence that fits, or a table."),
+        one_of("batch", "seq", "grid"),
     ] = None
-    at_most: Annotated[int | None, count("N", "The largest size that --largest tries.")] = None
+    at_most: Annotated[int | None, count("N", "The largest size that --largest tries."), at_least(1)] = None
     recommend: Annotated[
         bool | None,
         Option("--recommend/--no-recommend", help="Simulate ways to free memory; by default if it is close."),
@@ -53,13 +66,24 @@ class Options:
     fits: Annotated[
         bool, Option("--fits", help="Only the verdict, in a line and by the exit status: 0 fits, 3 does not.")
     ] = False
-    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False
-    html: Annotated[Path | None, Option(help="File for a report of the step, a .html.")] = None
-    plot: Annotated[Path | None, Option(help="File for a picture of the step or of the table, a .png or .svg.")] = None
-    csv: Annotated[Path | None, Option(help="File for the table of --largest grid, a .csv.")] = None
+    as_json: PrintJson = False
+    html: Html = None
+    plot: Plot = None
+    csv: Annotated[Path | None, file("File for the table of --largest grid, a .csv."), File()] = None
+
+    def check(self) -> None:
+        others = {"--json": self.as_json, "--largest": self.largest, "--html": self.html, "--plot": self.plot}
+        if self.fits and (given := next((name for name, value in others.items() if value), None)):
+            raise ConfigError(f"--fits prints the verdict and nothing else; leave out {given}, or --fits")
+        if self.at_most is not None and self.largest is None:
+            raise ConfigError(
+                "--at-most is the largest size to look at; say of what, with --largest batch, seq or grid"
+            )
+        if self.csv is not None and self.largest != "grid":
+            raise ConfigError("--csv is for the table of --largest grid; the numbers of a step come with --json")
 
 
-def predict(options: Options) -> int:
+def predict(options: PredictOptions) -> int:
     """Predicts, prints the result and writes the files. Returns 0 if the step fits, 3 if it does not.
 
     Raises:
@@ -68,9 +92,6 @@ def predict(options: Options) -> int:
     """
     from memscale.planning import LargestBatch
 
-    _check(options)
-    files = {"html": options.html, "plot": options.plot, "csv": options.csv}
-    check_files(files)
     step = read_step(options.step)
     subject, seq = step.subject, step.seq
     if options.largest is not None:
@@ -80,11 +101,9 @@ def predict(options: Options) -> int:
     with simulations() as bar:
         predictor = ms.OOMPredictor(
             subject.model,
-            step.optimizer,
-            hardware=step.hardware,
-            loss=subject.loss,
             plan=None if options.plan is None else read_plan(options.plan, subject.model, step.hardware),
             progress=lambda what, done, total: bar(what, done, total),  # the one that is on the screen then
+            **step.arguments,
             **options.step.arguments,
         )
         batch = batch_of(subject, options.step.batch, seq)
@@ -101,27 +120,11 @@ def predict(options: Options) -> int:
         if prediction.risk > ms.OOMRisk.LOW if options.recommend is None else options.recommend:
             prediction = predictor.recommended(prediction, batch, seconds=options.seconds)
         largest = _largest(predictor, subject, options, seq, budget)
-    _write(files, prediction, largest)
+    _write(options.files, prediction, largest)
     _show(prediction, largest, options, cost)
     if isinstance(largest, LargestBatch) and largest.interrupted:
         return INTERRUPTED
     return 0 if prediction.fits else DOES_NOT_FIT
-
-
-def _check(options: Options) -> None:
-    options.step.check()
-    options.prices.check()
-    others = {"--json": options.as_json, "--largest": options.largest, "--html": options.html, "--plot": options.plot}
-    if options.fits and (given := next((name for name, value in others.items() if value), None)):
-        raise ConfigError(f"--fits prints the verdict and nothing else; leave out {given}, or --fits")
-    if options.at_most is not None and options.at_most < 1:
-        raise ConfigError(f"--at-most must be at least 1, got {options.at_most}")
-    if options.largest not in (None, "batch", "seq", "grid"):
-        raise ConfigError(f"--largest must be batch, seq or grid, got {options.largest!r}")
-    if options.at_most is not None and options.largest is None:
-        raise ConfigError("--at-most is the largest size to look at; say of what, with --largest batch, seq or grid")
-    if options.csv is not None and options.largest != "grid":
-        raise ConfigError("--csv is for the table of --largest grid; the numbers of a step come with --json")
 
 
 def read_plan(text: str, model: nn.Module, hardware: Hardware) -> ms.Plan:
@@ -162,7 +165,7 @@ def check_axis(option: str, asked: str, wanted: list[str], subject: Subject, bat
 
 
 def _largest(
-    predictor: OOMPredictor, subject: Subject, options: Options, seq: int, budget: Budget | None
+    predictor: OOMPredictor, subject: Subject, options: PredictOptions, seq: int, budget: Budget | None
 ) -> LargestBatch | SizeGrid | BudgetError | None:
     if options.largest is None:
         return None
@@ -205,7 +208,7 @@ def _write(
 def _show(
     prediction: OOMPrediction,
     largest: LargestBatch | SizeGrid | BudgetError | None,
-    options: Options,
+    options: PredictOptions,
     cost: Cost | None,
 ) -> None:
     from memscale.planning import SizeGrid
@@ -226,7 +229,7 @@ def _show(
         show(str(largest) if isinstance(largest, SizeGrid) else f"largest {options.largest}: {largest}")
 
 
-def _next(prediction: OOMPrediction, options: Options) -> str:
+def _next(prediction: OOMPrediction, options: PredictOptions) -> str:
     """Returns the command to type next for a plan or batch that fits; empty if nothing fits.
 
     Prefers exact numbers, then the whole batch in one pass, then the shortest time.

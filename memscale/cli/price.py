@@ -9,28 +9,29 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from memscale.cli.options import OptionRule, Options
 from memscale.cli.step import Step, StepOptions, batch_of
 from memscale.core import ConfigError, format_count
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmbt]?)", re.IGNORECASE)
+_PRICE = OptionRule(lambda price: 0 < price < math.inf, "dollars an hour above 0, as in --price 2.50")
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PriceOptions:
+class PriceOptions(Options):
     """The options for the price of an hour and the number of tokens, as typed."""
 
     price: Annotated[
-        float | None, Option(metavar="DOLLARS", help="The price of an hour of one card: shows tokens for a dollar.")
+        float | None,
+        Option(metavar="DOLLARS", help="The price of an hour of one card: shows tokens for a dollar."),
+        _PRICE,
     ] = None
     tokens: Annotated[
         str | None, Option(metavar="10B", help="Tokens to train: shows the hours, and with --price dollars.")
     ] = None
 
     def check(self) -> None:
-        """Raises ConfigError for a wrong price or amount."""
-        if self.price is not None and not (math.isfinite(self.price) and self.price > 0):
-            raise ConfigError(f"--price must be dollars an hour above 0, got {self.price:g}; write --price 2.50")
         if self.tokens is not None:
             amount(self.tokens)
 

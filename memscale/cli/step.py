@@ -12,7 +12,7 @@ from typer import Option
 
 from memscale.cli.adapters import AdapterOptions, adapted, note_of
 from memscale.cli.autocast import AMP, autocasting
-from memscale.cli.options import count
+from memscale.cli.options import Options, at_least, count, one_of
 from memscale.cli.subject import DTYPES, Subject, first_line, read_subject
 from memscale.core import ConfigError
 
@@ -25,11 +25,11 @@ _NOT_OPTIMIZERS = ("optimizer", "lbfgs", "sparseadam")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
+class TrainingOptions(Options):
     """The options of a training loop, as typed."""
 
-    batch: Annotated[int, count("N", "Rows of a batch.")] = 1
-    seq: Annotated[int | None, count("N", "Tokens of a row; by default 1024 or all positions.")] = None
+    batch: Annotated[int, count("N", "Rows of a batch."), at_least(1)] = 1
+    seq: Annotated[int | None, count("N", "Tokens of a row; by default 1024 or all positions."), at_least(1)] = None
     optimizer: Annotated[
         str, Option(help="An optimizer of torch.optim, also as adamw-fused or adamw-foreach; or none.")
     ] = "adamw"
@@ -39,10 +39,12 @@ class TrainingOptions:
     dtype: Annotated[
         str | None,
         Option(help="Dtype of the weights: fp32, bf16 or fp16; by default fp32 for a config, unchanged for a factory."),
+        one_of(*DTYPES),
     ] = None
     amp: Annotated[
         str | None,
         Option(metavar="bf16|fp16", help="Train under autocast, as a Trainer's bf16=True; weights keep their dtype."),
+        one_of(*AMP),
     ] = None
 
 
@@ -59,7 +61,7 @@ class StepOptions(TrainingOptions):
         ),
     ]
     adapters: AdapterOptions = _WHOLE
-    accumulate: Annotated[int, count("N", "Batches for each optimizer step.")] = 1
+    accumulate: Annotated[int, count("N", "Batches for each optimizer step."), at_least(1)] = 1
     keeps_output: Annotated[
         bool,
         Option(
@@ -73,24 +75,15 @@ class StepOptions(TrainingOptions):
         """Returns the options of the loop as keyword arguments of the library."""
         return {"accumulate": self.accumulate, "keeps_output": self.keeps_output}
 
-    def check(self) -> None:
-        """Raises ConfigError for what is wrong whatever the model is."""
-        for name, value in (("batch", self.batch), ("seq", self.seq), ("accumulate", self.accumulate)):
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name} must be at least 1, got {value}")
-        if self.dtype is not None and self.dtype.lower() not in DTYPES:
-            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.amp is not None and self.amp.lower() not in AMP:
-            raise ConfigError(f"--amp must be one of {', '.join(AMP)}, got {self.amp!r}")
-        self.adapters.check()
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions(StepOptions):
     """The options of a step that may be one of several parallel processes, as typed."""
 
     parallel: Annotated[
-        str | None, Option(metavar="fsdp2|ddp", help="Train on several processes; the batch is that of one process.")
+        str | None,
+        Option(metavar="fsdp2|ddp", help="Train on several processes; the batch is that of one process."),
+        one_of("fsdp2", "ddp"),
     ] = None
     world: Annotated[int | None, count("N", "How many processes, with --parallel.")] = None
     shard: Annotated[
@@ -100,9 +93,6 @@ class RankOptions(StepOptions):
     tensor: Annotated[int | None, count("M", "The number of processes of tensor parallelism, with fsdp2.")] = None
 
     def check(self) -> None:
-        super().check()
-        if self.parallel not in (None, "fsdp2", "ddp"):
-            raise ConfigError(f"--parallel must be fsdp2 or ddp, got {self.parallel!r}")
         about = {"world": self.world, "shard": self.shard or None, "tensor": self.tensor}
         if self.parallel is None and (given := [name for name, value in about.items() if value is not None]):
             name = given[0]
@@ -135,6 +125,11 @@ class Step:
     optimizer: torch.optim.Optimizer | None
     hardware: Hardware
     precision: str = ""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The optimizer, the loss and the hardware as keyword arguments of the library."""
+        return {"optimizer": self.optimizer, "loss": self.subject.loss, "hardware": self.hardware}
 
     def line(self, batch: int) -> str:
         """Returns a line that describes the simulated step, including the defaults of options."""

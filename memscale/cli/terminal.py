@@ -1,9 +1,8 @@
-"""Output that commands share: progress on stderr, checks of output files, and printing at 80 columns."""
+"""Output that commands share: progress on stderr, files, and printing at 80 columns."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,6 @@ Progress = Callable[[str, int, int | None], None]
 DOES_NOT_FIT, INTERRUPTED = 3, 130
 
 _QUIET_SECONDS = 2.0
-_SUFFIXES = {"html": (".html", ".htm"), "plot": (".png", ".svg"), "out": (".png",)}
 
 
 @contextmanager
@@ -79,31 +77,6 @@ def package(name: str, what: str, install: str | None = None) -> Any:
         own = name.partition(".")[0]
         missing = own if install is None else f"'memscale-transforms[{install}]'"
         raise RuntimeUnavailable(f"{what} needs {own}: pip install {missing}") from error
-
-
-def check_files(files: Mapping[str, Path | None]) -> None:
-    """Checks that files can be written, before any simulation.
-
-    Args:
-        files: the files by the name of their option, without dashes.
-
-    Raises:
-        ConfigError: the folder does not exist or cannot be written, or the suffix is wrong.
-        RuntimeUnavailable: a file is a picture and matplotlib is not installed.
-    """
-    for option, path in files.items():
-        if path is None:
-            continue
-        suffixes = _SUFFIXES.get(option, ())
-        if suffixes and path.suffix.lower() not in suffixes:
-            raise ConfigError(f"--{option} must end in {' or '.join(suffixes)}, got {str(path)!r}")
-        folder = path.resolve().parent
-        if not folder.is_dir():
-            raise ConfigError(f"--{option} {str(path)!r} must be in a folder that exists")
-        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise ConfigError(f"--{option} {str(path)!r} cannot be written: it is a folder, or not yours to write")
-    if files.get("plot") is not None:
-        package("matplotlib", "--plot", "plot")
 
 
 def write(files: Mapping[str, Path | None], contents: Mapping[str, Content]) -> None:

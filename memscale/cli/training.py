@@ -146,7 +146,14 @@ class Training:
         job = self._job
         rows = torch.randint(len(self._text) - job.seq, (job.batch,), generator=self._starts).tolist()
         batch = torch.stack([self._text[row : row + job.seq] for row in rows]).long().to(job.device)
-        step = _Step(self._model, self._optimizer, batch)
+        losses: list[torch.Tensor] = []
+
+        def step() -> None:
+            loss = self._model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            self._optimizer.step()
+            losses.append(loss.detach())
+
         _set_random_states(job.device, self._random_states)
         if len(self._losses) == job.steps - 1:
             from memscale.simulation.measured import measure, training_roles
@@ -160,8 +167,7 @@ class Training:
             _wait_for(job.device)
             self._seconds.append(time.perf_counter() - began)
         self._random_states = _random_states(job.device)
-        assert step.loss is not None
-        self._losses.append(step.loss.item())
+        self._losses.append(losses[0].item())
         for _, parameter in self._model.named_parameters():
             assert parameter.grad is not None
             _add_bytes(self._gradients, parameter.grad)
@@ -198,20 +204,6 @@ def train(
             training.step()
             on_step()
     return [training.result() for training in trainings]
-
-
-class _Step:
-    """A training step as a function without arguments; ``loss`` holds its result."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
-        self.model, self.optimizer, self.batch = model, optimizer, batch
-        self.loss: torch.Tensor | None = None
-
-    def __call__(self) -> None:
-        loss = self.model(input_ids=self.batch, labels=self.batch).loss
-        loss.backward()
-        self.optimizer.step()
-        self.loss = loss.detach()
 
 
 def _without_other_models(trace: AllocatorTrace) -> AllocatorTrace:

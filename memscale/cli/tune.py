@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import SIZES, Json, Python, Seconds, count, file
-from memscale.cli.plan import AllowOptions, nothing_fits
+from memscale.cli.options import SIZES, at_least, count, one_of
+from memscale.cli.plan import SearchOptions, nothing_fits
 from memscale.cli.predict import check_axis
-from memscale.cli.price import PriceOptions, cost_of, line_of
+from memscale.cli.price import cost_of, line_of
 from memscale.cli.script import as_script
-from memscale.cli.step import RankOptions, batch_of, read_step
-from memscale.cli.terminal import INTERRUPTED, Content, check_files, show, simulations, write
+from memscale.cli.step import batch_of, read_step
+from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
 from memscale.core import BudgetError, ConfigError, budget_bytes
 
 _AXES = {"throughput": "batch", "batch": "batch", "sequence": "seq"}
@@ -24,12 +23,9 @@ _MOST = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TuneOptions:
+class TuneOptions(SearchOptions):
     """The command line of ``memscale tune``, as typed."""
 
-    step: RankOptions
-    using: AllowOptions
-    prices: PriceOptions
     objective: Annotated[
         str,
         Option(
@@ -37,25 +33,20 @@ class TuneOptions:
             help="The batch size that gets through most in a second, the largest one, or the longest sequence, of "
             "--batch rows.",
         ),
+        one_of(*_AXES),
     ] = "throughput"
     budget: Annotated[
         str | None, Option(metavar="SIZE", help=f"What a step may take: {SIZES}; by default 95 % of the device.")
     ] = None
-    at_least: Annotated[int, count("N", "The smallest size to try.")] = 1
-    at_most: Annotated[int | None, count("N", "The largest size to try.")] = None
+    at_least: Annotated[int, count("N", "The smallest size to try."), at_least(1)] = 1
+    at_most: Annotated[int | None, count("N", "The largest size to try."), at_least(1)] = None
     confirm: Annotated[
         bool, Option("--confirm/--no-confirm", help="Run a real step at the end, if the weights and the device exist.")
     ] = True
-    seconds: Seconds = 30.0
-    json: Json = None
-    plot: Annotated[Path | None, file("File for a picture of the sizes, a .png or .svg.")] = None
-    html: Annotated[Path | None, file("File for a page about the plan, a .html.")] = None
-    python: Python = None
 
-    @property
-    def files(self) -> dict[str, Path | None]:
-        """The files to write, by the name of their option."""
-        return {name: getattr(self, name) for name in ("json", "plot", "html", "python")}
+    def check(self) -> None:
+        if self.at_most is not None and self.at_most < self.at_least:
+            raise ConfigError(f"--at-least {self.at_least} and --at-most {self.at_most} leave no size; swap the two")
 
 
 def tune(options: TuneOptions) -> int:
@@ -67,10 +58,6 @@ def tune(options: TuneOptions) -> int:
     """
     from memscale.planning import LEFT_FREE
 
-    options.step.check()
-    options.prices.check()
-    _check(options)
-    check_files(options.files)
     config = options.using.config()
     # Kineto records the real step and logs to stderr, which would break the progress bar; see `demo`.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -89,11 +76,9 @@ def tune(options: TuneOptions) -> int:
     with simulations() as progress:
         tuner = ms.AutoTuner(
             subject.model,
-            step.optimizer,
-            loss=subject.loss,
             config=config,
-            hardware=step.hardware,
             progress=progress,
+            **step.arguments,
             **options.step.arguments,
         )
         try:
@@ -122,13 +107,3 @@ def tune(options: TuneOptions) -> int:
     left_free = f"note: {LEFT_FREE:.0%} of the device stays free, as a prediction may be off; --budget 100% takes all"
     show("\n".join(filter(None, (str(found), left_free if budget is None else "", cost, step.precision))))
     return INTERRUPTED if found.interrupted else 0
-
-
-def _check(options: TuneOptions) -> None:
-    if options.objective not in _AXES:
-        raise ConfigError(f"--objective must be one of {', '.join(_AXES)}, got {options.objective!r}")
-    for name, value in (("at-least", options.at_least), ("at-most", options.at_most)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {value}")
-    if options.at_most is not None and options.at_most < options.at_least:
-        raise ConfigError(f"--at-least {options.at_least} and --at-most {options.at_most} leave no size; swap the two")

@@ -128,16 +128,22 @@ def table_lines(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 def wrapped(text: str) -> str:
     """Wraps each line of `text` at 80 columns, with continuations indented by two more spaces.
 
+    A number stays on the line of its unit.
+
     >>> print(wrapped("  " + "word " * 17))
       word word word word word word word word word word word word word word word
         word word
+    >>> print(wrapped("word " * 15 + "5.0 GiB"))
+    word word word word word word word word word word word word word word word
+      5.0 GiB
     """
     lines = []
     for line in text.split("\n"):
         further = " " * (len(line) - len(line.lstrip()) + 2)
         fits = len(line) <= COLUMNS
-        lines += [line] if fits else textwrap.wrap(line, COLUMNS, subsequent_indent=further, **_WHOLE_WORDS)
-    return "\n".join(lines)
+        tied = _UNIT.sub("\u00a0", line)
+        lines += [line] if fits else textwrap.wrap(tied, COLUMNS, subsequent_indent=further, **_WHOLE_WORDS)
+    return "\n".join(lines).replace("\u00a0", " ")
 
 
 _SIZES = {"b": 1}
@@ -149,6 +155,7 @@ _NUMBER = re.compile(r"\s*([+-]?\d+)(\.\d+)?\s*", re.ASCII)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 _RULE = "bytes as an int, a string such as '6GiB' or '6GB', or a share of the memory: '90%' or a float in (0, 1]"
 COLUMNS = 80  # the width of printed tables and texts
+_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|[mµ]?s|×|%)(?:\W|$))|(?<=×) (?=\d)")  # a space that breaks no line
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 _LEAST_ROOM = 24  # the smallest width of a table's last column
 _FEWEST_BYTES = 1024  # a smaller int is a slip, since devices have GiB

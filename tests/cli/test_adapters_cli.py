@@ -105,7 +105,7 @@ def test_what_is_trained_and_packed_is_told(folder, capsys):
         ({}, (None, None), "l4", torch.bfloat16),
         ({}, (None, "fp16"), "l4", torch.float16),
         ({}, ("bf16", "fp16"), "l4", torch.bfloat16),
-        ({"compute_dtype": "fp32"}, ("bf16", None), "l4", torch.float32),
+        ({"lora": "r=4", "quant": "nf4", "compute_dtype": "fp32"}, ("bf16", None), "l4", torch.float32),
     ],
 )
 def test_layers_multiply_in_what_is_said_and_else_in_what_the_card_has(given, others, gpu, expected):

@@ -60,7 +60,7 @@ def test_the_numbers_are_equal_and_the_memory_is_not():
 
 
 @pytest.mark.deep
-def test_a_budget_that_nothing_fits_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_budget_that_nothing_fits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert demo(*SMALL, "--budget", "1KiB", "--out", str(tmp_path / "memory.png")) == 2
     assert "memscale: no plan fits 1.00 KiB" in capsys.readouterr().err
 
@@ -109,14 +109,14 @@ def test_a_transform_that_disturbs_dropout_is_caught(
     ("options", "message"),
     [
         (["--layers", "0"], "--layers must be at least 1, got 0"),
-        (["--steps", "2"], "--steps must be at least 3, got 2: the first warms up"),
+        (["--steps", "2"], "--steps must be at least 3 (the first warms up, the last is measured), got 2"),
         (["--batch", "-1"], "--batch must be at least 1, got -1"),
-        (["--width", "100"], "--width must be a multiple of 64, the width of a head, got 100; try 64 or 128"),
-        (["--width", "0"], "--width must be a multiple of 64, the width of a head, got 0; try 64"),
+        (["--width", "100"], "--width must be a multiple of 64, the width of a head, got 100"),
+        (["--width", "0"], "--width must be a multiple of 64, the width of a head, got 0"),
         (["--seq", "1025"], "--seq must be from 2 to 1024, GPT-2's longest text, got 1025"),
         (["--seq", "1"], "--seq must be from 2 to 1024"),
-        (["--device", "abacus"], "--device must be auto, cpu or cuda, got 'abacus'"),
-        (["--device", "meta"], "--device must be auto, cpu or cuda, got 'meta'"),
+        (["--device", "abacus"], "--device must be auto, cpu, cuda or cuda:N, got 'abacus'"),
+        (["--device", "meta"], "--device must be auto, cpu, cuda or cuda:N, got 'meta'"),
         (["--device", "cuda:99"], "--device cuda:99 needs a CUDA device that PyTorch can use, and it finds"),
         (["--batch", "1000000"], "free; lower --batch, --seq, --layers or --width"),
         (["--out", "memory.jpg"], "--out must end in .png, got 'memory.jpg'"),

@@ -388,7 +388,7 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--plan", "gpt2.json"], "the plan has schema version None"),
         (["--budget", "6P"], "budget='6P' must be bytes as an int, a string such as '6GiB' or '6GB'"),
         (["--budget", "1.5"], "budget=1.5 must be bytes"),
-        (["--largest", "width"], "--largest must be batch, seq or grid, got 'width'"),
+        (["--largest", "width"], "--largest must be one of batch, seq, grid, got 'width'"),
         (
             ["--hf", "vit.json", "--largest", "seq"],
             "--largest seq: the batches of this model are the same for any seq; use --largest batch",
