@@ -1,30 +1,37 @@
-"""`record`: the simulation of a training step under a plan for a device. The process is restored afterwards."""
+"""`record`: the simulation of a training step under a plan for a device. The process is restored afterwards.
+
+`MemoryProfiler` makes the profile of a step from the record; measured on real steps where it cannot be simulated.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan, find_regions, install, transform, uninstall
-from memscale.core import ConfigError, one_at_a_time
+from memscale.config import Config, check_config
+from memscale.core import ConfigError, Loss, MemscaleError, check_count, one_at_a_time
+from memscale.core import tensors as tensors_of
+from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.analysis import analyse
-from memscale.simulation.checks import about_compiled, about_key_values
+from memscale.simulation.dispatch.lazy_values import NeedsValues
 from memscale.simulation.dispatch.tape import Tape
+from memscale.simulation.measured.empirical import measured_profile
 from memscale.simulation.packed import about_experts
-from memscale.simulation.parallel.one_rank import check_places, one_rank
-from memscale.simulation.parallel.spec import Parallel
+from memscale.simulation.parallel.spec import Parallel, ParallelKind, check_places, one_rank
 from memscale.simulation.process.draws import PYTHON_DRAWN, Draws, drawing
-from memscale.simulation.process.garbage import few_collections
+from memscale.simulation.process.process_state import few_collections
+from memscale.simulation.results import Profile
 from memscale.simulation.sandbox.compiled_modules import as_text
 from memscale.simulation.sandbox.sandbox import Simulation
-from memscale.simulation.step import Target, TrainingStep
+from memscale.simulation.step import Target, TrainingStep, about_compiled, about_key_values, hardware_for
 from memscale.simulation.trace import Trace
 from memscale.telemetry import uncounted
 
@@ -170,23 +177,6 @@ def _with_the_draws_that_take_most(steps: _Steps, step: TrainingStep, target: Ta
     return found[0] if len(found) == 1 else max(found, key=lambda each: analyse(each).taken_bytes)
 
 
-@dataclass
-class _Attempt:
-    """A simulation's options, and the findings of one attempt with these options.
-
-    Attributes:
-        as_graphs: whether compiled modules run as their graphs, or as written.
-        spoofs: whether code sees its tensors on the simulated device; false shows the CPU.
-        followed: the ids of the compiled modules that ran as graphs.
-        device_reads: the attributes and functions by which the code read its device.
-    """
-
-    as_graphs: bool
-    spoofs: bool
-    followed: set[int] = field(default_factory=set)
-    device_reads: list[str] = field(default_factory=list)
-
-
 def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...], draws: Draws) -> Trace:
     """Returns the trace of the step with device spoofing and compiled graphs, or without them where the step fails.
 
@@ -198,21 +188,30 @@ def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[st
         faults: list[Exception] = []
         followed: set[int] = set()
         for spoofs in (True, False):
-            attempt = _Attempt(as_graphs, spoofs)
-            try:
-                with few_collections():
-                    return _simulated(steps, step, target, (*notes, *said), draws, attempt)
-            except ConfigError:
-                raise
-            except Exception as error:  # an error of the step, raised below unless a fallback succeeds
-                followed |= attempt.followed
-                faults.append(error)
-                if not attempt.device_reads:
-                    break
-                said += (
-                    f"the step reads {', '.join(attempt.device_reads)}, and its branch for a CUDA device cannot be "
-                    f"simulated ({as_text(error)}); its branch for a CPU was simulated instead",
+            with few_collections():
+                simulation = Simulation(
+                    steps.functions[-1],
+                    step.module,
+                    step.optimizer,
+                    step.batch,
+                    kernels=target.kernels,
+                    spoofs=spoofs,
+                    draws=draws,
+                    as_graphs=as_graphs,
                 )
+                try:
+                    return _simulated(simulation, steps, step, target, (*notes, *said), draws)
+                except ConfigError:
+                    raise
+                except Exception as error:  # an error of the step, raised below unless a fallback succeeds
+                    faults.append(error)
+            followed |= set() if simulation.compiled is None else simulation.compiled.followed
+            if simulation.spoofing is None or not simulation.spoofing.reads:
+                break
+            said += (
+                f"the step reads {', '.join(simulation.spoofing.reads)}, and its branch for a CUDA device cannot be "
+                f"simulated ({as_text(faults[-1])}); its branch for a CPU was simulated instead",
+            )
         fault = faults[0]  # the error with device spoofing: on the real device the step would fail with this one
         if not followed:
             break
@@ -221,25 +220,10 @@ def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[st
 
 
 def _simulated(
-    steps: _Steps,
-    step: TrainingStep,
-    target: Target,
-    notes: tuple[str, ...],
-    draws: Draws,
-    attempt: _Attempt,
+    simulation: Simulation, steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...], draws: Draws
 ) -> Trace:
-    """Returns the trace of `steps`, simulated with the options of `attempt`, and notes its findings there."""
+    """Returns the trace of `steps`."""
     functions, kernels = steps.functions, target.kernels
-    simulation = Simulation(
-        functions[-1],
-        step.module,
-        step.optimizer,
-        step.batch,
-        kernels=kernels,
-        spoofs=attempt.spoofs,
-        as_graphs=attempt.as_graphs,
-        draws=draws,
-    )
     try:
         with simulation, drawing(draws) as is_drawn:
             for function in functions:
@@ -248,16 +232,12 @@ def _simulated(
             is_one = all(each is functions[-1] for each in functions)
             if not simulation.mode.recorder.settled or (is_one and not simulation.mode.builder.repeats()):
                 simulation.step(functions[-1])
-            measuring = () if target.times is None else _measured(simulation, functions[-1], target)
+            measuring = () if target.times is None else _timed(simulation, functions[-1], target)
             drawn, cached = is_drawn(), about_key_values(steps.kept)
             simulation.let_go(steps.kept)
     finally:
         steps.kept.clear()
         kernels.save()
-        if simulation.spoofing is not None:
-            attempt.device_reads += simulation.spoofing.reads
-        if simulation.compiled is not None:
-            attempt.followed |= simulation.compiled.followed
     builder, values = simulation.mode.builder, simulation.mode.values
     builder.add_in_place()
     found = (
@@ -288,7 +268,7 @@ def _relative(simulation: Simulation) -> tuple[str, ...]:
     )
 
 
-def _measured(simulation: Simulation, function: Callable[[], object], target: Target) -> tuple[str, ...]:
+def _timed(simulation: Simulation, function: Callable[[], object], target: Target) -> tuple[str, ...]:
     """Simulates the step once more, with the seconds that its operators take on this machine, and returns notes."""
     assert target.times is not None, "the caller checks"
     recorder, builder = simulation.mode.recorder, simulation.mode.builder
@@ -311,3 +291,131 @@ def _measured(simulation: Simulation, function: Callable[[], object], target: Ta
     recorder.measured = [found.seconds.get(at, share * work[at]) for at in range(first, len(builder.ops))]
     simulation.step(function)
     return found.notes
+
+
+class MemoryProfiler:
+    """A profiler of steps of one model with different batches.
+
+    The step is simulated; operators without a rule for their shapes run on zeros. A step that reads values of a real
+    run is measured: ``config.warmup_steps`` real steps and one more run, and all changes are undone.
+    ``config.use_static_profiling`` and ``config.use_empirical_fallback`` turn either off.
+
+    >>> import torch, memscale as ms
+    >>> profiler = ms.MemoryProfiler(torch.nn.Linear(8, 8), loss=lambda y, _: y.sum())
+    >>> small, large = (profiler.profile(torch.ones(rows, 8)).peak_bytes for rows in (10, 20))
+    >>> large - small  # ten rows of input, and ten of an output and of the one before it
+    960
+
+    Args:
+        model, optimizer, loss, plan, hardware, keeps_output, probe, parallel, world, shard, tensor: as in `profile`.
+        config: the settings; None means ``Config()``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], object],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        loss: Loss | None = None,
+        plan: PlanLike | None = None,
+        hardware: Hardware | str | None = None,
+        config: Config | None = None,
+        keeps_output: bool = True,
+        probe: bool = False,
+        parallel: ParallelKind | None = None,
+        world: int | None = None,
+        shard: Iterable[str] | str | None = None,
+        tensor: int | None = None,
+    ) -> None:
+        self.step = TrainingStep.of(
+            model,
+            optimizer,
+            loss=loss,
+            keeps_output=keeps_output,
+            parallel=parallel,
+            world=world,
+            shard=shard,
+            tensor=tensor,
+        )
+        check_config(config)
+        self.config = config if config is not None else Config()
+        self.plan = check_plan(self.step, plan)
+        self.hardware = hardware_for(model, hardware)
+        self.target = Target.of(self.hardware, probe=probe)
+
+    def profile(self, batch: Any = None, *, accumulate: int = 1, capacity_bytes: int | None = None) -> Profile:
+        """Returns the profile of a step with this batch; arguments and errors as in `memscale.profile`.
+
+        `capacity_bytes` limits the memory of a simulated CUDA device below ``hardware.usable_bytes``: at the limit
+        PyTorch's allocator returns cached memory before it fails.
+        """
+        return profile_of(self._on(batch, accumulate), self.plan, self.target, self.config, capacity_bytes)
+
+    def simulated(self, batch: Any, *, accumulate: int = 1, updates: bool = True) -> Trace:
+        """Returns the trace of the step, by simulation alone.
+
+        Args:
+            batch, accumulate: as in `profile`.
+            updates: whether the optimizer steps; otherwise forward and backward are simulated alone, and gradients
+                stay.
+
+        Raises:
+            ConfigError, NeedsValues, or an error of the model: the step cannot be simulated.
+        """
+        step = self._on(batch, accumulate)
+        # A step without an optimizer keeps its gradients, too: dropped gradients would not be recognised as gradients.
+        holds_gradients = not updates or (step.optimizer is None and step.module is not None)
+        return record(step, self.plan, self.target, holds_gradients=holds_gradients)
+
+    def _on(self, batch: Any, accumulate: int) -> TrainingStep:
+        check_count(f"profile(accumulate={accumulate!r})", accumulate)
+        loop = dataclasses.replace(self.step.loop, accumulate=accumulate)
+        return dataclasses.replace(self.step, loop=loop).on(batch)
+
+
+def profile_of(
+    step: TrainingStep, plan: Plan, target: Target, config: Config, capacity_bytes: int | None = None
+) -> Profile:
+    """Returns the profile of a step under a plan: simulated, or measured on real steps where `config` allows that.
+
+    Args:
+        step: the step, with its batch.
+        plan, target: as in `record`.
+        config: see `MemoryProfiler`.
+        capacity_bytes: see `MemoryProfiler.profile`.
+
+    Raises:
+        ConfigError: the step fails, or needs a real run that `config` forbids.
+        RuntimeUnavailable: the step can be neither simulated nor run on this machine.
+    """
+    if not config.use_static_profiling:
+        return _measured(step, plan, target, config, "Config(use_static_profiling=False)")
+    try:
+        with few_collections():  # also between the simulation and the analysis
+            return analyse(record(step, plan, target), capacity_bytes, advises=True)
+    except ConfigError:
+        raise
+    except NeedsValues as error:
+        reason = str(error)
+    except MemscaleError:
+        raise
+    except Exception as error:  # an error of the model, or of the simulation alone: a real step decides
+        reason = f"{type(error).__name__}: {error}"
+        if step.module is not None and any(parameter.is_meta for parameter in step.module.parameters()):
+            numbers = any(each.is_meta and not each.is_floating_point() for each in tensors_of(step.batch))
+            zeros = ": its numbers on meta are taken for zeros, which may be padding to it, so give real ones"
+            raise ConfigError(
+                f"the step fails: {reason}. Check that the batch is what the model is called with"
+                f"{zeros if numbers else ''}; if it does run on a real device, build the model there"
+            ) from error
+    return _measured(step, plan, target, config, reason)
+
+
+def _measured(step: TrainingStep, plan: Plan, target: Target, config: Config, reason: str) -> Profile:
+    if not config.use_empirical_fallback:
+        raise ConfigError(
+            f"the step cannot be simulated: {reason}. Allow real steps with Config(use_empirical_fallback=True), "
+            "or make the model's control flow independent of computed values"
+        )
+    with under(step, plan) as one:
+        return measured_profile(one, config, target.hardware, reason)

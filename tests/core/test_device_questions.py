@@ -46,7 +46,7 @@ MAY_ASK = {
     "simulation/measured/allocator_trace.py": "measures the device at hand",
     "simulation/measured/empirical.py": "measures the device at hand",
     "simulation/sandbox/sandbox.py": "the simulated device, by its kernels",
-    "simulation/sandbox/stand_ins.py": "takes the caller's tensors off their devices",
+    "simulation/sandbox/step_scope.py": "takes the caller's tensors off their devices",
     "simulation/dispatch/fake_mode.py": "meta, which computes nothing, is left alone",
     "simulation/packed.py": "names the caller's device in an error, before any step",
     "simulation/step.py": "where the caller's model is, before the step",

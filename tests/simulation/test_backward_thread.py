@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memscale.simulation.sandbox.backward_thread import BackwardThread
+from memscale.simulation.sandbox.interceptions import BackwardThread
 
 
 def penalised(order):

@@ -8,8 +8,8 @@ from torch import nn
 
 import memscale as ms
 from memscale.simulation.allocator.caching import TRIM
-from memscale.simulation.memory import _once_more
-from memscale.simulation.rules.rnn_weights import flattened_bytes
+from memscale.simulation.analysis import _once_more
+from memscale.simulation.rules.recurrences import flattened_bytes
 from tests.support.steps import mean
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memscale as ms
-from memscale.simulation.kernels import cuda_autocast
+from memscale.simulation.kernels import cuda_fused
 from tests.support.profiled import Forward
 from tests.support.steps import mean
 
@@ -157,13 +157,13 @@ def test_an_error_of_its_own_is_the_first_one():
 def test_the_lists_are_those_of_this_pytorch():
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
     for macro, names in (
-        ("LOWER_PRECISION_FP", cuda_autocast.LOWER),
-        ("FP32", cuda_autocast.FLOAT32),
-        ("FP32_SET_OPT_DTYPE", cuda_autocast.FLOAT32_RESULT),
-        ("PROMOTE", cuda_autocast.WIDEST),
+        ("LOWER_PRECISION_FP", cuda_fused.LOWER),
+        ("FP32", cuda_fused.FLOAT32),
+        ("FP32_SET_OPT_DTYPE", cuda_fused.FLOAT32_RESULT),
+        ("PROMOTE", cuda_fused.WIDEST),
     ):
         body = re.search(rf"define AT_FORALL_{macro}\(_\)(.*?)\n\n", header, re.DOTALL).group(1)
-        known = {name for name in names.split() if cuda_autocast._overload(name)}
+        known = {name for name in names.split() if cuda_fused._overload(name)}
         assert {".".join(re.split(r",\s*", entry)) for entry in re.findall(r"_\(([^)]*)\)", body)} == known
 
 

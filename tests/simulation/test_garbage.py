@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from memscale.simulation.process.garbage import few_collections
+from memscale.simulation.process.process_state import few_collections
 
 # Each goes through all objects of the process; by default test_process_snapshot sees that the collector is as before.
 pytestmark = pytest.mark.deep

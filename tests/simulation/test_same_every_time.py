@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import memscale as ms
 from memscale.simulation.dispatch import step_recorder
-from memscale.simulation.process import garbage, process_state
-from memscale.simulation.profiler import MemoryProfiler
+from memscale.simulation.process import process_state
+from memscale.simulation.record import MemoryProfiler
 
 
 class Block(nn.Module):
@@ -152,7 +152,7 @@ def test_what_ends_with_autocast_ends_in_an_order_of_its_own():
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
     monkeypatch.setattr(step_recorder, "EVERY", 30)  # these steps are short
-    monkeypatch.setattr(garbage, "_YOUNG", 2000)
+    monkeypatch.setattr(process_state, "_YOUNG", 2000)
 
 
 def test_where_collections_are_off_cycles_stay_as_they_do_in_reality():

@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memscale.core import ConfigError
 from memscale.hardware import Direction
-from memscale.simulation.dispatch.in_place_sums import InPlaceSums
 from memscale.simulation.dispatch.lazy_values import NeedsValues, stands_in
-from memscale.simulation.dispatch.live_storages import LARGEST_KNOWN, LiveStorages, is_small
+from memscale.simulation.dispatch.live_storages import LARGEST_KNOWN, InPlaceSums, LiveStorages, is_small
 from memscale.simulation.dispatch.operators import (
     LARGEST_RUN_BYTES,
     NOTHING,
@@ -49,15 +48,7 @@ from memscale.simulation.kernels.shapes import (
     tensors_in,
     written_by,
 )
-from memscale.simulation.parallel.collectives import (
-    NAMESPACE,
-    Works,
-    collective,
-    is_of_fsdp,
-    is_wait,
-    is_wrap,
-    scratch_bytes,
-)
+from memscale.simulation.parallel.collectives import NAMESPACE, WAITS, WRAP, Works, collective, scratch_bytes
 from memscale.simulation.process.draws import Draws, StepRandomness, settle
 from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.layouts import result_layout
@@ -184,13 +175,13 @@ class FakeMode(TorchDispatchMode):
             return self._collective(op, args)
         if op.__class__ is not OpOverload:  # a higher-order operator
             return op(*args, **kwargs)
-        if is_of_fsdp(op):
+        if op.namespace == "fsdp":  # the copies into a buffer before a collective, and out after it
             with self:  # a composite function: one of them returns views of memory that it has copied to
                 return op._op_dk(composition(op, DispatchKey.CPU), *args, **kwargs)
-        if is_wait(op):
+        if op.name() in WAITS:
             self.works.awaited(args[0])
             return args[0]
-        return op(*args, **kwargs) if is_wrap(op) else NotImplemented
+        return op(*args, **kwargs) if op.name() == WRAP else NotImplemented
 
     def _of_sparse(self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """Returns the results of an operator on sparse tensors, whose indices decide sizes: dense results are fake."""

@@ -62,10 +62,8 @@ class LazyValue:
         if self._value is not None:
             return self._value
         if self not in seen:
-            given = self.args if self.before is None else self.args[1:]
-            parts: dict[int, Any] = {}
-            _evaluate((given, self.kwargs), seen, parts)
-            args, kwargs = _filled(given, parts), _filled(self.kwargs, parts)
+            args = _values(self.args if self.before is None else self.args[1:], seen)
+            kwargs = _values(self.kwargs, seen)
             if self.before is None:
                 value = _run(self.op, args, kwargs, self.layout[1])
             else:
@@ -168,23 +166,14 @@ def _layout(tensor: torch.Tensor) -> _Layout:
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
-def _evaluate(tree: Any, seen: dict[LazyValue, torch.Tensor], parts: dict[int, Any]) -> None:
+def _values(tree: Any, seen: dict[LazyValue, torch.Tensor]) -> Any:
+    """Returns the arguments of a call with the tensors in place of each `_Seen`."""
     if isinstance(tree, _Seen):
-        parts[id(tree)] = tree.value(seen)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            _evaluate(item, seen, parts)
-    elif isinstance(tree, dict):
-        _evaluate(list(tree.values()), seen, parts)
-
-
-def _filled(tree: Any, parts: dict[int, Any]) -> Any:
-    if isinstance(tree, _Seen):
-        return parts[id(tree)]
+        return tree.value(seen)
     if isinstance(tree, (list, tuple)):
-        return type(tree)([_filled(item, parts) for item in tree])
+        return type(tree)([_values(item, seen) for item in tree])
     if isinstance(tree, dict):
-        return {key: _filled(item, parts) for key, item in tree.items()}
+        return {key: _values(item, seen) for key, item in tree.items()}
     return tree
 
 

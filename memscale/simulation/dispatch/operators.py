@@ -24,8 +24,7 @@ from memscale.hardware import Work, seconds, tfloat32, work_of
 from memscale.simulation.dispatch.lazy_values import NeedsValues, stands_in
 from memscale.simulation.dispatch.trace_builder import StorageRecord
 from memscale.simulation.kernels.cpu_scratch import ScratchProbe, watched
-from memscale.simulation.kernels.cuda_scratch import BLAS_VARIABLES
-from memscale.simulation.kernels.kernels import Kernels
+from memscale.simulation.kernels.kernels import BLAS_VARIABLES, Kernels
 from memscale.simulation.kernels.shapes import (
     FakeKernels,
     Kind,

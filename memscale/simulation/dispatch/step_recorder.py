@@ -1,25 +1,73 @@
-"""`StepRecorder`: records what each operator does to memory and to the clock, while the step runs."""
+"""`StepRecorder`: records what each operator does to memory and to the clock, while the step runs.
+
+`Graphs` releases the autograd graphs of the step node by node instead of by recursion.
+"""
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from memscale.hardware import Direction, host_seconds, knows_copies
-from memscale.simulation.dispatch.graphs import Graphs
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.operators import CallEffect, Operator
 from memscale.simulation.dispatch.tape import Tape
 from memscale.simulation.dispatch.trace_builder import Course, StorageRecord
 from memscale.simulation.kernels.shapes import results_of
-from memscale.simulation.process.garbage import EVERY, StepCollections
+from memscale.simulation.process.process_state import EVERY, StepCollections
 from memscale.simulation.rules.recurrences import DROPOUT_STATES
 from memscale.simulation.rules.rule import PLAIN, Result, in_order
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.trace import OpCall
+
+
+class _Root:
+    """An object that lives as long as its node, since nodes have no weak references."""
+
+
+class Graphs:
+    """Holds the nodes that ran while their graph exists, and then releases them in the order they ran in.
+
+    Since torch 2.13 a node that Python has seen releases the next node inside its own destructor: a chain of ten
+    thousand nodes, of a recurrence over a long sequence, would overflow the stack.
+    """
+
+    def __init__(self) -> None:
+        # By backward: the root of the first node, which holds the others, and the nodes after it.
+        self._ran: dict[int, tuple[weakref.ref[_Root], deque[Any]]] = {}
+        self.gone: list[weakref.ref[_Root]] = []  # the roots of graphs that the step has released
+
+    def runs(self, node: Any, backward: int) -> None:
+        """Notes that `node`, another than the last one, runs in backward number `backward`."""
+        if (ran := self._ran.get(backward)) is not None:
+            ran[1].append(node)
+            return
+        node.metadata[_Root] = root = _Root()
+        self._ran[backward] = weakref.ref(root, self.gone.append), deque()
+
+    def let_go(self) -> None:
+        """Releases the nodes of graphs that the step has released."""
+        if not self.gone:
+            return
+        self.gone.clear()
+        for backward, (root, _) in [*self._ran.items()]:
+            if root() is None:
+                self._drop(backward)
+
+    def end(self) -> None:
+        """Releases all nodes: a failed step released none, and left_behind would search all they hold."""
+        for backward in [*self._ran]:
+            self._drop(backward)
+
+    def _drop(self, backward: int) -> None:
+        _, after = self._ran.pop(backward)
+        while after:
+            after.popleft()
 
 
 class StepRecorder:

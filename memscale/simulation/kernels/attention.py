@@ -7,6 +7,7 @@ Nested tensors and float8 are left out.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -295,37 +296,24 @@ def cuda_attention(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if torch.is_autocast_enabled("cuda"):  # autocast casts for the public function, not for the kernels' operators
+        is_cast = torch.is_autocast_enabled("cuda")
+        if is_cast:  # autocast casts for the public function, not for the kernels' operators
             attn_mask, value, key, query = map(_autocast, (attn_mask, value, key, query))
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # autocast is off inside the function, as on the device
-                return attended(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return attended(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-    def attended(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> torch.Tensor:
-        if not (query.numel() and key.numel() and value.numel()):
-            # PyTorch runs no attention kernel for empty tensors.
-            return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        allowed = flags or AttentionFlags.current()
-        given = (query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        kernel = attention_kernel(*given, capability, allowed)
-        if unfused is not None and kernel == "math" and attention_kernel(*given, (8, 0), allowed) != "math":
-            unfused.add(query.dtype)
-        call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            # convert_boolean_attn_mask: minus infinity where the mask is false, in the query's dtype.
-            additive = torch.full((), -math.inf, dtype=query.dtype, device=query.device)
-            attn_mask = torch.where(attn_mask, torch.zeros_like(additive), additive)
-        run = {"flash": _run_flash, "efficient": _run_efficient, "cudnn": _run_cudnn, "math": _run_math}[kernel]
-        return run(call, attn_mask, scale)
+        # Autocast is off inside the function, as on the device.
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST) if is_cast else contextlib.nullcontext():
+            if not (query.numel() and key.numel() and value.numel()):
+                # PyTorch runs no attention kernel for empty tensors.
+                return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            allowed = flags or AttentionFlags.current()
+            given = (query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+            kernel = attention_kernel(*given, capability, allowed)
+            if unfused is not None and kernel == "math" and attention_kernel(*given, (8, 0), allowed) != "math":
+                unfused.add(query.dtype)
+            if attn_mask is not None and attn_mask.dtype == torch.bool:
+                # convert_boolean_attn_mask: minus infinity where the mask is false, in the query's dtype.
+                additive = torch.full((), -math.inf, dtype=query.dtype, device=query.device)
+                attn_mask = torch.where(attn_mask, torch.zeros_like(additive), additive)
+            return _RUNS[kernel](_AttentionCall(*given), attn_mask, scale)
 
     with patched(F, "scaled_dot_product_attention", attend):
         yield
@@ -399,3 +387,11 @@ def _run_math(call: _AttentionCall, mask: torch.Tensor | None, scale: float | No
     dropped = F.dropout(weights, call.dropout_p) if call.dropout_p > 0 else weights
     _unused = weights.to(dtype)  # the second result of PyTorch's function, allocated before the first
     return (dropped @ values).to(dtype)
+
+
+_RUNS: Mapping[Kernel, Callable[[_AttentionCall, torch.Tensor | None, float | None], torch.Tensor]] = {
+    "flash": _run_flash,
+    "efficient": _run_efficient,
+    "cudnn": _run_cudnn,
+    "math": _run_math,
+}

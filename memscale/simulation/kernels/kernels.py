@@ -1,11 +1,18 @@
-"""The kernels of the simulated device: scratch memory, workspaces, times, and PyTorch's choices among kernels."""
+"""The kernels of the simulated device: scratch memory, workspaces, times, and PyTorch's choices among kernels.
+
+Not simulated on a card, since no source gives a formula: the workspace of cuDNN's batch norms (chosen by cuDNN's plan
+at run time), the small temporary storage of cub's scans, and the split-KV buffers of a flash forward pass that is too
+small to fill the device.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,18 +23,12 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 
-from memscale.core import ConfigError, RuntimeUnavailable
+from memscale.core import ConfigError, RuntimeUnavailable, internals
 from memscale.hardware import Hardware, Work, seconds
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
-from memscale.simulation.kernels.cuda_fused import cuda_fused
+from memscale.simulation.kernels.cuda_fused import cuda_dropout, cuda_fused
 from memscale.simulation.kernels.cuda_rnns import cuda_rnns, recurrence_notes
-from memscale.simulation.kernels.cuda_scratch import (
-    cublas_workspace_bytes,
-    cublaslt_workspace_bytes,
-    cuda_dropout,
-    uses_cublaslt,
-)
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 from memscale.simulation.process.process_state import patched
 from memscale.simulation.rules.few_bits import notes_of_few_bits
@@ -39,7 +40,7 @@ from memscale.simulation.rules.recurrences import (
     dropout_states_bytes,
 )
 from memscale.simulation.rules.registry import rule_of
-from memscale.simulation.rules.rule import RESULTS, CardTraits, Program, taken
+from memscale.simulation.rules.rule import RESULTS, Capability, CardTraits, Program, taken
 
 _LINEAR = F.linear
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -182,6 +183,114 @@ def _with_loops(is_below: Callable[[torch.Tensor], bool]) -> list[str]:
     """Returns the devices with multi-tensor loops; an empty list where one of the caller's `params` is on the host."""
     parameters = sys._getframe(2).f_locals.get("params", ())
     return [] if any(each is not None and is_below(each) for each in parameters) else ["cpu", "cuda"]
+
+
+# The workspaces of cuBLAS and cuBLASLt.
+
+_KIB, _MIB = 1 << 10, 1 << 20
+#: The environment variables that this file reads.
+BLAS_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "DISABLE_ADDMM_CUDA_LT",
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+)
+
+
+def cublas_workspace_bytes(
+    capability: Capability,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    torch_version: tuple[int, int] = internals.TORCH_VERSION,
+) -> int:
+    """Returns the bytes that PyTorch allocates for one cuBLAS handle and stream at its first matrix product.
+
+    A handle belongs to a thread, so a training step pays twice: in the caller's thread at the first product
+    of the forward pass, and in autograd's device thread at the first product of the backward pass. The workspaces
+    live until the process ends.
+
+    >>> cublas_workspace_bytes((8, 0), environ={}), cublas_workspace_bytes((9, 0), environ={})
+    (8519680, 33554432)
+    >>> cublas_workspace_bytes((9, 0), environ={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+    33554432
+
+    Args:
+        capability: the device's compute capability, (major, minor).
+        environ: the environment with ``CUBLAS_WORKSPACE_CONFIG``: ``:size:count`` pairs, the size in KiB.
+        torch_version: the version of PyTorch whose rule applies, (major, minor).
+
+    Source: ``parseChosenWorkspaceSize`` and ``setWorkspaceForHandle`` in aten/src/ATen/cuda/CublasHandlePool.cpp
+    of PyTorch 2.10 to 2.14, and the thread-local pool windows of aten/src/ATen/cuda/detail/DeviceThreadHandles.h.
+    """
+    pairs = re.findall(r":([0-9]+):([0-9]+)", environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(size) * int(count) for size, count in pairs) * _KIB
+    # pytorch/pytorch#175344, first released with 2.12, gave Blackwell the size of Hopper.
+    wide = capability[0] in (9, 10, 12) if torch_version >= (2, 12) else capability == (9, 0)
+    return 32 * _MIB if wide else (2 * 4096 + 8 * 16) * _KIB
+
+
+def cublaslt_workspace_bytes(
+    capability: Capability,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    torch_version: tuple[int, int] = internals.TORCH_VERSION,
+) -> int:
+    """Returns the bytes that PyTorch allocates for cuBLASLt besides cuBLAS, for one handle and stream.
+
+    The allocation is at the first product that goes to cuBLASLt, see :func:`uses_cublaslt`. From PyTorch 2.12 on
+    cuBLASLt shares the workspace of cuBLAS by default, and the result is 0.
+
+    >>> cublaslt_workspace_bytes((8, 0), environ={}, torch_version=(2, 13))
+    0
+    >>> cublaslt_workspace_bytes((8, 0), environ={"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"})
+    1048576
+
+    Args:
+        capability: the device's compute capability, (major, minor).
+        environ: the environment with ``TORCH_CUBLASLT_UNIFIED_WORKSPACE`` and ``CUBLASLT_WORKSPACE_SIZE`` (in KiB).
+        torch_version: the version of PyTorch whose rule applies, (major, minor).
+
+    Source: ``getCUDABlasLtWorkspace`` in aten/src/ATen/cuda/CublasHandlePool.cpp; the default became shared with
+    pytorch/pytorch#175879.
+    """
+    unified = {"1": True, "0": False}.get(environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", ""))
+    if unified or (unified is None and torch_version >= (2, 12)):
+        return 0
+    digits = re.match(r"\s*\d+", environ.get("CUBLASLT_WORKSPACE_SIZE", ""))
+    nbytes = int(digits.group()) * _KIB if digits else _MIB
+    if unified is None:
+        # PyTorch before 2.12 caps the size at that of cuBLAS's workspace, although the two are separate.
+        nbytes = min(nbytes, cublas_workspace_bytes(capability, environ=environ, torch_version=torch_version))
+    return nbytes
+
+
+def uses_cublaslt(op: str, args: Sequence[Any], *, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a product goes to cuBLASLt: an ``addmm`` with a bias vector, and every scaled product.
+
+    >>> x, bias = torch.empty(8, 8, device="meta"), torch.empty(8, device="meta")
+    >>> [uses_cublaslt("aten.addmm.default", (first, x, x)) for first in (bias, x)], uses_cublaslt("aten.mm", (x, x))
+    ([True, False], False)
+
+    Args:
+        op: the overload as ``str(func)`` prints it, with its namespace.
+        args: the positional arguments of the call; the keywords ``beta`` and ``alpha``, which are rare, are ignored.
+        environ: the environment with ``DISABLE_ADDMM_CUDA_LT``.
+
+    Source: ``isInputCompliesAddmmCudaLt`` in aten/src/ATen/native/cuda/Blas.cpp.
+    """
+    if op == "aten._scaled_mm.default":
+        return True
+    if op != "aten.addmm.default" or environ.get("DISABLE_ADDMM_CUDA_LT") == "1":
+        return False
+    bias, left, right = args[:3]
+    return (
+        bias.dim() == 1
+        and bias.size(0) == right.size(1)
+        and bias.is_contiguous()
+        and left.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        and min(*left.shape, *right.shape) > 1
+    )
 
 
 class CudaProbe:

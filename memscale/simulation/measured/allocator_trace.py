@@ -11,9 +11,9 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memscale.core import ConfigError, RuntimeUnavailable, shown
 from memscale.simulation.packed import quantization_tensors
 from memscale.simulation.results import MemoryTimeline
-from memscale.simulation.sandbox.stand_ins import with_storages
+from memscale.simulation.sandbox.step_scope import with_storages
 from memscale.simulation.trace import CATEGORIES
 
 Roles = Callable[[], Mapping[str, Iterable[torch.Tensor]]]
@@ -65,35 +65,21 @@ class AllocatorTrace:
         return self.peak_bytes - self.start_bytes
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """A storage with a role, held by a weak reference: a strong one would keep alive a storage that the step frees."""
 
     role: str
     nbytes: int
     ref: StorageWeakRef
 
-    @property
-    def expired(self) -> bool:
-        return bool(self.ref.expired())
 
-
-@dataclass(frozen=True)
-class _Event:
+class _Event(NamedTuple):
     """An allocator event: positive bytes allocate, negative bytes free."""
 
     time_ns: int
     address: int
     nbytes: int
     in_backward: bool
-
-
-@dataclass(frozen=True)
-class _Allocation:
-    """An allocation, by the indices of its two events; ``freed`` is None for a block that outlives the step."""
-
-    allocated: int
-    freed: int | None
 
 
 def measure(
@@ -142,12 +128,13 @@ def measure(
     # Cyclic garbage of earlier steps would otherwise be freed at a random moment of this step.
     gc.collect()
     before = _held(roles, device)
-    start_by_role = _sum_by_role(before)
+    start_by_role = dict.fromkeys(CATEGORIES, 0)
+    for held in before.values():
+        start_by_role[held.role] += held.nbytes
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        named_bytes = sum(start_by_role.values())
-        start_by_role["other"] = max(0, torch.cuda.memory_allocated(device) - named_bytes)
+        start_by_role["other"] = max(0, torch.cuda.memory_allocated(device) - sum(start_by_role.values()))
 
     with (
         _quietly(),
@@ -174,7 +161,14 @@ def measure(
         peak_bytes = torch.cuda.max_memory_allocated(device)
     else:
         peak_bytes = int(total_bytes.max())
-        _warn_of_unseen_frees([held for at, held in before.items() if at not in seen_frees])
+        unseen_bytes = sum(held.nbytes for at, held in before.items() if at not in seen_frees and held.ref.expired())
+        if unseen_bytes:
+            warnings.warn(
+                f"the step freed {unseen_bytes} bytes that lived before it, which the CPU allocator does not "
+                "report: peak_bytes is an upper bound; for the exact peak drop old gradients before the step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     return AllocatorTrace(
         start_bytes=int(total_bytes[0]),
         peak_bytes=peak_bytes,
@@ -266,13 +260,6 @@ def _held(roles: Roles | None, device: torch.device) -> dict[int, _Held]:
     return held
 
 
-def _sum_by_role(held: Mapping[int, _Held]) -> dict[str, int]:
-    sums = dict.fromkeys(CATEGORIES, 0)
-    for item in held.values():
-        sums[item.role] += item.nbytes
-    return sums
-
-
 def _read(recording: profile, device: torch.device) -> tuple[list[_Event], list[int]]:
     """Returns the allocator events of ``device`` and the start times of backward nodes (ns), both in order of time."""
     results = recording.kineto_results
@@ -293,7 +280,7 @@ def _read(recording: profile, device: torch.device) -> tuple[list[_Event], list[
     if device.type == "cuda":
         in_backward_at = {(event.time_ns, event.address) for event in events if event.in_backward}
         events = [
-            replace(event, in_backward=(event.time_ns, event.address) in in_backward_at)
+            event._replace(in_backward=(event.time_ns, event.address) in in_backward_at)
             for event in _written_events(recording, device)
         ]
     events.sort(key=lambda event: event.time_ns)
@@ -329,14 +316,14 @@ def _deltas(
     """Returns the change in bytes by (category, event), column 0 empty, and the held addresses whose free was seen."""
     deltas = np.zeros((len(CATEGORIES), len(events) + 1), dtype=np.int64)
     row = {category: index for index, category in enumerate(CATEGORIES)}
-    blocks: list[_Allocation] = []
+    blocks: list[tuple[int, int | None]] = []  # the indices of the two events; None for a block that outlives the step
     alive: dict[int, int] = {}
     seen_frees: set[int] = set()
     for index, event in enumerate(events):
         allocated = alive.pop(event.address, None)
         if allocated is not None:
             # An address handed out twice was freed in between, by a thread that the profiler does not record.
-            blocks.append(_Allocation(allocated, index))
+            blocks.append((allocated, index))
         if event.nbytes > 0:
             alive[event.address] = index
         elif allocated is None:
@@ -349,35 +336,20 @@ def _deltas(
                 # On CPU the profiler's sizes of blocks from before the recording may be stale, so they are not read.
                 excess_bytes = -event.nbytes - (held.nbytes if held is not None else 0)
                 deltas[row["other"], index + 1] -= excess_bytes
-    blocks.extend(_Allocation(index, None) for index in alive.values())
-    for block in blocks:
-        category = row[_category(block, events, after, backward_ns)]
-        nbytes = events[block.allocated].nbytes
-        deltas[category, block.allocated + 1] += nbytes
-        if block.freed is not None:
-            deltas[category, block.freed + 1] -= nbytes
+    blocks.extend((index, None) for index in alive.values())
+    for allocated, freed in blocks:
+        birth, death = events[allocated], None if freed is None else events[freed]
+        category = row[_category(birth, death, after, backward_ns)]
+        deltas[category, allocated + 1] += birth.nbytes
+        if freed is not None:
+            deltas[category, freed + 1] -= birth.nbytes
     return deltas, seen_frees
 
 
-def _category(block: _Allocation, events: list[_Event], after: Mapping[int, _Held], backward_ns: list[int]) -> str:
-    birth = events[block.allocated]
-    if block.freed is None and birth.address in after:
+def _category(birth: _Event, death: _Event | None, after: Mapping[int, _Held], backward_ns: list[int]) -> str:
+    if death is None and birth.address in after:
         return after[birth.address].role
-    if birth.in_backward:
-        return "temporary"
     following = bisect_right(backward_ns, birth.time_ns)
-    if following == len(backward_ns):
+    if birth.in_backward or following == len(backward_ns):
         return "temporary"
-    lives_on = block.freed is None or events[block.freed].time_ns > backward_ns[following]
-    return "activation" if lives_on else "temporary"
-
-
-def _warn_of_unseen_frees(held: list[_Held]) -> None:
-    unseen_bytes = sum(item.nbytes for item in held if item.expired)
-    if unseen_bytes:
-        warnings.warn(
-            f"the step freed {unseen_bytes} bytes that lived before it, which the CPU allocator does not "
-            "report: peak_bytes is an upper bound; for the exact peak drop old gradients before the step",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    return "activation" if death is None or death.time_ns > backward_ns[following] else "temporary"

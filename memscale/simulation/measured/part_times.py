@@ -23,9 +23,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.core import DiskCache, available_host_bytes, format_bytes
-from memscale.simulation.dispatch.tape import Tape
+from memscale.simulation.dispatch.tape import PartProgram, Tape, program_of, slots_in
 from memscale.simulation.kernels.cpu_scratch import this_machine
-from memscale.simulation.measured.programs import PartProgram, program_of, slots_in
 from memscale.simulation.trace import OpCall, Phase
 
 try:
@@ -173,7 +172,7 @@ def _measured(
     now: Clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     pools: dict[torch.dtype, torch.Tensor] = {}
     free_bytes = available_host_bytes()
-    inputs: dict[str, list[torch.Tensor | None]] = {}
+    inputs: dict[str, dict[Any, torch.Tensor]] = {}
     samples: dict[str, list[list[_Sample]]] = {}
     with _disable_current_modes(), torch.no_grad():
         for key, program in programs.items():

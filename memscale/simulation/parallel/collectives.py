@@ -1,10 +1,14 @@
-"""Collectives in a simulated step: nothing is sent, and every other rank is assumed to act as this rank does."""
+"""Collectives in a simulated step: nothing is sent, and every other rank is assumed to act as this rank does.
+
+`SimulatedStreams` are the streams and events of the simulated device, in the interface that FSDP2 calls.
+"""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,13 +18,14 @@ import torch.distributed as dist
 from memscale.core import ConfigError
 from memscale.hardware import COLLECTIVES, Span, assumed_links, collective_seconds, span
 from memscale.simulation.kernels.shapes import results_of
-from memscale.simulation.schedule.clock import Clock, Mark
+from memscale.simulation.schedule.clock import Clock, Mark, SideStream
 
 #: The namespace of the operators that `torch.distributed` calls for its process groups.
 NAMESPACE = "c10d"
-# Functional collectives return new tensors; a wait operator returns its own argument.
-_WAITS = {"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"}
-_WRAPS = {"_c10d_functional::_wrap_tensor_autograd"}
+#: The operators that wait for the result of a functional collective and return that result.
+WAITS = {"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"}
+#: The operator that wraps the result of a functional collective in a tensor that waits at its first use.
+WRAP = "_c10d_functional::_wrap_tensor_autograd"
 _WRITES_NOTHING = {"c10d::barrier", "c10d::monitored_barrier_", "c10d::send"}
 _PUT_TOGETHER = ("all-gather", "reduce-scatter")
 _SUM = 0  # ReduceOp.SUM, as an argument of an operator
@@ -46,21 +51,6 @@ class Collective(NamedTuple):
             source = self.given[min(at, len(self.given) - 1)].flatten()
             times = -(-tensor.numel() // max(1, source.numel()))
             tensor.copy_(source.repeat(times)[: tensor.numel()].view(tensor.shape) * self.factor)
-
-
-def is_wait(op: Any) -> bool:
-    """Whether `op` waits for the result of a functional collective and returns that result."""
-    return op.name() in _WAITS
-
-
-def is_of_fsdp(op: Any) -> bool:
-    """Whether `op` is an operator of FSDP2: the copies into a buffer before a collective, and out after it."""
-    return bool(op.namespace == "fsdp")
-
-
-def is_wrap(op: Any) -> bool:
-    """Whether `op` wraps the result of a functional collective in a tensor that waits at its first use."""
-    return op.name() in _WRAPS
 
 
 def collective(op: Any, args: Any) -> Collective:
@@ -270,3 +260,69 @@ class _Work(dist.Work):
         if self._taken is not None:
             self._taken()
         return future
+
+
+class SimulatedEvent:
+    """A point in a simulated stream, as ``torch.cuda.Event``."""
+
+    def __init__(self, clock: Clock, *_: Any, **__: Any) -> None:
+        self._clock = clock
+        self.mark: Mark | None = None
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        self.mark = self._clock.mark(self._clock.stream if stream is None else stream.side)
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        if self.mark is not None:
+            self._clock.wait(self.mark, self._clock.stream if stream is None else stream.side)
+
+    def query(self) -> bool:
+        return self.mark is None or self.mark.end <= self._clock.now
+
+    def synchronize(self) -> None:
+        if self.mark is not None:
+            self._clock.hold_up_for(self.mark)
+
+
+class SimulatedStream:
+    """A simulated stream, as ``torch.cuda.Stream``: the main stream where `side` is None, else a side stream."""
+
+    def __init__(self, clock: Clock, side: SideStream | None) -> None:
+        self._clock = clock
+        self.side = side
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self._clock.wait(self._clock.mark(other.side), self.side)
+
+    def wait_event(self, event: Any) -> None:
+        if isinstance(event, SimulatedEvent):  # a real event was recorded before the simulation, and is complete
+            event.wait(self)
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        event = SimulatedEvent(self._clock) if event is None else event
+        event.record(self)
+        return event
+
+
+class SimulatedStreams:
+    """The part of a device module (such as ``torch.cuda``) that FSDP2 uses: its streams and events."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._current = SimulatedStream(clock, None)
+        self.Event = partial(SimulatedEvent, clock)
+
+    def Stream(self, priority: int = 0) -> SimulatedStream:
+        return SimulatedStream(self._clock, SideStream())
+
+    def current_stream(self, device: Any = None) -> SimulatedStream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        before, side = self._current, self._clock.stream
+        self._current, self._clock.stream = stream, stream.side
+        try:
+            yield
+        finally:
+            self._current, self._clock.stream = before, side

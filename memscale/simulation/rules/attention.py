@@ -18,9 +18,12 @@ from memscale.simulation.rules.rule import (
     Time,
     copied,
     is_deterministic,
+    share,
+    shared,
+    since_hopper,
     taken,
+    whole_share,
 )
-from memscale.simulation.rules.times import share, shared, since_hopper, whole_share
 
 
 def _flash_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:

@@ -1,4 +1,4 @@
-"""The rules of convolutions on a CUDA device: their allocations while they run, and their times."""
+"""The rules of convolutions, and of other operators on images: patches, upsampling, rolls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from memscale.hardware import Work
 from memscale.simulation.rules.cudnn_workspaces import Convolution
-from memscale.simulation.rules.layouts import ResultLayout, in_order
+from memscale.simulation.rules.layouts import ResultLayout, in_order, ordered_as
 from memscale.simulation.rules.reductions import SUM, reduced
 from memscale.simulation.rules.rule import (
     CHANNELS_LAST,
@@ -23,11 +23,13 @@ from memscale.simulation.rules.rule import (
     Result,
     briefly,
     copied,
+    copy_after,
     has_channels_last,
+    in_halves,
     most_held,
+    passes,
     taken,
 )
-from memscale.simulation.rules.times import in_halves
 
 
 def _in_one_format(*images: torch.Tensor) -> list[int]:
@@ -283,9 +285,48 @@ def _lies(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) ->
 
 _BOTH = OpRule(layout=_lies, uses_cublas=_multiplies, time=_time)
 
+
+def _patches(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """Source: ``im2col_cuda``, which makes the result as large as the image, and then grows it."""
+    image = args[0].numel() * args[0].itemsize
+    return *taken(image, copied(args[0])), RESULTS
+
+
+def _roll(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
+    """Returns the program of ``roll``, which copies once for each dimension.
+
+    Source: ``roll_cuda`` in aten/src/ATen/native/cuda/TensorTransformations.cu.
+    """
+    return *taken(copied(args[0]), args[0].nbytes if len(args[2]) > 1 else 0), RESULTS
+
+
+def _as_large_as_columns(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) -> ResultLayout:
+    """Source: ``col2im_cuda`` and ``col2im_cpu``, which make the result as large as the argument and shrink it."""
+    columns = args[0].numel() * args[0].itemsize
+    return replace(layout, storage_bytes=(max(columns, *layout.storage_bytes, 0),))
+
+
+# On a CPU images are converted to channels last and back; the backward also receives the shape of the input.
+_UPSAMPLINGS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+
 RULES = {
     "aten.convolution": replace(_BOTH, program=_convolution, extra=_copies(_convolution), batched=1),
     "aten.convolution_backward": replace(
         _BOTH, program=_convolution_backward, extra=_copies(_convolution_backward), batched=2
     ),
+    "aten.im2col": OpRule(program=_patches),
+    "aten.col2im": OpRule(program=copy_after, layout=_as_large_as_columns),
+    "aten.roll": OpRule(program=_roll, time=passes(4.4, 3.0)),
+    **{f"aten.upsample_{how}{back}": OpRule(batched=1) for how in _UPSAMPLINGS for back in ("", "_backward")},
+    "aten.upsample_nearest2d": OpRule(batched=1, time=passes(2.9, 1.8)),
+    "aten.upsample_nearest2d_backward": OpRule(program=copy_after, batched=1, time=passes(1.8, 1.2)),
+    "aten.upsample_bilinear2d_backward": OpRule(program=copy_after, batched=1),
+    "aten.avg_pool2d": OpRule(scratch="copies", time=passes(3.1, 1.7)),
+    "aten.avg_pool2d_backward": OpRule(scratch="copies", time=passes(9.7, 5.3)),
+    "aten.max_pool2d_with_indices": OpRule(scratch="copies", time=passes(2.5, 1.6)),
+    "aten.max_pool2d_with_indices_backward": OpRule(scratch="copies", time=passes(5.0, 3.2)),
+    "aten.channel_shuffle": OpRule(layout=ordered_as(0)),
+    "aten.max_unpool2d": OpRule(layout=ordered_as(0)),
+    "aten.replication_pad2d_backward": OpRule(layout=ordered_as(1)),
+    "aten.affine_grid_generator": OpRule(composed_on=("cuda",)),
 }

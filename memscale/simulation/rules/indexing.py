@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from memscale.core import internals
-from memscale.simulation.rules.rule import PLAIN, RESULTS, CardTraits, OpRule, Program, copied, taken
-from memscale.simulation.rules.times import passes
+from memscale.simulation.rules.rule import PLAIN, RESULTS, CardTraits, OpRule, Program, copied, passes, taken
 
 
 def _sorted_pairs(count: int, largest: int, item: int = 8) -> tuple[int, int, int, int]:

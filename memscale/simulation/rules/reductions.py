@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, taken
-from memscale.simulation.rules.times import of_columns
+from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, of_columns, taken
 
 _WARP, _MOST_VALUES, _FEWEST_VALUES = 32, 256, 16
 _INT32_MAX = 2**31 - 1

@@ -9,29 +9,14 @@ from memscale.simulation.rules import (
     convolutions,
     elementwise,
     few_bits,
-    images,
     indexing,
-    losses,
     norms,
-    products,
     recurrences,
     reductions,
 )
 from memscale.simulation.rules.rule import OpRule
 
-_FAMILIES = (
-    attention,
-    convolutions,
-    elementwise,
-    few_bits,
-    images,
-    indexing,
-    losses,
-    norms,
-    products,
-    recurrences,
-    reductions,
-)
+_FAMILIES = (attention, convolutions, elementwise, few_bits, indexing, norms, recurrences, reductions)
 #: By ``str(OpOverload)``, or ``str(OpOverloadPacket)`` where all overloads share a rule.
 RULES: dict[str, OpRule] = {name: rule for family in _FAMILIES for name, rule in family.RULES.items()}
 _NONE = OpRule()

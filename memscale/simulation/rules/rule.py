@@ -3,12 +3,18 @@
 A `Program` lists the allocations and frees of a CUDA kernel while it runs, in order. The order matters: PyTorch's
 allocator gives a request the best of its free blocks, so later blocks depend on the blocks that are free at each
 moment.
+
+A `Time` is that of a CUDA kernel that differs from the roofline of its traffic and arithmetic. The factors were
+measured on an H100 (torch 2.11, cuDNN 9.19; `benchmarks/bench_operators.py`): each operator alone, on uncached tensors,
+and in steps of GPT-2 XL, a Llama, BERT and ViT. Kernels with one pass over their data reach 85 % of the data sheet's
+bandwidth, and products 80 % of its arithmetic, as `roofline` assumes for all cards. Each function here scales the work
+of another kernel: two passes double the bytes, and half the rate doubles the FLOPs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -197,3 +203,170 @@ def has_channels_last(tensor: torch.Tensor) -> bool:
 
 def is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+# Passes (16 bits, 32 bits) of element-wise kernels with operands that are expanded or permuted against the result, and
+# of a copy of columns into rows, where each memory transaction carries unused elements.
+_OF_OTHER_LAYOUT, _OF_COLUMNS = (2.1, 1.5), (5.7, 3.0)
+# The longest row in elements that one warp holds: a softmax over such rows is one pass.
+_SHORT_ROW = 1024
+_SHARE_OF_PLAIN_32 = 0.95  # the share of the rate that float32 products without tensor cores reach on Hopper
+# (elements, share): the share of the rate for 16-bit rows that begin at no multiple of so many elements, on Hopper.
+_UNALIGNED = ((8, 0.3), (2, 0.16))
+# The extra launches of a sum over rows, which runs in two rounds, and the least input bytes for two rounds.
+_LAUNCHES_OF_COLUMNS, _LEAST_BYTES = 3, 1 << 20
+
+
+def in_halves(work: Work) -> bool:
+    """Whether the arithmetic is in 16 bits."""
+    return work.dtype in ("bfloat16", "float16")
+
+
+def passes(halves: float, wide: float) -> Time:
+    """Returns the time of a kernel with `halves` passes over its data in 16 bits, and `wide` passes in 32 bits."""
+    return lambda args, work, card: _longer(work, halves if in_halves(work) else wide)
+
+
+def passes_by_width(halves: tuple[float, float], wide: tuple[float, float]) -> Time:
+    """Returns the time of a norm: each pair is (passes of wide rows, extra passes of rows of one element)."""
+
+    def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
+        of_wide, of_one = halves if in_halves(work) else wide
+        return _longer(work, of_wide + of_one / max(1, args[0].shape[-1]))
+
+    return time
+
+
+def passes_of_rows(halves: float, wide: float) -> Time:
+    """Returns the time of a softmax: one pass over short rows, else as `passes`."""
+    usual = passes(halves, wide)
+
+    def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
+        rows = args[0]
+        is_short = rows.dim() and rows.stride(-1) == 1 and rows.shape[-1] <= _SHORT_ROW
+        return work if is_short else usual(args, work, card)
+
+    return time
+
+
+def by_layouts(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
+    """Returns the work of an element-wise kernel, with more passes where its operands' layouts differ."""
+    operands = [each for each in args if isinstance(each, torch.Tensor) and each.numel() > 1]
+    if not operands:
+        return work
+    whole = max(operands, key=torch.Tensor.numel)
+    alike = all(each.shape == whole.shape and each.stride() == whole.stride() for each in operands)
+    return work if alike and _is_dense(whole) else _longer(work, _OF_OTHER_LAYOUT[not in_halves(work)])
+
+
+def of_clone(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
+    """Returns the work of a copy to a contiguous tensor, with more passes for a non-contiguous source."""
+    source = args[0]
+    if source.numel() <= 1 or source.is_contiguous():
+        return work
+    times = _OF_OTHER_LAYOUT if source.stride(-1) in (0, 1) else _OF_COLUMNS
+    return _longer(work, times[not in_halves(work)])
+
+
+def share(before: float, since: float, wide: float = 1.0, *, tokens: tuple[int, int] | None = None) -> Time:
+    """Returns the time of a kernel that reaches a share of the rate of products.
+
+    Args:
+        before: the share in 16 bits on cards before Hopper (FlashAttention-2's paper has 73 % and 63 % of an A100's
+            peak, where products reach 80 to 85 %).
+        since: the share in 16 bits since Hopper, where kernels written for Ampere leave half of the tensor cores idle.
+        wide: the share in 32 bits.
+        tokens: (index of an argument, block): the kernel pads the tokens of the argument to whole blocks.
+    """
+
+    def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
+        reached = (since if since_hopper(card) else before) if in_halves(work) else wide
+        return shared(work, reached * (1.0 if tokens is None else whole_share(args[tokens[0]], tokens[1])))
+
+    return time
+
+
+def product(left: int) -> Time:
+    """Returns the time of a matrix product of the arguments number `left` and ``left + 1``.
+
+    >>> factors = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((64, 1600), (1600, 50257))]
+    >>> product(0)(factors, Work(16_000, 0, "bfloat16"), CardTraits((9, 0)))
+    Work(flops=100000, nbytes=0, dtype='bfloat16')
+    """
+
+    def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
+        if not since_hopper(card):
+            return work
+        if in_halves(work):
+            return shared(work, _aligned_share(args[left : left + 2]))
+        return shared(work, _SHARE_OF_PLAIN_32 if work.dtype == "float32" else 1.0)
+
+    return time
+
+
+def half_of_result(left: int) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
+    """Returns the extra bytes of a product since Hopper: half of its result, which is written after the computation."""
+
+    def extra(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
+        rows, columns = args[left : left + 2]
+        return 0, rows.shape[:-1].numel() * columns.shape[-1] * rows.itemsize // 2 if since_hopper(card) else 0
+
+    return extra
+
+
+def of_columns(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
+    """Returns the extra launches of a sum over rows, and no extra bytes.
+
+    >>> table = torch.empty(25_216, 768, dtype=torch.bfloat16, device="meta")
+    >>> work = Work(0, table.nbytes, "bfloat16")
+    >>> of_columns((table, [0]), work, CardTraits((9, 0))), of_columns((table, [1]), work, CardTraits((9, 0)))
+    ((3, 0), (0, 0))
+    """
+    return (_LAUNCHES_OF_COLUMNS if work.nbytes > _LEAST_BYTES and _is_over_rows(args) else 0), 0
+
+
+def since_hopper(card: CardTraits) -> bool:
+    """Whether `card` has tensor cores of Hopper or newer."""
+    return card.capability >= (9, 0)
+
+
+def shared(work: Work, share: float) -> Work:
+    """Returns `work` with its FLOPs divided by `share`, the share of the rate that a kernel reaches."""
+    return work if share == 1.0 else replace(work, flops=round(work.flops / share))
+
+
+def _longer(work: Work, passes: float) -> Work:
+    return work if passes == 1.0 else replace(work, nbytes=round(work.nbytes * passes))
+
+
+def _is_over_rows(args: Sequence[Any]) -> bool:
+    """Whether a reduction keeps the innermost dimension, the one with the smallest stride."""
+    source, dims = args[0], args[1] if len(args) > 1 else None
+    along = [dim for dim in range(source.dim()) if source.shape[dim] > 1]
+    if not dims or not along:
+        return False
+    innermost = min(along, key=source.stride)
+    return innermost not in [dim % source.dim() for dim in dims]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has no gaps and no overlaps, in any order of its dimensions."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
+def whole_share(query: torch.Tensor, block: int) -> float:
+    """Returns the share of attention's padded (query, key) pairs that are real, with tokens padded to whole blocks."""
+    tokens = query.shape[-2]
+    return float((tokens / (-(-tokens // block) * block)) ** 2)
+
+
+def _aligned_share(factors: Sequence[torch.Tensor]) -> float:
+    rows = [max(factor.stride()[-2:]) for factor in factors if min(factor.shape[-2:]) > 1]
+    rows.append(factors[1].shape[-1])  # the row of the result
+    return min((left for multiple, left in _UNALIGNED if any(row % multiple for row in rows)), default=1.0)

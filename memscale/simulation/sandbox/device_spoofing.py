@@ -20,7 +20,7 @@ import torch
 import torch.utils._device
 
 from memscale.hardware import Hardware
-from memscale.simulation.kernels.cuda_autocast import CudaAutocast
+from memscale.simulation.kernels.cuda_fused import CudaAutocast
 from memscale.simulation.process.process_state import library_caches_bypassed, patched
 
 # Code in the folders of PyTorch and memscale sees the true device. Two parts of PyTorch see the simulated device as

@@ -26,7 +26,7 @@ from memscale.simulation.dispatch.lazy_values import TooLarge, of_any_size
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.trace_builder import StorageRecord
 from memscale.simulation.process.fake_storages import FakeStorages
-from memscale.simulation.process.garbage import all_objects_seen, is_from_before
+from memscale.simulation.process.process_state import all_objects_seen, is_from_before
 
 _Cached = type(functools.lru_cache(maxsize=1)(lambda: None))
 _DEEPEST = 8  # the most references from a tensor up to a holder

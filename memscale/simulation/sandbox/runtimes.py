@@ -1,53 +1,55 @@
-"""The runtimes of a simulated step: each records the copies and the bytes of a real runtime, and moves nothing."""
+"""The memory below the device in a simulated step: runtimes, and the shards of FSDP2 under `CPUOffloadPolicy`.
+
+Each runtime records the copies and the bytes of a real runtime, and moves nothing; its backend reports the times at
+which the copies would end.
+"""
 
 from __future__ import annotations
 
+import math
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.core import format_bytes
-from memscale.hardware import assumed_speeds, knows_copies
+from memscale.hardware import Direction, assumed_speeds, knows_copies
 from memscale.runtime import HostParameter, HostParameters, Runtime
-from memscale.runtime.backends import Backend, Buffer, TraceBackend
+from memscale.runtime.backends import Backend, Buffer, CountedBuffer, Event, Stream, TraceBackend, Trims
 from memscale.runtime.engine import Engine
 from memscale.runtime.parameters import MappedTensors, is_movable
+from memscale.simulation.dispatch.fake_mode import FakeMode
 from memscale.simulation.dispatch.lazy_values import LazyValue
 from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
-from memscale.simulation.schedule.backend import ClockedBackend
+from memscale.simulation.dispatch.trace_builder import StorageRecord, TraceBuilder
+from memscale.simulation.process.process_state import patched
 from memscale.simulation.schedule.clock import Clock
+from memscale.simulation.trace import Transfer
 
 
 class CountingRuntimes:
     """The counting runtimes of a simulation: one in place of each runtime that the step uses.
 
     Args:
+        mode: the dispatch mode of the step, and not the simulation, which holds the caller's model: a cycle.
         clock: the clock of the simulated device.
-        make_offloaded: makes a uint8 CPU tensor of so many bytes, which takes no memory of the simulated device.
-        references: storage -> the number of references that the simulation itself holds.
-        on_trim: called where a runtime would empty the device's cache; its argument means: only if memory has grown.
-        on_copy: called with the source and the target of each copy, a tensor of bytes and a buffer.
+        aliases: address of a storage -> the number of references that the simulation itself holds.
 
     Attributes:
         by_storage: address of a storage -> the host parameter, for storages on another tier in the simulation.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        make_offloaded: Callable[[int], torch.Tensor],
-        references: Callable[[torch.UntypedStorage], int],
-        on_trim: Callable[[bool], object],
-        on_copy: Callable[[torch.Tensor | Buffer, torch.Tensor | Buffer], object],
-    ) -> None:
+    def __init__(self, mode: FakeMode, clock: Clock, aliases: Counter[int]) -> None:
+        self.mode = mode
         self.clock = clock
-        self.make_offloaded = make_offloaded
-        self.references = references
-        self.on_trim = on_trim
-        self.on_copy = on_copy
+        self.aliases = aliases
+        self.carried = CarriedValues(mode.storages)
         self.by_storage: dict[int, HostParameter] = {}
         self.engines: list[Engine] = []
         self._made: dict[Runtime, CountingRuntime] = {}
@@ -102,7 +104,7 @@ class CountingRuntime(Runtime):
         caps = self._real.caps(hardware.device_type, ram_bytes=hardware.host_memory_bytes)
         known = knows_copies(hardware)
         backend = ClockedBackend(caps, self._step.clock) if known else TraceBackend(caps)
-        backend.on_trim, backend.on_copy = self._step.on_trim, self._step.on_copy
+        backend.on_trim, backend.on_copy = self._step.mode.storages.trim, self._step.carried.copied
         self._backends.append(backend)
         return backend
 
@@ -138,19 +140,23 @@ class _FakeHostParameters(HostParameters):
         super().__init__(engine, step.by_storage)
 
     def new_memory(self) -> MappedTensors:
-        return _FakeMemory(self.engine, self._step.make_offloaded)
+        return _FakeMemory(self.engine, self._step.mode)
 
     def is_movable(self, parameter: torch.Tensor) -> bool:
-        return is_movable(parameter, besides=self._step.references)
+        return is_movable(parameter, besides=lambda storage: self._step.aliases[storage._cdata])
 
 
 class _FakeMemory(MappedTensors):
-    def __init__(self, engine: Engine, make_offloaded: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, engine: Engine, mode: FakeMode) -> None:
         super().__init__(engine)
-        self._make_offloaded = make_offloaded
+        self._mode = mode
 
     def tensor_over(self, buffer: Buffer, backend: Backend) -> torch.Tensor:
-        return self._make_offloaded(buffer.nbytes)
+        fakes, nbytes = self._mode.fakes, buffer.nbytes
+        with _disable_current_modes():  # without an operator of the step
+            tensor = fakes.tensor(fakes.storage(nbytes), torch.uint8, (nbytes,), (1,))
+        self._mode.storages.enter_offloaded(tensor)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -205,3 +211,168 @@ class CarriedValues:
         elif left.later is not None and tensor.nbytes == tensor.untyped_storage().nbytes():
             record.later = left.later
         record.guess = left.guess
+
+
+class _Reached:
+    """The end of a copy; without a copy, the end of the device's work so far."""
+
+    def __init__(self, clock: Clock, transfer: Transfer | None = None) -> None:
+        self._clock = clock
+        self.transfer = transfer
+        self.end = clock.point() if transfer is None else transfer.end
+        self.op = len(clock.ends)
+
+    def done(self) -> bool:
+        return self._clock.now >= self.end
+
+    def span(self) -> tuple[float, float] | None:
+        # A point has no span, even when done: the engine would take the gaps between points for its load-ahead
+        # distance, and the memory of a step is that of the largest distance.
+        return None if self.transfer is None or not self.done() else (self.transfer.begin, self.end)
+
+    def error(self) -> None:
+        return None
+
+
+class ClockedBackend(TraceBackend):
+    """A `TraceBackend` with the times of real copies.
+
+    Args:
+        caps: the caps of the tiers, as in `TraceBackend`.
+        clock: the clock of the step, shared by all of its engines.
+    """
+
+    def __init__(self, caps: Mapping[str, int | None], clock: Clock) -> None:
+        super().__init__(caps)
+        self._clock = clock
+        self._leaving: list[tuple[float, Buffer]] = []  # (time of the last read or write, freed buffer)
+        self._trims = Trims() if clock.is_host else None
+
+    def allocate(self, nbytes: int, tier: str) -> CountedBuffer | None:
+        now = self._clock.now
+        for at in [at for at, (end, _) in enumerate(self._leaving) if end <= now][::-1]:
+            super().free(self._leaving.pop(at)[1], after=())
+        return super().allocate(nbytes, tier)
+
+    def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
+        end = max((_reached(event).end for event in after), default=0.0)
+        if end > self._clock.now:
+            self._leaving.append((end, buffer))
+        else:
+            super().free(buffer, after=after)
+
+    def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        self._trim_after(nbytes)
+        return super().empty(nbytes, like)
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        self._trim_after(tensor.nbytes)
+
+    def _trim_after(self, nbytes: int) -> None:
+        if self._trims is not None and self._trims.due(nbytes):
+            self.on_trim(False)
+
+    def record(self, stream: int | None = None) -> Event:
+        return _Reached(self._clock)
+
+    def copy(
+        self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
+    ) -> Event:
+        self.on_copy(source, target)
+        buffer = target if isinstance(source, torch.Tensor) else source
+        assert not isinstance(buffer, torch.Tensor)
+        reached = [*map(_reached, after)]
+        requested = max((event.op for event in reached if event.transfer is None), default=len(self._clock.ends))
+        ready = max((event.end for event in reached), default=0.0)
+        return _Reached(
+            self._clock, self._clock.copy(stream, buffer.tier, buffer.nbytes, ready=ready, requested=requested)
+        )
+
+    def wait(self, event: Event, stream: int | None = None) -> None:
+        """Makes `stream` wait for `event`. The host waits only if the CPU takes part in the copy."""
+        if (transfer := _reached(event).transfer) is not None:
+            self._clock.come_after(transfer)
+
+    def synchronize(self, event: Event) -> None:
+        transfer = _reached(event).transfer
+        self._clock.hold_up(_reached(event).end, "host" if transfer is None else transfer.cause)
+
+    def clock(self) -> float:
+        return self._clock.now
+
+
+def _reached(event: Event) -> _Reached:
+    assert isinstance(event, _Reached)
+    return event
+
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+
+
+@contextmanager
+def offloaded_shards(mode: FakeMode, clock: Clock, *, pins: bool) -> Iterator[None]:
+    """Makes ``Tensor.to`` and ``Tensor.is_pinned`` act for FSDP2's code as if shards were on the host of a real card.
+
+    FSDP2 copies a shard to the card in the all-gather stream, and the gradient back in the reduce-scatter stream, by
+    ``Tensor.to``. In a simulation all tensors are on the CPU, where the original ``Tensor.to`` would copy nothing.
+
+    Args:
+        mode: the dispatch mode of the step, whose storages know what is offloaded.
+        clock: the clock of the step.
+        pins: whether the shards are in pinned memory, from which copies are asynchronous.
+    """
+    to, is_pinned, storages = torch.Tensor.to, torch.Tensor.is_pinned, mode.storages
+
+    def copied(tensor: torch.Tensor, direction: Direction, tier: str) -> torch.Tensor:
+        clock.calls(clock.host.plain)
+        with _disable_current_modes():
+            result = mode.fakes.alone(tensor.nbytes, tensor.dtype, tensor.shape, tensor.stride())
+        before, storages.offloaded = storages.offloaded, direction == "out"
+        storages.enter(result.untyped_storage(), result, len(mode.builder.ops) - 1, "", mode.recorder.path(), False)
+        storages.offloaded = before
+        if knows_copies(clock.hardware):
+            clock.copy_in_stream(direction, tier, tensor.nbytes)
+        return result
+
+    def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and isinstance(args[0], torch.device) and _is_of_fsdp(sys._getframe(2)):
+            if storages.is_offloaded(tensor):
+                return copied(tensor, "in", "pinned" if pins else "pageable")
+            return copied(tensor, "out", "pinned" if kwargs.get("non_blocking") else "pageable")
+        return to(tensor, *args, **kwargs)
+
+    def in_pinned(tensor: torch.Tensor, *args: Any) -> bool:
+        return pins if _is_of_fsdp(sys._getframe(2)) else is_pinned(tensor, *args)
+
+    with patched(torch.Tensor, "to", moved), patched(torch.Tensor, "is_pinned", in_pinned):
+        yield
+
+
+def host_bytes(builder: TraceBuilder, *, pins: bool) -> dict[str, int]:
+    """Returns the most host bytes that offloaded storages of the last step hold at once, by tier.
+
+    With `pins`, shards and gradients are ``pinned``, where PyTorch rounds each tensor up to a power of two bytes; all
+    other offloaded storages are ``pageable``.
+    """
+    most: dict[str, int] = {}
+    now = {"pinned": 0, "pageable": 0}
+    begin = builder.steps[-1][0]
+    for at, event in enumerate(builder.events):
+        record = builder.records[abs(event) - 1]
+        if record.offloaded:
+            tier, nbytes = _taken(record, pins=pins)
+            now[tier] += nbytes if event > 0 else -nbytes
+        if at >= begin - 1:
+            most = {tier: max(nbytes, most.get(tier, 0)) for tier, nbytes in now.items()}
+    return {tier: nbytes for tier, nbytes in most.items() if nbytes}
+
+
+def _taken(record: StorageRecord, *, pins: bool) -> tuple[str, int]:
+    nbytes = math.prod(record.shape) * getattr(torch, record.dtype).itemsize
+    if pins and record.category in ("parameter", "gradient"):
+        return "pinned", 1 << (nbytes - 1).bit_length() if nbytes else 0
+    return "pageable", nbytes
+
+
+def _is_of_fsdp(frame: Any) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_FSDP2)

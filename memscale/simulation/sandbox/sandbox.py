@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.algebra import placing_in
 from memscale.core import batches, own_threads, simulation
@@ -28,27 +27,24 @@ from memscale.simulation.dispatch.trace_builder import Course, StorageRecord
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import is_sparse
 from memscale.simulation.packed import quantization_tensors
-from memscale.simulation.parallel.dtensors import propagating
-from memscale.simulation.parallel.sharded import Sharded
-from memscale.simulation.parallel.streams import SimulatedStreams
+from memscale.simulation.parallel.collectives import SimulatedStreams
+from memscale.simulation.parallel.sharded import Sharded, propagating
 from memscale.simulation.process.draws import Draws
 from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.process.process_state import begin_alike, patched, process_kept
-from memscale.simulation.rules.rnn_weights import flattened_bytes, weights_of
-from memscale.simulation.sandbox.backward_thread import BackwardThread
+from memscale.simulation.rules.recurrences import flattened_bytes, weights_of
 from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
 from memscale.simulation.sandbox.device_spoofing import DeviceSpoofing
 from memscale.simulation.sandbox.interceptions import (
+    BackwardThread,
     calls_followed,
     optimizers_followed,
     reads_checked,
     threads_followed,
 )
 from memscale.simulation.sandbox.left_behind import LeftBehind
-from memscale.simulation.sandbox.offloaded import host_bytes, offloaded_shards
-from memscale.simulation.sandbox.runtimes import CarriedValues, CountingRuntimes
-from memscale.simulation.sandbox.stand_ins import contents_kept, on_cpu, with_storages, wrapped_on_cpu
-from memscale.simulation.sandbox.step_scope import StepScope
+from memscale.simulation.sandbox.runtimes import CountingRuntimes, host_bytes, offloaded_shards
+from memscale.simulation.sandbox.step_scope import StepScope, contents_kept, on_cpu, with_storages, wrapped_on_cpu
 from memscale.simulation.schedule.clock import Clock
 
 # The number of buckets that DDP has in flight while it is built: max_in_flight in torch/csrc/distributed/c10d/comm.cpp.
@@ -135,14 +131,7 @@ class Simulation:
             self.mode.storages.given = given
             stack.callback(self.mode.storages.end)
             stack.callback(self.mode.recorder.collections.end)
-            # Functions of the mode: functions of the simulation, which holds the caller's model, would make a cycle.
-            self.runtimes = CountingRuntimes(
-                self.clock,
-                partial(_offloaded, self.mode),
-                partial(_references, self._aliases),
-                on_trim=self.mode.storages.trim,
-                on_copy=CarriedValues(self.mode.storages).copied,
-            )
+            self.runtimes = CountingRuntimes(self.mode, self.clock, self._aliases)
             stack.enter_context(optimizers_followed(self._before_optimizer, self._after_optimizer))
             stack.enter_context(calls_followed(self.mode.recorder, self._paths))
             stack.enter_context(threads_followed(self.mode))
@@ -176,9 +165,7 @@ class Simulation:
             streams = SimulatedStreams(self.clock) if self._kernels.device_type != "cpu" else None
             stack.enter_context(self._sharded.on_streams(streams))
             if shards:
-                stack.enter_context(
-                    offloaded_shards(self.mode.storages, self.clock, partial(_like, self.mode), pins=self._sharded.pins)
-                )
+                stack.enter_context(offloaded_shards(self.mode, self.clock, pins=self._sharded.pins))
             stack.enter_context(self.mode)
             self._sharded.begin()
             self._send_home()
@@ -401,27 +388,6 @@ def _let_go_of_frames(error: BaseException | None) -> None:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _offloaded(mode: FakeMode, nbytes: int) -> torch.Tensor:
-    with _disable_current_modes():  # without an operator of the step
-        tensor = mode.fakes.tensor(mode.fakes.storage(nbytes), torch.uint8, (nbytes,), (1,))
-    mode.storages.enter_offloaded(tensor)
-    return tensor
-
-
-def _like(mode: FakeMode, tensor: torch.Tensor, *, offloaded: bool) -> torch.Tensor:
-    with _disable_current_modes():
-        made = mode.fakes.alone(tensor.nbytes, tensor.dtype, tensor.shape, tensor.stride())
-    storages, before = mode.storages, mode.storages.offloaded
-    storages.offloaded = offloaded
-    storages.enter(made.untyped_storage(), made, len(mode.builder.ops) - 1, "", mode.recorder.path(), False)
-    storages.offloaded = before
-    return made
-
-
-def _references(aliases: Counter[int], storage: torch.UntypedStorage) -> int:
-    return aliases[storage._cdata]
 
 
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:

@@ -1,4 +1,7 @@
-"""Everything that a training step can reach: modules, tensors, optimizers, schedulers, the user's own objects."""
+"""Everything that a training step can reach: modules, tensors, optimizers, schedulers, the user's own objects.
+
+During a simulation the caller's tensors are the same objects, with contents that the step may change freely.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -15,8 +19,23 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memscale.core import ConfigError, in_process_group
 from memscale.optimizers import TransformedOptimizer
-from memscale.regions import NOWHERE, Attributes, Captures, Names, code_names, differing, holds, read
+from memscale.regions import (
+    NOWHERE,
+    Attributes,
+    Captures,
+    Names,
+    closed_over,
+    code_names,
+    differing,
+    function_of,
+    holds,
+    read,
+)
+from memscale.simulation.dispatch.live_storages import is_small
+from memscale.simulation.kernels.shapes import is_sparse, strided_parts
+from memscale.simulation.process.fake_storages import FakeStorages
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # A deeper or larger object is data (a dataset, a tokeniser), which a step reads and leaves unchanged.
@@ -188,17 +207,16 @@ def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | ty
     followed = 0
     while pending and followed < _MOST_FUNCTIONS:
         thing = pending.popleft()
-        function = _function_of(thing)
-        if function is None:
-            pending.extend(_parts(thing))
-            continue
-        if id(function) in seen or _is_others(function.__module__):
+        if isinstance(thing, property):
+            pending.append(thing.fset)
+        function = function_of(thing)
+        if function is None or id(function) in seen or _is_others(function.__module__):
             continue
         seen.add(id(function))
         followed += 1
         names, assigned = code_names(function.__code__), _assigned(function.__code__)
         attributes = {name for name in names if not name.startswith("__")}
-        pending.extend(_contents(function))
+        pending += closed_over(function)
         yield function.__dict__, "", function.__dict__
         home = function.__globals__
         yield from ((home, name, None) for name in assigned if name not in home)
@@ -215,7 +233,7 @@ def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | ty
                 elif isinstance(value, type):
                     if not _is_others(value.__module__) and not any(value is each for each in holders):
                         holders.append(value)
-                elif _function_of(value) is not None or isinstance(value, (staticmethod, classmethod, property)):
+                elif isinstance(value, property) or function_of(value) is not None:
                     if name in names:
                         pending.append(value)
                 elif name in own and (_may_keep(value) or name in (assigned if holder is home else attributes)):
@@ -237,43 +255,112 @@ def _assigned(code: types.CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
-def _function_of(thing: Any) -> types.FunctionType | None:
-    """Returns the Python function that a call of `thing` runs."""
-    for _ in range(8):
-        if isinstance(thing, types.FunctionType):
-            return thing
-        if isinstance(thing, types.MethodType):
-            thing = thing.__func__
-        elif isinstance(thing, functools.partial):
-            thing = thing.func
-        elif isinstance(thing, _Cached):
-            thing = thing.__wrapped__
-        else:
-            return None
-    return None
-
-
-def _parts(thing: Any) -> list[Any]:
-    if isinstance(thing, (staticmethod, classmethod)):
-        return [thing.__func__]
-    if isinstance(thing, property):
-        return [each for each in (thing.fget, thing.fset) if each is not None]
-    return []
-
-
-def _contents(function: types.FunctionType) -> list[Any]:
-    """Returns the functions in the closure of `function`."""
-    found = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # the cell is still empty
-            continue
-    return [each for each in found if _function_of(each) is not None]
-
-
 def _is_others(module: Any) -> bool:
     return str(module).partition(".")[0] in _OTHERS
 
 
-_Cached: Any = type(functools.lru_cache(maxsize=1)(lambda: None))
+@contextmanager
+def contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Restores the storage and shape of each tensor afterwards: a step may assign ``.data``, or resize a tensor.
+
+    Yields the tensors, each with an alias of its contents.
+    """
+    before = [(tensor, tensor.detach()) for tensor in tensors]
+    try:
+        yield before
+    finally:
+        for tensor, alias in before:
+            if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape or tensor.dtype != alias.dtype:
+                tensor.data = alias
+
+
+@contextmanager
+def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeStorages) -> Iterator[frozenset[int]]:
+    """Gives every tensor off the CPU fake contents there; the tensor objects keep their identity.
+
+    Yields the addresses of the fake storages.
+    """
+    # DDP's C++ reducer waits for the gradients of its own parameters, and would communicate these.
+    distributed = in_process_group()
+    storages: dict[int, torch.UntypedStorage] = {}
+    with _swapping() as swapped:
+        real = any(tensor.requires_grad and not tensor.is_meta for tensor in tensors)
+        given = {id(tensor) for tensor in inputs}
+        for tensor in tensors:
+            if tensor.is_meta and real and id(tensor) not in given:
+                continue  # a meta tensor beside real parameters is the caller's skeleton
+            if tensor.device.type == "cpu":
+                if distributed and tensor.requires_grad and tensor.is_leaf:
+                    _exchange(tensor, tensor.detach(), swapped)
+                continue
+            if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+                raise ConfigError(
+                    f"a {type(tensor).__name__} on {tensor.device} cannot be simulated; move the model to the CPU first"
+                )
+            own = tensor.untyped_storage()
+            if own._cdata not in storages:
+                # Values that may be computed need memory; all fake storages share one range.
+                is_fake = tensor.requires_grad or not is_small(tensor)
+                storages[own._cdata] = fakes.storage(own.nbytes()) if is_fake else _zeros(own.nbytes())
+            stand_in = fakes.like(tensor, storages[own._cdata])
+            if not tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel() <= 1 << 20:
+                stand_in = tensor.detach().cpu()  # the model may decide by these values
+            given.add(stand_in.untyped_storage()._cdata)
+            _exchange(tensor, stand_in, swapped)
+        yield frozenset(given)
+
+
+@contextmanager
+def wrapped_on_cpu(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Rebuilds wrapper subclasses, so that each reports the device of its inner tensors."""
+    with _swapping() as swapped:
+        for tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor) and tensor.device.type != "cpu":
+                inner, (_, context) = wrapped(tensor), tensor.__tensor_flatten__()
+                if all(part.device.type == "cpu" for part in with_storages([tensor])):
+                    stand_in = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+                    _exchange(tensor, stand_in.detach(), swapped)
+        yield
+
+
+@contextmanager
+def _swapping() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Yields a list for `_exchange`, and afterwards swaps back all tensors in it."""
+    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        yield swapped
+    finally:
+        for tensor, stand_in in swapped:
+            torch._C._swap_tensor_impl(tensor, stand_in)
+
+
+def _exchange(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Swaps the implementations of `tensor` and `stand_in`, keeping the Python hooks on the gradient."""
+    stand_in.requires_grad_(tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, stand_in)
+    swapped.append((tensor, stand_in))
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(tensor, name)) is not None:
+            setattr(tensor, name, hooks)
+
+
+def _zeros(nbytes: int) -> torch.UntypedStorage:
+    return torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
+
+
+def with_storages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the tensors that have storages; a wrapper subclass is replaced by its inner tensors."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            found += with_storages([part for part in wrapped(tensor).values() if isinstance(part, torch.Tensor)])
+        elif is_sparse(tensor):
+            found += with_storages(strided_parts([tensor]))
+        elif tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0:
+            found.append(tensor)
+    return found
+
+
+def wrapped(tensor: torch.Tensor) -> dict[str, Any]:
+    """Returns the parts of a wrapper subclass, by name: its inner tensors, and the mesh of a DTensor."""
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}  # type: ignore[attr-defined]

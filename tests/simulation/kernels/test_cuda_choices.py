@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memscale as ms
-from memscale.simulation.kernels.cuda_scratch import uses_cublaslt
+from memscale.simulation.kernels.kernels import uses_cublaslt
 from tests.support.kernels import scratch_bytes
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memscale as ms
-from memscale.simulation.kernels.cuda_scratch import (
+from memscale.simulation.kernels.kernels import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
 )

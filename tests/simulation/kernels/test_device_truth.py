@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core.errors import ConfigError
 from memscale.simulation.kernels.attention import AttentionFlags, attention_kernel, cuda_attention
-from memscale.simulation.kernels.cuda_scratch import cuda_dropout
+from memscale.simulation.kernels.cuda_fused import cuda_dropout
 
 T4, A100, A10, L4, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
 FLAGS = AttentionFlags()

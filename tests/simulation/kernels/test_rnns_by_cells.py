@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memscale as ms
-from memscale.simulation.kernels.rnns_by_cells import by_cells
-from memscale.simulation.rules.rnn_weights import MODES
+from memscale.simulation.kernels.cuda_rnns import by_cells
+from memscale.simulation.rules.recurrences import MODES
 from tests.support.coverings import in_turn
 
 LENGTHS = tuple(range(40, 8, -2))

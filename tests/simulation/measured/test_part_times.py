@@ -195,7 +195,7 @@ def test_the_indices_of_the_batch_are_the_callers(programs):
     (looked_up,) = [
         program for program in programs if any(call.run.name() == "aten::embedding" for call in program.calls)
     ]
-    given = [tensor for tensor in looked_up.inputs({}) if tensor is not None and tensor.dtype is torch.int64]
+    given = [tensor for tensor in looked_up.inputs({}).values() if tensor.dtype is torch.int64]
     assert [torch.equal(tensor.flatten(), tokens.flatten()) for tensor in given] == [True]
 
 

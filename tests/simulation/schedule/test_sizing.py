@@ -2,7 +2,7 @@
 
 import pytest
 
-from memscale.simulation.schedule.sizing import DepthReplay, prefetch_depth
+from memscale.simulation.schedule.schedule import DepthReplay, prefetch_depth
 from memscale.simulation.trace import Transfer
 
 LAYERS = 32
