@@ -82,10 +82,12 @@ class Comparison:
     def _report(self, found: dict[str, int]) -> None:
         rows = [(name, self._predicted[name], nbytes) for name, nbytes in found.items() if name in self._predicted]
         off = [row for row in rows if abs(row[2] - row[1]) > max(_OFF * row[1], _LEAST_BYTES)]
-        peak = f"peak {format_bytes(found['peak'])}" if "peak" in found else "CUDA devices alone measure the peak"
+        peak = f"peak {format_bytes(found['peak'])}" if "peak" in found else "only CUDA devices measure the peak"
         if not off:
             worst = max((abs(real - thought) / max(thought, 1) for _, thought, real in rows if thought), default=0.0)
-            self.text = f"the real step is within {worst:.1%} of the prediction in {len(rows)} categories; {peak}"
+            self.text = (
+                f"the real step is within {worst:.1%} of the prediction ({', '.join(row[0] for row in rows)}); {peak}"
+            )
             say(self._config, self.text)
             return
         lines = [f"the real step differs from the prediction; {peak}", f"  {'':<16} {'predicted':>10} {'real':>10}"]

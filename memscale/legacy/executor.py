@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,15 +20,14 @@ from memscale.hardware import Hardware
 from memscale.history import keep_measured
 from memscale.legacy.comparison import Comparison
 from memscale.legacy.decision import Terms, Verdict, decide, hardware_of
-from memscale.legacy.headline import headline
-from memscale.legacy.hooks import idle, leave, listen
+from memscale.legacy.headline import headline, planned_text
+from memscale.legacy.hooks import idle, is_a_step_of_its_own, leave, listen
 from memscale.legacy.huggingface import caches_off, caches_on
 from memscale.legacy.installation import Installation
 from memscale.legacy.log import LOG, announce, say
 from memscale.legacy.offloading import moved_text, runtime_of_plan
 from memscale.legacy.optimizing import Optimizing
-from memscale.legacy.replanning import Replanning
-from memscale.legacy.shapes import MOST_PLANS, Shapes, as_batch, shapes_of, with_shapes
+from memscale.legacy.shapes import MOST_PLANS, PlansByShapes, Shapes, as_batch, shapes_of, with_shapes
 from memscale.observability import Metrics, Server, memory_keys, serve
 from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
@@ -39,7 +38,7 @@ ATTRIBUTE = "_memscale_executor"
 DETACHED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 # Attributes that `_begin` sets anew in a copy of the executor.
-_OF_PROCESS = {"_own", "_optimizing", "_headline", "_comparison", "_server"}
+_OF_PROCESS = {"_own", "_optimizing", "_headline", "_comparison", "_server", "_lock", "_planning_thread"}
 
 
 class Executor:
@@ -93,7 +92,8 @@ class Executor:
         self._caching: list[Any] = []
         self._looked = False  # whether a step has shown which regions run
         self._moving = terms.runtime  # the one runtime of all plans that move tensors
-        self._replanning = None if verdict.for_all else Replanning(self)
+        self._plans = None if verdict.for_all else PlansByShapes()
+        self._hook: Any = None  # the forward pre-hook through which a call asks for a plan
         self._installation = Installation(follows=not verdict.for_all)
         self._begin(optimizer)
         self._take(verdict, None if batch is None else shapes_of(batch))
@@ -106,11 +106,14 @@ class Executor:
         self._headline: str | None = None  # the last line that was printed
         self._comparison: Comparison | None = None
         self._server: Server | None = None
+        self._lock = threading.RLock()  # held while a plan is made and installed
+        self._planning_thread: int | None = None  # the id of the thread that plans, whose own calls ask for no plan
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
         verdict = dataclasses.replace(self._verdict, profile=None, run=None)
-        return {**state, "_model": self.model, "_verdict": verdict}
+        plans = None if self._plans is None else PlansByShapes(present=self._plans.present)
+        return {**state, "_model": self.model, "_verdict": verdict, "_plans": plans}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -130,10 +133,6 @@ class Executor:
         if model is None:
             raise TransformError("the model of this executor is gone; keep the model as long as you need its executor")
         return model
-
-    def model_or_none(self) -> nn.Module | None:
-        """Returns the model, or None if the model is gone."""
-        return self._model()
 
     @property
     def plan(self) -> Plan:
@@ -233,7 +232,7 @@ class Executor:
 
     def idle_text(self) -> str | None:
         """Returns which parts of the plan have not run although the model trains, or None if all have."""
-        if self._replanning is None or self._replanning.plans.present is not None:
+        if self._plans is None or self._plans.present is not None:
             return idle(self._kind, self.plan, self._installation.seen)
         return (
             f"wrap() saw no call of this {self._kind} in a training step, so that nothing was planned; "
@@ -245,7 +244,7 @@ class Executor:
 
     def __str__(self) -> str:
         verdict = str(self.plan) if self.skipped is None else f"skipped: {self.skipped}"
-        lines = [f"{self._kind} on {self.hardware}", wrapped(self.step_text()), verdict]
+        lines = [f"{self._kind} on {self.hardware}", wrapped(self.step_text()), *planned_text(self._verdict), verdict]
         if self._looked and (text := self.idle_text()) is not None:
             lines.append(text)
         lines += self._optimizing.text()
@@ -291,8 +290,8 @@ class Executor:
         model = self.model
         model.__dict__[ATTRIBUTE] = self
         self._caching = caches_off(model, self.config)
-        if self._replanning is not None:
-            self._replanning.begin(model)
+        if self._plans is not None:
+            self._hook = model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
 
     def install(self) -> None:
         """Installs the plan's regions on the model."""
@@ -320,7 +319,7 @@ class Executor:
         >>> model.__dict__ == before
         True
         """
-        with self._locked():
+        with self._lock:
             if Executor.of(self.model) is self:
                 text = str(self)
                 self._detach(self.model)
@@ -339,8 +338,9 @@ class Executor:
         self._installation = Installation(follows=False)
         self._optimizing.release()
         leave(self)
-        if self._replanning is not None:
-            self._replanning.end()
+        if self._plans is not None:
+            self._hook.remove()
+            self._plans.known.clear()
         if self._server is not None:
             self._server.close()
         self._server = None
@@ -362,8 +362,8 @@ class Executor:
             if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
                 return
             self._own.add(optimizer)
-        if self._replanning is not None:
-            self._replanning.plans.between_steps = True
+        if self._plans is not None:
+            self._plans.between_steps = True
         self._optimizing.stepped(model, optimizer)
         if self._server is not None:
             self._server.metrics.after_step()
@@ -374,10 +374,28 @@ class Executor:
         if self._comparison is not None:
             self._comparison.after_step(model, optimizer)
 
-    def follow(self, args: Any, kwargs: Any, shapes: Shapes) -> None:
-        """Switches to a plan for a call with these arguments if one is due: an existing plan, or a new one."""
-        assert self._replanning is not None, "a verdict for all batches"
-        plans = self._replanning.plans
+    def before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """The forward pre-hook: switches to a plan for this call if one is due, an existing plan or a new one.
+
+        A hook precedes wrappers around the forward, such as autocast's.
+        """
+        assert self._plans is not None, "a verdict for all batches"
+        if torch.compiler.is_compiling() or model is not self._model():
+            return
+        if self._planning_thread not in (None, threading.get_ident()):
+            with self._lock:  # waits until the other thread has installed the regions again
+                pass
+        if not torch.is_grad_enabled() or self._planning_thread is not None:
+            return
+        shapes = shapes_of((args, kwargs))
+        if not self._plans.serves(shapes):
+            if not is_a_step_of_its_own(model):
+                return
+            with self._lock:
+                self._follow(self._plans, args, kwargs, shapes)
+        self._plans.between_steps = False
+
+    def _follow(self, plans: PlansByShapes, args: Any, kwargs: Any, shapes: Shapes) -> None:
         if not self.is_attached or (wanted := plans.due(shapes)) is None:
             return
         found = plans.find(wanted)
@@ -386,38 +404,35 @@ class Executor:
             plans.present = wanted
             return
         self.uninstall()
+        self._planning_thread = threading.get_ident()
         try:
-            self._take(*(found or self._planned(self._replanning, args, kwargs, wanted)))
+            self._take(*(found or self._planned(plans, args, kwargs, wanted)))
         finally:
+            self._planning_thread = None
             self.install()
             self.install_optimizer()
         self.report()
 
-    def _planned(self, replanning: Replanning, args: Any, kwargs: Any, shapes: Shapes) -> tuple[Verdict, Shapes]:
+    def _planned(self, plans: PlansByShapes, args: Any, kwargs: Any, shapes: Shapes) -> tuple[Verdict, Shapes]:
         """Returns the verdict for a call, and the shapes for which it was made."""
-        model, plans = self.model, replanning.plans
-        batch = as_batch(model.forward, args, kwargs)
-        self._terms = dataclasses.replace(self._terms, hardware=hardware_of(model))
-        with replanning.planning():
-            for wanted in [shapes] if batch is None else plans.to_try(shapes):
-                self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
-                given = None if batch is None else with_shapes(batch, wanted)
-                verdict = decide(model, given, self._optimizing.plain(), self._terms)
-                if verdict.profile is not None:
-                    return verdict, wanted
-                plans.refused.append(wanted)
-        return verdict, shapes
+        batch = as_batch(self.model.forward, args, kwargs)
+        self._terms = dataclasses.replace(self._terms, hardware=hardware_of(self.model))
+        for wanted in [shapes] if batch is None else plans.to_try(shapes):
+            self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
+            given = None if batch is None else with_shapes(batch, wanted)
+            verdict = decide(self.model, given, self._optimizing.plain(), self._terms)
+            if verdict.profile is not None:
+                break
+            plans.refused.append(wanted)
+        return verdict, wanted
 
     def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
         """Puts `verdict`, made for a batch of `shapes`, in force."""
         self._verdict = verdict
         if self._moving is None and any(rule.transform.moves for rule in verdict.plan):
             self._moving = runtime_of_plan(self.model, self.config)
-        if self._replanning is not None:
-            self._replanning.plans.take(verdict, shapes)
+        if self._plans is not None:
+            self._plans.take(verdict, shapes)
         run, path = verdict.run, self._terms.history
         keep = None if run is None or path is None else partial(keep_measured, run, path)
         self._comparison = Comparison(self.model, verdict, self.config, keep)
-
-    def _locked(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._replanning is None else self._replanning.lock

@@ -27,13 +27,26 @@ def headline(model: nn.Module, verdict: Verdict, regions: Iterable[str]) -> str 
         size, limit = format_unlike(verdict.step_bytes, verdict.limit_bytes)
         return None if verdict.profile is None else f"fits unchanged, {size} of {limit}"
     done = ", ".join([*_techniques(model, plan, regions), *(repr(rule.transform) for rule in plan.of_optimizers())])
-    taken_bytes, limit_bytes, times = verdict.planned_bytes, verdict.limit_bytes, ""
+    taken_bytes, limit_bytes = verdict.planned_bytes, verdict.limit_bytes
     if taken_bytes is None or limit_bytes is None:
         return f"{done}; its peak is unknown"
-    if isinstance(plan, ProvenPlan) and plan.evidence.plain.step_seconds:
-        times = f", step × {plan.evidence.planned.step_seconds / plan.evidence.plain.step_seconds:.2f}"
     above = f", above the {format_bytes(limit_bytes)} allowed" if taken_bytes > limit_bytes else ""
-    return f"{format_bytes(verdict.step_bytes)} → {format_bytes(taken_bytes)}{above}{times}: {done}"
+    return f"{format_bytes(verdict.step_bytes)} → {format_bytes(taken_bytes)}{above}{_times(plan)}: {done}"
+
+
+def planned_text(verdict: Verdict) -> list[str]:
+    """Returns a line about the simulated step under the plan of `verdict`; empty without a simulation."""
+    if verdict.planned_bytes is None or verdict.limit_bytes is None:
+        return []
+    takes, allowed = format_unlike(verdict.planned_bytes, verdict.limit_bytes)
+    return [f"step with the plan: {takes} of {allowed} allowed{_times(verdict.plan)}"]
+
+
+def _times(plan: Plan) -> str:
+    """Returns the time of the planned step as a multiple of the time of the step as written."""
+    if not isinstance(plan, ProvenPlan) or not plan.evidence.plain.step_seconds:
+        return ""
+    return f", step × {plan.evidence.planned.step_seconds / plan.evidence.plain.step_seconds:.2f}"
 
 
 def _techniques(model: nn.Module, plan: Plan, regions: Iterable[str]) -> Iterable[str]:

@@ -59,9 +59,8 @@ def idle(kind: str, plan: Plan, seen: Mapping[str, Seen]) -> str | None:
 def is_a_step_of_its_own(model: nn.Module) -> bool:
     """Whether this call of `model` belongs to a training loop, so that its step can be simulated now.
 
-    It does not under `torch.func`, a tracer, a simulation or another dispatch mode, in a recompute, or with parameters
-    that someone has substituted. Nor in a process group, whose gradient hooks would take simulated gradients for real
-    ones.
+    False under `torch.func`, a tracer, a simulation or another dispatch mode, in a recompute, and with substituted
+    parameters. False in a process group, whose gradient hooks would take simulated gradients for real ones.
     """
     return model.training and not (
         simulating()

@@ -52,7 +52,7 @@ def spellings(plan):
 
 def planned_rows(model):
     """How many rows the present plan was made for."""
-    return model._memscale_executor._replanning.plans.present[0][0]
+    return model._memscale_executor._plans.present[0][0]
 
 
 def test_a_step_that_does_not_fit_gets_the_plan_of_the_planner(device):
@@ -173,7 +173,7 @@ def test_larger_batches_are_planned_for_between_steps_and_smaller_ones_are_serve
     assert step(20) == 128
     for count in (2**power + 1 for power in range(7, 13)):
         step(count)
-    assert len(model._memscale_executor._replanning.plans.known) == 8
+    assert len(model._memscale_executor._plans.known) == 8
     assert planned_rows(model) == 2**12 + 1  # which the last one serves, too
 
 

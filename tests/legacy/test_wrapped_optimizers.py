@@ -217,7 +217,7 @@ def test_a_larger_batch_plans_again_and_the_optimizer_keeps_its_states(device): 
             model(rows(count)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert len(executor._replanning.plans.known) == 2
+        assert len(executor._plans.known) == 2
         assert optimizer.state[model[0].up.weight]["step"] == 2
     assert optimizer.state[model[0].up.weight]["exp_avg"].dtype == torch.float32
 
