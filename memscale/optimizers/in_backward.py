@@ -54,11 +54,9 @@ def step_in_backward(*, accumulate: int = 1, max_norm: float | None = None) -> O
         accumulate: how many backward passes make one step. Before the last pass gradients accumulate as usual, and all
             of them are in memory. A parameter that fewer passes have reached steps in `step`.
         max_norm: clips the gradients to this total norm, bit for bit as ``clip_grad_norm_`` does, in two passes over
-            one
-            graph: ``loss.backward(retain_graph=True)`` measures each gradient and frees it, ``loss.backward()``
-                computes
-            it again, clips it and steps. The transform must then cover all parameters of the optimizer, and
-            `accumulate` must be 1.
+            one graph. The first, ``loss.backward(retain_graph=True)``, measures each gradient and frees it; the
+            second, ``loss.backward()``, computes it again, clips it and steps. The transform must then cover all
+            parameters of the optimizer, and `accumulate` must be 1.
 
     Raises:
         ConfigError: `accumulate` is not an int of at least 1, or `max_norm` is not a positive number, or both are
