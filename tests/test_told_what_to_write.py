@@ -146,7 +146,7 @@ TOLD = {
     "floats as rows": (lambda: rows(torch.randn(2, 3)), r"float32 numbers as rows.*batch\.long\(\)"),
     "floats on meta": (lambda: rows(torch.randn(2, 3, device="meta"), "meta"), r"as rows.*batch\.long\(\)"),
     "a model without numbers": (lambda: ms.verify(layer("meta"), layer(), torch.ones(1, 4)), "has no numbers"),
-    "a batch without": (lambda: ms.verify(layer(), layer(), torch.ones(1, 4, device="meta")), "have no numbers"),
+    "a batch without": (lambda: ms.verify(layer(), layer(), torch.ones(1, 4, device="meta")), "has no numbers"),
     "a loader for plan": (lambda: plan(80, batch=[[1]].__iter__()), "mapping of keyword arguments, got list_iterator"),
     "labels for plan": (lambda: plan(80, batch=LABELS_TOO), "belong to the loss: leave them out"),
     "nothing to train": (lambda: plan(80, model=layer().requires_grad_(False)), r"call requires_grad_\(\)"),

@@ -204,7 +204,7 @@ def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss |
     for name, found in {**own, "batch": tensors(batch)}.items():
         if any(tensor.is_meta for tensor in found):
             raise ConfigError(
-                f"verify({name}=...) runs a step for real, and tensors on meta have no numbers; make them on a device, "
+                f"verify({name}=...) runs a step for real, and a tensor on meta has no numbers; make it on a device, "
                 "with fewer layers where the model is too large"
             )
     return compare(results_of_step(model, batch, loss), results_of_step(transformed, batch, loss))
