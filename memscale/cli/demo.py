@@ -21,7 +21,7 @@ from typer import Option
 import memscale as ms
 from memscale.cli.options import File, OptionRule, Options, at_least, count
 from memscale.cli.subject import offline
-from memscale.cli.terminal import Progress, package, progress, simulations
+from memscale.cli.terminal import Progress, package, progress, show, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
 from memscale.core import ConfigError, RuntimeUnavailable, budget_bytes, format_bytes, format_seconds, format_unlike
 
@@ -74,7 +74,7 @@ def demo(options: DemoOptions) -> int:
         package("matplotlib", "memscale demo", "plot")
     screen = Console()
     text = read_text()
-    screen.print(
+    show(
         f"Training GPT-2 with {job.layers} layers of width {job.width} and dropout on {len(text):,} bytes of "
         f"Python source: {job.steps} AdamW steps of {job.batch} × {job.seq} bytes on {job.device}."
     )
@@ -82,8 +82,7 @@ def demo(options: DemoOptions) -> int:
         with simulations() as simulated:
             plan = _planned(job, budget, simulated)
         said = [line for line in plan.evidence.trace if line.startswith(("memory pressure", "no plan needed", "proof"))]
-        screen.print("\n".join([*said, ""]), highlight=False, markup=False)
-        screen.print(f"{plan}\n", highlight=False, markup=False)
+        show("\n".join([*said, "", str(plan), ""]))
         with progress("training") as bar:
             task = bar.add_task("", total=2 * job.steps)
             baseline, planned = train(job, text, (_unchanged, _under(plan)), lambda: bar.advance(task))
