@@ -26,40 +26,42 @@ def memscale(
     """Train in less memory, to the same numbers."""
 
 
-_DEMO = "Plan a small GPT-2 for a memory budget, train it with and without the plan, and compare memory and numbers."
-_PREDICT = """Predict whether a training step fits on a card, without the card and without running the step.
-
-Exits with 0 if it fits, 3 if it does not, 2 if an option is wrong."""
-_PLAN = """Find the plan of the fastest training step that fits a budget, and explain the choice.
-
-`memscale plan pull plan:HASH` reads a plan from a team's server instead. Exits with 0 if a plan is found, 3 if nothing
-fits, 2 if an option is wrong."""
-_FRONTIER = """Show the time of a step for each memory budget: plans from the smallest step to the step without one.
-
-Exits with 0, with 3 if nothing fits the budget, with 2 if an option is wrong."""
-_TUNE = """Find the best batch size or sequence length and the plan that it needs, without running out of memory.
-
-Exits with 0, with 3 if nothing fits, with 2 if an option is wrong."""
-_EXPLAIN = """Explain a crash: what held the memory when it ran out, and which plan would have fitted.
-
-The file is read as plain data; no code in it can run. Exits with 0, with 2 if an option is wrong."""
-
-_CARDS = "List the cards that --gpu and hardware= accept by name, with the memory that CUDA reports and their speeds."
-_HISTORY = "Show earlier predictions ($MEMSCALE_HISTORY), and check whether a step takes more memory now."
-_TELEMETRY = "Counts of calls: off by default, and sent only by `send`. Without a command: show the present setting."
-_SERVER = "Run history for a team: accounts, projects, pages and an API (needs the extra 'server')."
-
-# Each command by its name: its file, the names of its options and its function there, and its help text.
+# The help text of each command; its first sentence is at most 65 columns, so that `memscale --help` shows it whole. The
+# command `name` has its function `name` and its `NameOptions` in the file `name`; the group `name` has its app `NAME`.
 _COMMANDS = {
-    "demo": ("demo", "DemoOptions", "demo", _DEMO),
-    "predict": ("predict", "PredictOptions", "predict", _PREDICT),
-    "plan": ("plan", "PlanOptions", "plan", _PLAN),
-    "frontier": ("plan", "FrontierOptions", "frontier", _FRONTIER),
-    "tune": ("tune", "TuneOptions", "tune", _TUNE),
-    "cards": ("cards", "CardsOptions", "cards", _CARDS),
-    "explain": ("explain", "ExplainOptions", "explain_snapshot", _EXPLAIN),
+    "demo": """Train a small GPT-2 with and without a plan, and compare.
+
+Plans for a memory budget, and compares the memory and the numbers of both trainings.""",
+    "predict": """Predict whether a training step fits on a card.
+
+Needs neither the card nor a run of the step. Exits with 0 if the step fits, 3 if not, 2 if an option is wrong.""",
+    "plan": """Find the fastest training step that fits a budget.
+
+Prints the plan and the reasons. `memscale plan pull plan:HASH` reads a plan from a team's server instead. Exits with 0
+if a plan is found, 3 if nothing fits, 2 if an option is wrong.""",
+    "frontier": """Show the time of a step for each memory budget.
+
+Plans from the smallest step to the step without a plan. Exits with 0, with 3 if nothing fits the budget, with 2 if an
+option is wrong.""",
+    "tune": """Find the best batch size or sequence length, and its plan.
+
+The search simulates steps and never runs out of memory. Exits with 0, with 3 if nothing fits, with 2 if an option is
+wrong.""",
+    "cards": "List the cards that --gpu accepts, with memory and speeds.",
+    "explain": """Explain a crash: what held the memory, and what would fit.
+
+The file is read as plain data; no code in it can run. Exits with 0, with 2 if an option is wrong.""",
 }
-_GROUPS = {"history": ("HISTORY", _HISTORY), "telemetry": ("TELEMETRY", _TELEMETRY), "server": ("SERVER", _SERVER)}
+_GROUPS = {
+    "history": """Show earlier predictions; check whether a step takes more now.
+
+The history is the file $MEMSCALE_HISTORY.""",
+    "telemetry": """Counts of calls: off by default, and sent only by `send`.
+
+Without a command: show the present setting.""",
+    "server": "Run history for a team: pages and an API (extra 'server').",
+}
+_FILES = {"frontier": "plan"}  # the commands in a file of another name
 _UNCOUNTED = ("telemetry", "server")
 
 
@@ -70,17 +72,15 @@ def command_line(selected: str) -> typer.Typer:
     """
     app = typer.Typer(name="memscale", add_completion=False, rich_markup_mode=None)
     app.callback()(memscale)
-    for name, (home, options, run, text) in _COMMANDS.items():
-        if name == selected:
-            module = importlib.import_module(f"memscale.cli.{home}")
-            add(app, name, getattr(module, options), getattr(module, run), text)
-        else:
+    for name, text in (_COMMANDS | _GROUPS).items():
+        if name != selected:
             app.command(name, help=text)(_other)
-    for name, (group, text) in _GROUPS.items():
-        if name == selected:
-            app.add_typer(getattr(importlib.import_module(f"memscale.cli.{name}"), group), name=name, help=text)
+            continue
+        module = importlib.import_module(f"memscale.cli.{_FILES.get(name, name)}")
+        if name in _GROUPS:
+            app.add_typer(getattr(module, name.upper()), name=name, help=text)
         else:
-            app.command(name, help=text)(_other)
+            add(app, name, getattr(module, f"{name.title()}Options"), getattr(module, name), text)
     if selected == "plan-pull":
         app.command("plan-pull", hidden=True)(importlib.import_module("memscale.cli.pull").pull)
     return app

@@ -39,7 +39,7 @@ class ExplainOptions(TrainingOptions):
         return None if self.hf is None else StepOptions(hf=self.hf, **values)
 
 
-def explain_snapshot(options: ExplainOptions) -> int:
+def explain(options: ExplainOptions) -> int:
     """Explains the snapshot, prints the report and writes the page. Returns 0.
 
     Raises:

@@ -37,7 +37,7 @@ from memscale.history import (
 )
 from memscale.simulation import MemoryProfiler
 
-HISTORY = typer.Typer(help="Show earlier predictions ($MEMSCALE_HISTORY), and check whether a step takes more now.")
+HISTORY = typer.Typer()
 
 _Name = Annotated[str | None, Option(metavar="NAME", help="Only runs of this name.")]
 _RunId = Annotated[str, Argument(metavar="ID", help="How a run's id begins, or last.")]

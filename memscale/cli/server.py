@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from memscale import server
 
-SERVER = typer.Typer(help="Run history for a team: accounts, projects, pages and an API (needs the extra 'server').")
+SERVER = typer.Typer()
 USER = typer.Typer(help="Accounts.")
 SERVER.add_typer(USER, name="user")
 
