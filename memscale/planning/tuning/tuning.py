@@ -9,7 +9,7 @@ from os import PathLike
 from types import ModuleType
 from typing import Any
 
-from memscale.core import ConfigError, Document, format_bytes, format_count, format_seconds, table_lines
+from memscale.core import ConfigError, Document, format_bytes, format_count, format_seconds, table_lines, wrapped
 from memscale.planning.evidence.curve import Point
 from memscale.planning.evidence.proven import ProvenPlan
 
@@ -176,7 +176,7 @@ class Tuning:
             lines.append(
                 f"a real step held {format_bytes(real.peak_bytes)} and took {format_seconds(real.step_seconds)}"
             )
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return wrapped("\n".join([*lines, *(f"note: {note}" for note in self.notes)]))
 
 
 def _reports() -> ModuleType:
