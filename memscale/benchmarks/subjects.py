@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import RuntimeUnavailable
+from memscale.core import package
 
 _CARD = "rtx 3090"
 
@@ -51,13 +51,7 @@ class Subject:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise RuntimeUnavailable(
-            "the benchmarks build models of transformers, which is not installed; pip install 'memscale-transforms[hf]'"
-        ) from error
-    return transformers
+    return package("transformers", "python -m memscale.benchmarks", "hf")
 
 
 def _bert(width: int, layers: int, heads: int) -> Callable[[], nn.Module]:

@@ -17,8 +17,7 @@ from typer import Option
 
 from memscale.cli.options import Options, one_of
 from memscale.cli.subject import DTYPES, Subject, first_line, offline, word_of_dtype
-from memscale.cli.terminal import package
-from memscale.core import ConfigError, format_bytes
+from memscale.core import ConfigError, format_bytes, package
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware

@@ -21,9 +21,17 @@ from typer import Option
 import memscale as ms
 from memscale.cli.options import File, OptionRule, Options, at_least, count
 from memscale.cli.subject import offline
-from memscale.cli.terminal import Progress, package, progress, show, simulations
+from memscale.cli.terminal import Progress, progress, show, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
-from memscale.core import ConfigError, RuntimeUnavailable, budget_bytes, format_bytes, format_seconds, format_unlike
+from memscale.core import (
+    ConfigError,
+    RuntimeUnavailable,
+    budget_bytes,
+    format_bytes,
+    format_seconds,
+    format_unlike,
+    package,
+)
 
 if TYPE_CHECKING:
     from memscale.planning import Evidence, ProvenPlan

@@ -12,8 +12,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from memscale.cli.terminal import package
-from memscale.core import ConfigError
+from memscale.core import ConfigError, package
 
 _T = TypeVar("_T")
 

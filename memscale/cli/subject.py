@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.cli.terminal import package
-from memscale.core import ConfigError
+from memscale.core import ConfigError, package
 
 DTYPES = {
     "fp32": torch.float32,

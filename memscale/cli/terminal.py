@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from memscale.core import ConfigError, RuntimeUnavailable, wrapped
+from memscale.core import ConfigError, wrapped
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -58,25 +57,6 @@ def progress(name: str) -> Bar:
 
     columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
-
-
-def package(name: str, what: str, install: str | None = None) -> Any:
-    """Imports a module that `what` needs.
-
-    Args:
-        name: the module.
-        what: an option or a command.
-        install: what pip installs, if not the module's package: an extra of memscale's, such as ``"hf"``.
-
-    Raises:
-        RuntimeUnavailable: its package is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        own = name.partition(".")[0]
-        missing = own if install is None else f"'memscale-transforms[{install}]'"
-        raise RuntimeUnavailable(f"{what} needs {own}: pip install {missing}") from error
 
 
 def write(files: Mapping[str, Path | None], contents: Mapping[str, Content]) -> None:

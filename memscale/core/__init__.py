@@ -15,6 +15,7 @@ from memscale.core.errors import (
     PolicyFallbackNeeded,
     RuntimeUnavailable,
     TransformError,
+    package,
     respelled,
 )
 from memscale.core.host import (

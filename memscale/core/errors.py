@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -98,3 +99,22 @@ class CorrectnessError(MemscaleError, RuntimeError):
 
 class PolicyFallbackNeeded(MemscaleError, RuntimeError):
     """A planning policy has no answer for this model; the caller should use the next policy."""
+
+
+def package(name: str, what: str, install: str | None = None) -> Any:
+    """Imports a module that `what` needs.
+
+    Args:
+        name: the module.
+        what: an option, a command or a function.
+        install: what pip installs, if not the module's package: an extra of memscale's, such as ``"hf"``.
+
+    Raises:
+        RuntimeUnavailable: its package is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        own = name.partition(".")[0]
+        missing = own if install is None else f"'memscale-transforms[{install}]'"
+        raise RuntimeUnavailable(f"{what} needs {own}: pip install {missing}") from error

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
-from memscale.core import RuntimeUnavailable
+from memscale.core import package
 from memscale.history.run import Run
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first character of a cell that a spreadsheet would evaluate
@@ -39,20 +37,20 @@ def to_mlflow(runs: Sequence[Run]) -> None:
     Raises:
         RuntimeUnavailable: mlflow is not installed.
     """
-    mlflow = _imported("mlflow")
+    mlflow = package("mlflow", "--to mlflow")
     for run in runs:
         with mlflow.start_run(run_name=run.name):
             mlflow.set_tags(_texts(run))
             mlflow.log_metrics(_metrics(run))
 
 
-def to_run_logger(runs: Sequence[Run], *, package: str) -> None:
+def to_run_logger(runs: Sequence[Run], *, name: str) -> None:
     """Logs each run to Weights & Biases, or to a tracker whose package has the same functions.
 
     Raises:
-        RuntimeUnavailable: `package` is not installed.
+        RuntimeUnavailable: the package `name` is not installed.
     """
-    tracker = _imported(package)
+    tracker = package(name, f"--to {name}")
     for run in runs:
         tracker.init(project="memscale", name=run.name, config=_texts(run))
         tracker.log(_metrics(run))
@@ -61,7 +59,8 @@ def to_run_logger(runs: Sequence[Run], *, package: str) -> None:
 
 def to_tensorboard(runs: Sequence[Run]) -> None:
     """Writes each run's figures to ``runs/`` as scalars, the n-th run of a name at step n; needs tensorboard."""
-    tensorboard = _imported("torch.utils.tensorboard", "tensorboard")
+    package("tensorboard", "--to tensorboard")
+    tensorboard = package("torch.utils.tensorboard", "--to tensorboard")
     steps = Counter[str]()
     for run in runs:
         writer = tensorboard.SummaryWriter(comment=f"-{run.name}".replace("/", "_"))
@@ -76,8 +75,8 @@ TEXTS: Mapping[str, Callable[[Sequence[Run]], str]] = {"json": to_json_lines, "c
 TRACKERS: Mapping[str, Callable[[Sequence[Run]], None]] = {
     "mlflow": to_mlflow,
     "tensorboard": to_tensorboard,
-    "trackio": partial(to_run_logger, package="trackio"),
-    "wandb": partial(to_run_logger, package="wandb"),
+    "trackio": partial(to_run_logger, name="trackio"),
+    "wandb": partial(to_run_logger, name="wandb"),
 }
 
 
@@ -89,12 +88,3 @@ def _metrics(run: Run) -> dict[str, float]:
 
 def _texts(run: Run) -> dict[str, str]:
     return {name: str(value) for name, value in run.summary().items() if not isinstance(value, (int, float))}
-
-
-def _imported(module: str, package: str | None = None) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise RuntimeUnavailable(
-            f"{package or module} is not installed; pip install {package or module}, or export to csv or json"
-        ) from error

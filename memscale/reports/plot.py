@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memscale.core import ConfigError, RuntimeUnavailable, format_bytes, format_seconds
+from memscale.core import ConfigError, format_bytes, format_seconds, package
 from memscale.reports.drawing import COLOURS, byte_scale, columns, placed, time_scale, visible_categories
 from memscale.reports.page import checked_target
 from memscale.reports.queues import COLOURS as QUEUE_COLOURS
@@ -135,12 +135,11 @@ def _draw_queues(axes: Axes, rows: Mapping[str, list[Bar]], seconds: float) -> N
 
 
 def figure_of(width: float, caller: str, height: float = 5.0) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeUnavailable(f"{caller} needs matplotlib: pip install 'memscale-transforms[plot]'") from error
     # Without pyplot, which has global state and may need a window system.
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+    made: Figure = package("matplotlib.figure", caller, "plot").Figure(
+        figsize=(width, height), dpi=150, layout="constrained"
+    )
+    return made
 
 
 def plain(axes: Axes, *, grid: bool = False) -> None:

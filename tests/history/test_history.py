@@ -226,7 +226,7 @@ def test_text_for_other_tools(profile, monkeypatch):
     assert dict(zip(header.split(","), row.split(","), strict=True))["name"] == "'=HYPERLINK(1)"
     assert row.endswith(",7.0")
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(RuntimeUnavailable, match="mlflow is not installed; pip install mlflow, or export to csv"):
+    with pytest.raises(RuntimeUnavailable, match="--to mlflow needs mlflow: pip install mlflow"):
         TRACKERS["mlflow"]([run])
 
 
