@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
@@ -35,19 +34,11 @@ from _zoo import ZOO, Case
 
 import memscale as ms
 from memscale.core.batches import call
-from memscale.hardware import Hardware, HostSeconds, host_calls
+from memscale.hardware import Hardware, host_calls
 from memscale.planning import repeated_blocks
-from memscale.simulation.sandbox import sandbox
-from memscale.simulation.schedule import clock
 
 WARM_STEPS, STEPS = 4, 15
 VARIANTS = ("plain", "checkpoint", "tile", "cast", "rows", "offload", "checkpoint+offload")
-
-
-class Kind(float):
-    """The seconds of a call, which know what it is."""
-
-    name: str
 
 
 def variants(case: Case, model: torch.nn.Module) -> dict[str, ms.Plan | None]:
@@ -96,31 +87,23 @@ def turn(
 
 def counted(case: Case, plan: ms.Plan | None) -> dict[str, int]:
     """The calls of forward and backward of a steady step, by kind."""
-    steps: list[Counter[str]] = []
-
-    def kinds(hardware: Hardware) -> HostSeconds:
-        found = []
-        for name, seconds in host_calls(hardware)._asdict().items():
-            kind = Kind(seconds)
-            kind.name = name
-            found.append(kind)
-        return HostSeconds(*found)
-
-    class Counting(clock.Clock):
-        def begin_step(self) -> None:
-            steps.append(Counter())
-            super().begin_step()
-
-        def calls(self, seconds: float) -> None:
-            if isinstance(seconds, Kind):
-                steps[-1][seconds.name] += 1
-            super().calls(seconds)
-
     model, batch = case.make("fp32", "cpu")
-    settings: dict[str, Any] = {"optimizer": case.optimizer(model), "loss": case.loss, "accumulate": case.accumulate}
-    with mock.patch.object(clock, "host_calls", kinds), mock.patch.object(sandbox, "Clock", Counting):
-        ms.profile(model, batch, keeps_output=False, plan=plan, hardware="h100", **settings)
-    return {kind: count for kind, count in steps[-1].items() if kind != "plain"}
+    profiler = ms.MemoryProfiler(
+        model, case.optimizer(model), loss=case.loss, plan=plan, hardware="h100", keeps_output=False
+    )
+    trace = profiler.simulated(batch, accumulate=case.accumulate)
+    found: Counter[str] = Counter()
+    for name, *given in trace.clock_events:
+        if name == "begin_step":
+            found.clear()
+        elif name == "calls":
+            found[given[0]] += 1
+        elif name == "operator":
+            cost, kind, _ = given
+            found[kind if cost.seconds(trace.hardware) else "view"] += 1
+        elif name in ("copy", "copy_in_stream", "across"):
+            found["copy"] += 1
+    return {kind: count for kind, count in found.items() if kind != "plain"}
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ The path of `profile(model, batch)` through the package, in reading order:
 3. `dispatch/`: `fake_mode` returns fake tensors from each operator. `operators` holds what is independent of values:
    the layouts of results (`kernels/shapes`) and the memory of the kernels (`kernels/`). `values` tracks known values.
    `parallel/`: collectives, and the state that FSDP2 and DDP keep of a model.
-4. `schedule/`: the times of operators and copies, by the clock that the offload engine waits on.
+4. `schedule/`: the times of operators and copies, by the clock that the offload engine waits on. `timeline` gives the
+   events of a trace to the clock of other hardware.
 5. `dispatch/step_recorder` records the effects of each operator, and `live_storages` the births and deaths of storages,
    in a `trace_builder`, which returns the `trace`: immutable data.
 6. Functions of a trace: `analysis` replays it in the device's allocator (`allocator/` is CUDA's) and makes the
@@ -36,6 +37,7 @@ from memscale.simulation.parallel.spec import Parallel, ParallelKind
 from memscale.simulation.process.process_state import few_collections
 from memscale.simulation.record import MemoryProfiler, check_plan, profile_of, record, record_in_a_row
 from memscale.simulation.results import Holding, Profile, ProfileDiff, differences
+from memscale.simulation.schedule.clock import timeline
 from memscale.simulation.schedule.schedule import Schedule, queues_of
 from memscale.simulation.step import Loop, Target, TrainingStep, as_hardware, hardware_for
 from memscale.simulation.trace import Phase, Trace

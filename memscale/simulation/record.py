@@ -254,7 +254,7 @@ def _simulated(
         *simulation.runtimes.notes(),
     )
     reads_random = drawn or values.goes_by_draws
-    return builder.trace(target.hardware, simulation.clock.times(), simulation.below(), (*notes, *found), reads_random)
+    return builder.trace(simulation.clock, simulation.below(), (*notes, *found), reads_random)
 
 
 def _relative(simulation: Simulation) -> tuple[str, ...]:
@@ -287,7 +287,7 @@ def _timed(simulation: Simulation, function: Callable[[], object], target: Targe
     work = [max(op.flops, _FLOPS_PER_BYTE * op.nbytes) for op in builder.ops]
     # What could not be measured takes as long for its work as what could.
     share = sum(found.seconds.values()) / (sum(work[at] for at in found.seconds) or 1)
-    simulation.clock.timed = True  # whatever the hardware's rates say of the steps before
+    simulation.clock.trust()
     recorder.measured = [found.seconds.get(at, share * work[at]) for at in range(first, len(builder.ops))]
     simulation.step(function)
     return found.notes

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from memscale.core import ConfigError, Document, aligned, format_bytes, format_seconds
-from memscale.hardware import Direction, Hardware
+from memscale.hardware import Direction, Hardware, Work, seconds
 
 #: What a storage is for, in the order in which tables and pictures stack it; last what blocks of the caching allocator
 #: have above the storages in them.
@@ -84,6 +84,35 @@ class OpCall(NamedTuple):
     nbytes: int = 0
     dtype: str = ""
     seconds: float | None = None
+
+
+class KernelCost(NamedTuple):
+    """The cost of a kernel, from which its seconds on any hardware follow.
+
+    Attributes:
+        flops, nbytes, dtype: as in `Work`.
+        launches: the number of launches besides the first.
+        extra_bytes: bytes that are moved after the arithmetic.
+    """
+
+    flops: int = 0
+    nbytes: int = 0
+    dtype: str = ""
+    launches: int = 0
+    extra_bytes: int = 0
+
+    def seconds(self, hardware: Hardware) -> float | None:
+        """Returns the seconds of the kernel; None where the hardware's rates are unknown."""
+        try:
+            taken = seconds(Work(self.flops, self.nbytes, self.dtype), hardware)
+            if self.launches or self.extra_bytes:
+                launch = seconds(Work(0, 1, ""), hardware)
+                taken += self.launches * launch
+                if self.extra_bytes:
+                    taken += seconds(Work(0, self.extra_bytes, self.dtype), hardware) - launch
+        except ConfigError:
+            return None
+        return taken
 
 
 class Stall(NamedTuple):
@@ -188,6 +217,7 @@ class Trace:
         trims: the indices of the events before which the allocator returned its cached memory to the device.
         trims_if_grown: the indices of the events before which it did so if it had reserved more since the last of them.
         times: the times of the events.
+        clock_events: the events of the clock, from which `timeline` finds the times on other hardware.
         by_tier: the most bytes on each tier below the device.
         notes: the assumptions of the simulation.
         reads_random: whether the step's own code read a random number.
@@ -202,6 +232,7 @@ class Trace:
     trims: tuple[int, ...]
     trims_if_grown: tuple[int, ...]
     times: Times
+    clock_events: tuple[tuple[Any, ...], ...]
     by_tier: tuple[tuple[str, int], ...]
     notes: tuple[str, ...] = ()
     reads_random: bool = False
@@ -216,15 +247,18 @@ class Trace:
         return frozenset(op.dtype for op in self.last_operators if op.flops)
 
     def digest(self) -> str:
-        """Returns a hash of all but the hardware, whose times are in it: equal in every process for the same step."""
-        return hashlib.sha256(self._written(None).encode()).hexdigest()
+        """Returns a hash of all but the hardware and the clock's events, whose times are in it.
+
+        The hash of a step is equal in every process.
+        """
+        return hashlib.sha256(self._written(hardware=None, clock_events=None).encode()).hexdigest()
 
     def to_json(self) -> str:
         """Returns the trace as JSON text."""
-        return self._written(json.loads(self.hardware.to_json()))
+        return self._written(hardware=json.loads(self.hardware.to_json()))
 
-    def _written(self, hardware: Any) -> str:
-        return _DOCUMENT.write(vars(self) | {"hardware": hardware, "times": vars(self.times)})
+    def _written(self, **fields: Any) -> str:
+        return _DOCUMENT.write(vars(self) | {"times": vars(self.times)} | fields)
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
@@ -242,7 +276,7 @@ class Trace:
                 for nbytes, op, category, shape, *rest in data["storages"]
             ]
             data["times"] = Times(**_with_tuples(data["times"], _OF_TIMES))
-            return cls(**_with_tuples(data, {"steps": tuple, "by_tier": tuple}))
+            return cls(**_with_tuples(data, {"steps": tuple, "by_tier": tuple, "clock_events": _event}))
 
     def __str__(self) -> str:
         first_event, first_op = self.steps[-1]
@@ -259,6 +293,12 @@ class Trace:
         return "\n".join(
             [f"trace for {self.hardware.name}, last step: {count} operators, {seconds}", *aligned(rows, "<<<>>"), *more]
         )
+
+
+def _event(row: list[Any]) -> tuple[Any, ...]:
+    """Returns an event of the clock, with the tuples that JSON wrote as lists."""
+    to = KernelCost._make if row[0] == "operator" else tuple
+    return tuple(to(value) if isinstance(value, list) else value for value in row)
 
 
 _OF_TIMES: dict[str, Any] = {

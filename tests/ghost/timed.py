@@ -32,7 +32,7 @@ class _Timed(TorchDispatchMode):
         if not on_card:
             self._work(0, host_seconds(work.nbytes, self._hardware), 0.0)
         elif len(on_card) == len(tensors):
-            found = self._kernels.seconds(func, args, work)
+            found = self._kernels.cost(func, args, work).seconds(self._hardware)
             kind = "backward" if torch._C._current_graph_task_id() != -1 else "operator"
             stream = torch._C._cuda_getCurrentRawStream(on_card[0].device.index)
             self._work(stream, getattr(self._host, kind), found or 0.0)

@@ -14,7 +14,6 @@ LEFT = {
     "hardware/flops.py": {"_RECURRENCES"},
     "hardware/traffic.py": {"_EMPTY", "_OVERWRITES", "_READS_VALUES"},
     "simulation/kernels/cuda_fused.py": {"FUSED"},  # functions of Python, which take the place of others
-    "simulation/kernels/shapes.py": {"RESIZES"},
 }
 
 # Of devices and of networks, which some operators are called like.

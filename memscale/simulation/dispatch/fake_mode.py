@@ -38,7 +38,6 @@ from memscale.simulation.dispatch.trace_builder import CHOICE, DRAW, GIVEN, SCAL
 from memscale.simulation.dispatch.values import Choices, Values, guess_of, integers_of, with_numbers
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
-    RESIZES,
     Kind,
     exchanged,
     is_sparse,
@@ -271,7 +270,7 @@ class FakeMode(TorchDispatchMode):
     def _in_place(self, call: Call, effect: CallEffect) -> Any:
         operator, args, kwargs, _, records, known = call
         op = operator.op
-        if op in RESIZES:
+        if operator.rule.resizes:
             return self._resize(args[0], args[1] if op is aten.resize_.default else args[1].shape)
         written = written_by(operator.written, args, kwargs)
         if known and not any(record.category == "parameter" for record in records):

@@ -34,7 +34,7 @@ class LiveStorages:
         builder: the trace builder that records births and deaths.
         residents: address of a storage object from before the step -> (category, path).
         has_own_memory: whether the device has memory of its own besides a CPU's.
-        stream: returns the current stream; None is the step's main stream.
+        stream: returns the number of the current stream; 0 is the step's main stream.
 
     Attributes:
         given: the addresses of storages from before the step that are stand-ins for other tensors.
@@ -47,11 +47,11 @@ class LiveStorages:
         residents: dict[int, tuple[str, str]],
         *,
         has_own_memory: bool = False,
-        stream: Callable[[], object] = lambda: None,
+        stream: Callable[[], int] = lambda: 0,
     ) -> None:
         self.builder = builder
         self._current_stream = stream
-        self._streams: dict[object, int] = {None: 0}
+        self._streams = {0: 0}  # the number of a stream in the trace, by first use
         self.has_own_memory = has_own_memory
         self.offloaded = False  # whether new storages are on another memory tier
         self.counts = False  # whether an operator is of single numbers, whose time on a CPU is that of the call
@@ -109,7 +109,7 @@ class LiveStorages:
         nbytes = 0 if offloaded else storage.nbytes()
         shape, dtype = tuple(tensor.shape), _name_of(tensor.dtype)
         record = StorageRecord(nbytes, op, category, shape, dtype, path, known, "", offloaded)
-        if self._current_stream() is not None:
+        if self._current_stream():
             record.stream = self._stream()
         number = self.builder.birth(record)
         key = storage._cdata

@@ -1,12 +1,11 @@
 """The operators of a simulated step: the facts that hold for all calls of one, and the effect of a call.
 
-An effect is found without running the kernel: result layout, scratch memory and seconds. The effect follows from the
+An effect is found without running the kernel: result layout, scratch memory and cost. The effect follows from the
 signature of the call, the device and PyTorch's switches, so the process looks up each signature once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -19,8 +18,7 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from memscale.core import ConfigError
-from memscale.hardware import Work, seconds, tfloat32, work_of
+from memscale.hardware import Work, tfloat32, work_of
 from memscale.simulation.dispatch.lazy_values import NeedsValues, stands_in
 from memscale.simulation.dispatch.trace_builder import StorageRecord
 from memscale.simulation.kernels.cpu_scratch import ScratchProbe, watched
@@ -40,6 +38,7 @@ from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.layouts import NewTensor, ResultLayout, result_layout
 from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.rules.rule import PLAIN, RESULTS, OpRule, Program, is_deterministic, taken
+from memscale.simulation.trace import KernelCost
 
 aten = torch.ops.aten
 
@@ -146,7 +145,7 @@ class CallEffect:
         alone: the only result, if it is a new tensor at the beginning of its own storage; else None.
         program: the allocations of the kernel.
         work: the FLOPs and the memory traffic of the kernel.
-        seconds: the seconds of the kernel; None if the device's speed is unknown.
+        cost: the cost of the kernel.
         workspaces: library -> bytes of a workspace that stays allocated.
         draws: whether the call advances the step's random generator.
         has_numbers: whether a result is a single number, which a stand-in value can replace.
@@ -157,7 +156,7 @@ class CallEffect:
     alone: NewTensor | None
     program: Program
     work: Work
-    seconds: float | None
+    cost: KernelCost
     workspaces: Mapping[str, int]
     draws: bool = False
     has_numbers: bool = False
@@ -172,7 +171,7 @@ class CallEffect:
 
 
 #: The effect of an operator that touches no data.
-NOTHING = CallEffect(ResultLayout(None, ()), None, PLAIN, Work(0, 0, ""), 0.0, {})
+NOTHING = CallEffect(ResultLayout(None, ()), None, PLAIN, Work(0, 0, ""), KernelCost(), {})
 
 
 class CallEffects:
@@ -226,7 +225,7 @@ class CallEffects:
             alone=new if is_alone else None,
             program=PLAIN if layout.is_view else self._kernels.program(op, args, kwargs, shown, work.flops),
             work=work,
-            seconds=0.0 if operator.sends else self._kernels.seconds(op, args, work),
+            cost=KernelCost() if operator.sends else self._kernels.cost(op, args, work),
             workspaces=self._kernels.workspaces(op, args),
             # A card's generator keeps its state on the host.
             draws=self._kernels.device_type == "cpu" and operator.draws and not _drops_nothing(op, args, kwargs),
@@ -238,21 +237,19 @@ class CallEffects:
         return effect
 
     def by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> CallEffect:
-        """Returns the effect of a call whose result shapes follow from the values in `args`, without its seconds."""
+        """Returns the effect of a call whose result shapes follow from the values in `args`, without its cost."""
         return dataclasses.replace(NOTHING, program=self._kernels.program_by_values(op, args, kwargs, result))
 
     def by_probe(self, tensors: list[torch.Tensor], probe: ScratchProbe) -> CallEffect:
-        """Returns the effect of a call on `tensors` that was probed on the CPU: scratch bytes, and seconds of traffic.
+        """Returns the effect of a call on `tensors` that was probed on the CPU: scratch bytes, and the cost of traffic.
 
         For a card the scratch bytes are 0, since the CPU's kernel says nothing about the card's.
         """
         scratch = 0 if self._kernels.is_cuda else probe.scratch_bytes
         dtype = str(tensors[-1].dtype).removeprefix("torch.")
         work = Work(0, probe.returned_bytes + sum(tensor.nbytes for tensor in tensors), dtype)
-        at_rates: float | None = None
-        with contextlib.suppress(ConfigError):  # a device whose speed is not known
-            at_rates = seconds(work, self._kernels.hardware)
-        return dataclasses.replace(NOTHING, program=(*taken(scratch), RESULTS), work=work, seconds=at_rates)
+        cost = KernelCost(work.flops, work.nbytes, work.dtype)
+        return dataclasses.replace(NOTHING, program=(*taken(scratch), RESULTS), work=work, cost=cost)
 
     def _layout(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], path: str) -> ResultLayout:
         if not op._schema.returns:

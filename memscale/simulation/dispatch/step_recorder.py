@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memscale.hardware import Direction, host_seconds, knows_copies
+from memscale.hardware import Direction, knows_copies
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.operators import CallEffect, Operator
 from memscale.simulation.dispatch.tape import Tape
@@ -23,7 +23,7 @@ from memscale.simulation.process.process_state import EVERY, StepCollections
 from memscale.simulation.rules.recurrences import DROPOUT_STATES
 from memscale.simulation.rules.rule import PLAIN, Result, in_order
 from memscale.simulation.schedule.clock import Clock
-from memscale.simulation.trace import OpCall
+from memscale.simulation.trace import KernelCost, OpCall
 
 
 class _Root:
@@ -115,7 +115,7 @@ class StepRecorder:
     def calls(self, kind: str) -> None:
         """Adds a call of the host, of a kind of `HostSeconds`."""
         if not self.traces:
-            self._clock.calls(getattr(self._clock.host, kind))
+            self._clock.calls(kind)
 
     def path(self) -> str:
         """Returns the path of the running module; in backward, of the module whose forward made the autograd node."""
@@ -178,16 +178,14 @@ class StepRecorder:
         if way is not None and knows_copies(clock.hardware):
             seconds = clock.across(way, work.nbytes // 2)
         elif storages.offloaded and not storages.counts:  # the CPU beside a card computes, from host tensors
-            seconds = host_seconds(work.nbytes, clock.hardware)
-            clock.host_operator(seconds)
+            seconds = clock.host_operator(work.nbytes)
         else:
-            seconds = effect.seconds
+            cost: KernelCost | float = effect.cost
             if self.measured is not None and (place := at - builder.steps[-1][1]) < len(self.measured):
-                seconds = self.measured[place]
+                cost = self.measured[place]
             by_autograd = in_backward and not (records or modules)
             kind = "backward" if by_autograd else "operator" if records else "plain"
-            self._called(seconds, kind, effect.listed)
-            clock.operator(seconds)
+            seconds = clock.operator(cost, kind, effect.listed)
         # tuple.__new__ takes half the time of calling the class, which is a fiftieth of a simulation.
         call = (operator.name, path, phase, work.flops, work.nbytes, work.dtype, seconds)
         builder.ops.append(tuple.__new__(OpCall, call))
@@ -235,16 +233,6 @@ class StepRecorder:
             for tensor in results
             if (storage := tensor.untyped_storage())._cdata not in live and not tensor.is_meta
         ]
-
-    def _called(self, seconds: float | None, kind: str, listed: int) -> None:
-        """Advances the host by the call of an operator."""
-        clock = self._clock
-        if not seconds:
-            clock.calls(clock.host.view)
-            return
-        clock.calls(getattr(clock.host, kind))
-        if listed:
-            clock.calls(listed * clock.host.listed)
 
     def _leave(self, workspaces: Mapping[str, int], at: int, *, in_backward: bool) -> None:
         """Records the workspaces of operator `at` that are new in this thread."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from memscale.hardware import Hardware
 from memscale.simulation.dispatch.lazy_values import LazyValue
-from memscale.simulation.trace import OpCall, Phase, Storage, Times, Trace
+from memscale.simulation.schedule.clock import Clock
+from memscale.simulation.trace import OpCall, Phase, Storage, Trace
 
 #: The origin of indices chosen by random activations, such as of an expert or a token.
 CHOICE = "choice"
@@ -154,16 +154,14 @@ class TraceBuilder:
         """Notes that the allocator's cached memory is returned to the device."""
         (self.trims_if_grown if if_grown else self.trims).append(len(self.events))
 
-    def trace(
-        self, hardware: Hardware, times: Times, by_tier: Mapping[str, int], notes: tuple[str, ...], reads_random: bool
-    ) -> Trace:
-        """Returns the trace, after `add_in_place`; the arguments are those of `Trace`."""
+    def trace(self, clock: Clock, by_tier: Mapping[str, int], notes: tuple[str, ...], reads_random: bool) -> Trace:
+        """Returns the trace, after `add_in_place`, timed by `clock`; the other arguments are those of `Trace`."""
         storages = [
             (each.nbytes, each.op, category, each.shape, each.dtype, each.path, each.offloaded, each.stream)
             for each, category in zip(self.records, self._categories(), strict=True)
         ]
         return Trace(
-            hardware,
+            clock.hardware,
             tuple(map(Storage._make, storages)),
             tuple(self.events),
             tuple(self.event_ops),
@@ -171,7 +169,8 @@ class TraceBuilder:
             tuple(self.steps),
             tuple(self.trims),
             tuple(self.trims_if_grown),
-            times,
+            clock.times(),
+            tuple(clock.events),
             tuple(by_tier.items()),
             notes,
             reads_random,

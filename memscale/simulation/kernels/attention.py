@@ -89,8 +89,14 @@ class AttentionFlags:
 
 
 @dataclass(frozen=True)
-class _AttentionCall:
-    """The arguments of one attention call, as ``sdp_params`` in PyTorch's C++."""
+class AttentionCall:
+    """The arguments of one attention call, as ``sdp_params`` in PyTorch's C++.
+
+    Attributes:
+        query, key, value: tensors of shape (batch, heads, length, head size).
+        attn_mask: a bool or an additive mask, or None.
+        dropout_p, is_causal, enable_gqa: the arguments of ``F.scaled_dot_product_attention``.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -128,27 +134,16 @@ class _AttentionCall:
         return inputs and (self.attn_mask is None or self.attn_mask.stride(-1) == 1)
 
 
-def attention_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    capability: Capability,
-    flags: AttentionFlags,
-) -> Kernel:
+def attention_kernel(call: AttentionCall, capability: Capability, flags: AttentionFlags) -> Kernel:
     """Returns the kernel that ``F.scaled_dot_product_attention`` runs for these arguments on a CUDA device.
 
     >>> q = torch.empty(2, 8, 1024, 64, dtype=torch.bfloat16, device="meta")
-    >>> [attention_kernel(q, q, q, None, 0.0, True, False, cc, AttentionFlags()) for cc in ((7, 5), (8, 0), (9, 0))]
+    >>> call = AttentionCall(q, q, q, None, 0.0, is_causal=True, enable_gqa=False)
+    >>> [attention_kernel(call, capability, AttentionFlags()) for capability in ((7, 5), (8, 0), (9, 0))]
     ['math', 'flash', 'cudnn']
 
     Args:
-        query, key, value: tensors of shape (batch, heads, length, head size), whose values are never read.
-        attn_mask: a bool or an additive mask, or None.
-        dropout_p, is_causal, enable_gqa: the arguments of ``F.scaled_dot_product_attention``.
+        call: the arguments; values of tensors are never read.
         capability: the device's compute capability, (major, minor).
         flags: the kernels that the process allows and prefers, see :meth:`AttentionFlags.current`.
 
@@ -157,18 +152,17 @@ def attention_kernel(
 
     Source: ``select_sdp_backend`` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
-    call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     for kernel in flags.ordered(capability):
         if getattr(flags, kernel) and _RULES[kernel](call, capability, flags):
             return kernel
     allowed = [kernel for kernel in flags.ordered(capability) if getattr(flags, kernel)]
     raise ConfigError(
         f"a device of capability {capability} has no attention kernel among {allowed} for a query of shape "
-        f"{tuple(query.shape)} and dtype {query.dtype}; allow another one, such as SDPBackend.MATH"
+        f"{tuple(call.query.shape)} and dtype {call.query.dtype}; allow another one, such as SDPBackend.MATH"
     )
 
 
-def _takes_flash(call: _AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
+def _takes_flash(call: AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
     """Whether the flash kernel takes `call`: ``can_use_flash_attention``."""
     head = call.query.size(-1)
     return (
@@ -188,7 +182,7 @@ def _takes_flash(call: _AttentionCall, capability: Capability, flags: AttentionF
     )
 
 
-def _takes_efficient(call: _AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
+def _takes_efficient(call: AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
     """Whether the memory-efficient kernel takes `call`: ``can_use_mem_efficient_attention``.
 
     The kernel takes no shared heads (``enable_gqa``), as before PyTorch 2.14.
@@ -209,7 +203,7 @@ def _takes_efficient(call: _AttentionCall, capability: Capability, flags: Attent
     )
 
 
-def _takes_cudnn(call: _AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
+def _takes_cudnn(call: AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
     """Whether cuDNN's kernel takes `call`: ``can_use_cudnn_attention`` for cuDNN 9.0 and later."""
     if flags.cudnn_version < 90000 or (call.dropout_p > 0 and 91100 < flags.cudnn_version < 91400):
         return False
@@ -237,7 +231,7 @@ def _takes_cudnn(call: _AttentionCall, capability: Capability, flags: AttentionF
     )
 
 
-def _mask_broadcasts(call: _AttentionCall) -> bool:
+def _mask_broadcasts(call: AttentionCall) -> bool:
     """Whether cuDNN accepts the mask of `call`: ``check_attn_mask_shape``."""
     mask = call.attn_mask
     if mask is None:
@@ -248,11 +242,11 @@ def _mask_broadcasts(call: _AttentionCall) -> bool:
     return all(size in (1, wanted) for size, wanted in zip(reversed(mask.shape), reversed(full), strict=False))
 
 
-def _takes_math(call: _AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
+def _takes_math(call: AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
     return True
 
 
-_RULES: Mapping[Kernel, Callable[[_AttentionCall, Capability, AttentionFlags], bool]] = {
+_RULES: Mapping[Kernel, Callable[[AttentionCall, Capability, AttentionFlags], bool]] = {
     "flash": _takes_flash,
     "efficient": _takes_efficient,
     "cudnn": _takes_cudnn,
@@ -305,15 +299,15 @@ def cuda_attention(
                 # PyTorch runs no attention kernel for empty tensors.
                 return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
             allowed = flags or AttentionFlags.current()
-            given = (query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-            kernel = attention_kernel(*given, capability, allowed)
-            if unfused is not None and kernel == "math" and attention_kernel(*given, (8, 0), allowed) != "math":
+            call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+            kernel = attention_kernel(call, capability, allowed)
+            if unfused is not None and kernel == "math" and attention_kernel(call, (8, 0), allowed) != "math":
                 unfused.add(query.dtype)
             if attn_mask is not None and attn_mask.dtype == torch.bool:
                 # convert_boolean_attn_mask: minus infinity where the mask is false, in the query's dtype.
                 additive = torch.full((), -math.inf, dtype=query.dtype, device=query.device)
                 attn_mask = torch.where(attn_mask, torch.zeros_like(additive), additive)
-            return _RUNS[kernel](_AttentionCall(*given), attn_mask, scale)
+            return _RUNS[kernel](call, attn_mask, scale)
 
     with patched(F, "scaled_dot_product_attention", attend):
         yield
@@ -327,7 +321,7 @@ def _autocast(tensor: Any) -> Any:
     return tensor.to(torch.get_autocast_dtype("cuda")) if narrowed else tensor
 
 
-def _run_flash(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+def _run_flash(call: AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     head = call.query.size(-1)
     padding = -head % 8
     inputs = [F.pad(x, (0, padding)) if padding else x for x in (call.query, call.key, call.value)]
@@ -338,7 +332,7 @@ def _run_flash(call: _AttentionCall, mask: torch.Tensor | None, scale: float | N
     return cast(torch.Tensor, out[..., :head] if padding else out)
 
 
-def _run_efficient(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+def _run_efficient(call: AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     if mask is not None:
         # pad_bias: rows of the mask have to begin at multiples of 8 elements, so PyTorch copies to longer rows.
         if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
@@ -351,14 +345,14 @@ def _run_efficient(call: _AttentionCall, mask: torch.Tensor | None, scale: float
     return cast(torch.Tensor, out)
 
 
-def _run_cudnn(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+def _run_cudnn(call: AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     out = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         call.query, call.key, call.value, mask, call.trains, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
     return cast(torch.Tensor, out)
 
 
-def _run_math(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+def _run_math(call: AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     """Returns the result of ``_scaled_dot_product_attention_math``, with CUDA's dropout operator.
 
     On CPU tensors PyTorch's own function would run the CPU's dropout, which saves other tensors.
@@ -389,7 +383,7 @@ def _run_math(call: _AttentionCall, mask: torch.Tensor | None, scale: float | No
     return (dropped @ values).to(dtype)
 
 
-_RUNS: Mapping[Kernel, Callable[[_AttentionCall, torch.Tensor | None, float | None], torch.Tensor]] = {
+_RUNS: Mapping[Kernel, Callable[[AttentionCall, torch.Tensor | None, float | None], torch.Tensor]] = {
     "flash": _run_flash,
     "efficient": _run_efficient,
     "cudnn": _run_cudnn,

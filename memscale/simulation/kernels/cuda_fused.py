@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memscale.simulation.process.process_state import patched
+from memscale.simulation.process.process_state import all_patched, patched
 from memscale.simulation.rules.norms import normalises_by_cudnn
 from memscale.simulation.rules.rule import AUTOCAST
 
@@ -139,14 +139,13 @@ def cuda_fused() -> Iterator[None]:
     >>> y.grad_fn.name()
     'FusedRmsNormBackward0'
     """
-    with ExitStack() as stack:
-        stack.enter_context(_known_to_autograd())
-        for op, run in FUSED.items():
-            name = op._opname
-            stands_in = _beside_autocast(getattr(torch, name), run)
-            for holder in (torch.Tensor, torch) if hasattr(torch.Tensor, name) else (torch, torch._VF):
-                stack.enter_context(patched(holder, name, stands_in))
-        stack.enter_context(patched(torch, "batch_norm", _batch_norm(torch.batch_norm)))
+    runs = {op._opname: _beside_autocast(getattr(torch, op._opname), run) for op, run in FUSED.items()}
+    patches: list[tuple[Any, str, Any]] = [
+        (holder, name, run)
+        for name, run in runs.items()
+        for holder in ((torch.Tensor, torch) if hasattr(torch.Tensor, name) else (torch, torch._VF))
+    ]
+    with _known_to_autograd(), all_patched([*patches, (torch, "batch_norm", _batch_norm(torch.batch_norm))]):
         yield
 
 

@@ -9,7 +9,7 @@ Source: aten/src/ATen/native/RNN.cpp, cudnn/RNN.cpp and ATen/cudnn/AutocastRNN.c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from memscale.simulation.kernels.cuda_fused import gru_cell, lstm_cell
-from memscale.simulation.process.process_state import patched
+from memscale.simulation.process.process_state import all_patched
 from memscale.simulation.rules.recurrences import (
     DROPOUT,
     FLATTENED,
@@ -52,11 +52,8 @@ def cuda_rnns(capability: Capability) -> Iterator[None]:
     Args:
         capability: the device's compute capability, (major, minor).
     """
-    with ExitStack() as stack:
-        for name, mode in MODES.items():
-            run = _by_cudnn(getattr(torch, name), mode, capability)
-            stack.enter_context(patched(torch._VF, name, run))
-            stack.enter_context(patched(torch, name, run))
+    runs = {name: _by_cudnn(getattr(torch, name), mode, capability) for name, mode in MODES.items()}
+    with all_patched((owner, name, run) for name, run in runs.items() for owner in (torch._VF, torch)):
         yield
 
 

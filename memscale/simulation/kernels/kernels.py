@@ -23,14 +23,14 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 
-from memscale.core import ConfigError, RuntimeUnavailable, internals
-from memscale.hardware import Hardware, Work, seconds
+from memscale.core import RuntimeUnavailable, internals
+from memscale.hardware import Hardware, Work
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cuda_fused import cuda_dropout, cuda_fused
 from memscale.simulation.kernels.cuda_rnns import cuda_rnns, recurrence_notes
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
-from memscale.simulation.process.process_state import patched
+from memscale.simulation.process.process_state import all_patched, patched
 from memscale.simulation.rules.few_bits import notes_of_few_bits
 from memscale.simulation.rules.recurrences import (
     DROPOUT,
@@ -41,6 +41,7 @@ from memscale.simulation.rules.recurrences import (
 )
 from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.rules.rule import RESULTS, Capability, CardTraits, Program, taken
+from memscale.simulation.trace import KernelCost
 
 _LINEAR = F.linear
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -64,8 +65,7 @@ class Kernels:
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
         traits = CardTraits(self.capability, *filter(None, [hardware.multiprocessors]))
         self.card = traits if self.is_cuda else None
-        rates = hardware.flops_per_second, hardware.bandwidth_bytes_per_second, hardware.launch_seconds
-        self.key = (self.device_type, self.card, *rates, hardware.measured, probe)
+        self.key = (self.device_type, self.card, probe)
         self.programs: dict[Any, Any] = {}
         self._unfused: set[torch.dtype] = set()
         self._cpu = CpuScratch(probe=probe)
@@ -88,21 +88,13 @@ class Kernels:
             return self.program(op, args, kwargs, result, 0)
         return *taken(self._cpu.nbytes_by_values(op, args, kwargs)), RESULTS
 
-    def seconds(self, op: OpOverload, args: Any, work: Work) -> float | None:
-        """Returns the device's seconds for this call of `op`, of `work`; None where the device's rates are unknown."""
+    def cost(self, op: OpOverload, args: Any, work: Work) -> KernelCost:
+        """Returns the cost of this call of `op`, of `work`, on the device."""
+        if self.card is None or work == _NO_WORK:
+            return KernelCost(work.flops, work.nbytes, work.dtype)
         rule = rule_of(op)
-        try:
-            if self.card is None or work == _NO_WORK:
-                return seconds(work, self.hardware)
-            work = rule.time(args, work, self.card)
-            taken, launch = seconds(work, self.hardware), seconds(Work(0, 1, ""), self.hardware)
-            launches, nbytes = rule.extra(args, work, self.card)
-            taken += launches * launch
-            if nbytes:
-                taken += seconds(Work(0, nbytes, work.dtype), self.hardware) - launch
-        except ConfigError:
-            return None
-        return taken
+        work = rule.time(args, work, self.card)
+        return KernelCost(work.flops, work.nbytes, work.dtype, *rule.extra(args, work, self.card))
 
     def save(self) -> None:
         """Writes the measurements of kernels to disk."""
@@ -157,10 +149,9 @@ class Kernels:
                 stack.enter_context(cuda_fused())
                 # Optimizers with foreach=None (except Adafactor) and weight averaging call this function; without the
                 # patch they would see CPU tensors and choose the loop over single tensors.
-                for name in ("torch.optim.optimizer", "torch.optim.swa_utils"):
-                    module = importlib.import_module(name)  # torch.optim deletes the name of the first
-                    devices = partial(_with_loops, is_below)
-                    stack.enter_context(patched(module, "_get_foreach_kernels_supported_devices", devices))
+                devices, name = partial(_with_loops, is_below), "_get_foreach_kernels_supported_devices"
+                names = "torch.optim.optimizer", "torch.optim.swa_utils"  # torch.optim deletes the name of the first
+                stack.enter_context(all_patched((importlib.import_module(each), name, devices) for each in names))
             yield
 
 

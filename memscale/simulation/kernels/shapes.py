@@ -34,7 +34,7 @@ def kind_of(op: OpOverload) -> Kind:
     >>> kind_of(torch.ops.aten.mm.default).name
     'MAKE'
     """
-    if torch.Tag.inplace_view in op.tags and op not in RESIZES:
+    if torch.Tag.inplace_view in op.tags and not rule_of(op).resizes:
         return Kind.RUN
     returns = op._schema.returns
     aliases = [value.alias_info for value in returns]
@@ -43,10 +43,6 @@ def kind_of(op: OpOverload) -> Kind:
     if op._schema.is_mutable and all(alias is not None and alias.is_write for alias in aliases):
         return Kind.IN_PLACE
     return Kind.MAKE
-
-
-#: The operators that change the size of a tensor's storage.
-RESIZES = {torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default}
 
 
 class FakeKernels:

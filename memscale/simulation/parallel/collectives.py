@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from memscale.core import ConfigError
-from memscale.hardware import COLLECTIVES, Span, assumed_links, collective_seconds, span
+from memscale.hardware import COLLECTIVES, assumed_links, span
 from memscale.simulation.kernels.shapes import results_of
-from memscale.simulation.schedule.clock import Clock, Mark, SideStream
+from memscale.simulation.schedule.clock import Clock
 
 #: The namespace of the operators that `torch.distributed` calls for its process groups.
 NAMESPACE = "c10d"
@@ -105,13 +106,13 @@ class Works:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._names: dict[str, None] = {}
-        self._spans: dict[str, Span] = {}  # by the name of the process group
+        self._ranks: dict[str, tuple[int, ...]] = {}  # by the name of the process group
         # C++ keeps a work but not its Python object; without references here, C++ would wait for ever.
         self._of_reducer: list[_Work] = []
         self._started: set[_Work] = set()
-        self._to_come: dict[int, Mark] = {}  # ends of functional collectives, by the address of the returned storage
+        self._to_come: dict[int, int] = {}  # ends of functional collectives, by the address of the returned storage
         self._backward = -1  # the graph task id of the backward pass whose end waits for `_unawaited`
-        self._unawaited: list[Mark] = []  # collectives that this backward pass has started and not waited for
+        self._unawaited: list[int] = []  # collectives that this backward pass has started and not waited for
 
     def returned(self, op: Any, args: Any, call: Collective) -> Any:
         """Returns the result of this call of `op`: its tensors, and a work where its schema returns one."""
@@ -141,7 +142,8 @@ class Works:
     def notes(self) -> list[str]:
         """Returns notes about the step's collectives: assumed link speeds, and memory of NCCL that is not counted."""
         hardware = self._clock.hardware
-        notes = list(dict.fromkeys(filter(None, (assumed_links(each, hardware) for each in self._spans.values()))))
+        spans = (span(ranks, hardware) for ranks in self._ranks.values())
+        notes = list(dict.fromkeys(filter(None, (assumed_links(each, hardware) for each in spans))))
         notes = notes if self._clock.timed and hardware.flops_per_second else []
         if self._names and hardware.device_type != "cpu":
             notes.append(
@@ -150,23 +152,18 @@ class Works:
             )
         return notes
 
-    def _sent(self, name: str, group: Any, nbytes: int) -> Mark | None:
+    def _sent(self, name: str, group: Any, nbytes: int) -> int | None:
         self._names[name] = None
-        hardware = self._clock.hardware
         if group is None:
             return None
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
-        over = self._spans.get(group.group_name)
-        if over is None:
-            over = self._spans[group.group_name] = span(dist.get_process_group_ranks(group), hardware)
-        kind = kind_of(name)
-        seconds = collective_seconds(kind, nbytes, over, hardware)
-        if not seconds:
-            return None
-        return self._clock.collective(kind, group.group_name, over.size, nbytes, seconds)
+        ranks = self._ranks.get(group.group_name)
+        if ranks is None:
+            ranks = self._ranks[group.group_name] = tuple(dist.get_process_group_ranks(group))
+        return self._clock.collective(kind_of(name), group.group_name, ranks, nbytes)
 
-    def _work(self, written: list[torch.Tensor], mark: Mark | None) -> Any:
+    def _work(self, written: list[torch.Tensor], mark: int | None) -> Any:
         if torch._C._current_graph_task_id() == -1 or not _from_engine():
             self._of_reducer.clear()
             # Weak references: C++ may wait for a work that Python has dropped, and must not keep its tensors alive.
@@ -180,12 +177,12 @@ class Works:
             self._await_at_end(mark)
         return work.boxed()
 
-    def _over(self, mark: Mark | None, work: _Work) -> None:
+    def _over(self, mark: int | None, work: _Work) -> None:
         self._started.discard(work)
         if mark is not None:
             self._clock.wait(mark, self._clock.stream)
 
-    def _await_at_end(self, mark: Mark | None) -> None:
+    def _await_at_end(self, mark: int | None) -> None:
         """Makes the end of the current backward pass wait for `mark`, of DDP's reducer or of a communication hook."""
         backward = torch._C._current_graph_task_id()
         if mark is None or backward == -1:
@@ -200,7 +197,7 @@ class Works:
     def _backward_over(self) -> None:
         self._backward = -1
         for mark in self._unawaited:
-            self._clock.wait(mark, None)
+            self._clock.wait(mark, 0)
         self._unawaited.clear()
 
 
@@ -267,32 +264,32 @@ class SimulatedEvent:
 
     def __init__(self, clock: Clock, *_: Any, **__: Any) -> None:
         self._clock = clock
-        self.mark: Mark | None = None
+        self.mark: int | None = None
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        self.mark = self._clock.mark(self._clock.stream if stream is None else stream.side)
+        self.mark = self._clock.point(self._clock.stream if stream is None else stream.side)
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
         if self.mark is not None:
             self._clock.wait(self.mark, self._clock.stream if stream is None else stream.side)
 
     def query(self) -> bool:
-        return self.mark is None or self.mark.end <= self._clock.now
+        return self.mark is None or self._clock.end_of(self.mark) <= self._clock.now
 
     def synchronize(self) -> None:
         if self.mark is not None:
-            self._clock.hold_up_for(self.mark)
+            self._clock.hold_up(self.mark)
 
 
 class SimulatedStream:
-    """A simulated stream, as ``torch.cuda.Stream``: the main stream where `side` is None, else a side stream."""
+    """A simulated stream, as ``torch.cuda.Stream``: stream number `side` of the clock."""
 
-    def __init__(self, clock: Clock, side: SideStream | None) -> None:
+    def __init__(self, clock: Clock, side: int) -> None:
         self._clock = clock
         self.side = side
 
     def wait_stream(self, other: SimulatedStream) -> None:
-        self._clock.wait(self._clock.mark(other.side), self.side)
+        self._clock.wait(self._clock.point(other.side), self.side)
 
     def wait_event(self, event: Any) -> None:
         if isinstance(event, SimulatedEvent):  # a real event was recorded before the simulation, and is complete
@@ -309,11 +306,12 @@ class SimulatedStreams:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._current = SimulatedStream(clock, None)
+        self._numbers = itertools.count(1)
+        self._current = SimulatedStream(clock, 0)
         self.Event = partial(SimulatedEvent, clock)
 
     def Stream(self, priority: int = 0) -> SimulatedStream:
-        return SimulatedStream(self._clock, SideStream())
+        return SimulatedStream(self._clock, next(self._numbers))
 
     def current_stream(self, device: Any = None) -> SimulatedStream:
         return self._current
@@ -321,8 +319,10 @@ class SimulatedStreams:
     @contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:
         before, side = self._current, self._clock.stream
-        self._current, self._clock.stream = stream, stream.side
+        self._current = stream
+        self._clock.switch(stream.side)
         try:
             yield
         finally:
-            self._current, self._clock.stream = before, side
+            self._current = before
+            self._clock.switch(side)

@@ -9,7 +9,7 @@ import dataclasses
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memscale.core import ConfigError, fsdp_groups, fsdp_groups_of
 from memscale.regions import StateSlot, read, write
 from memscale.simulation.parallel.collectives import SimulatedStreams
-from memscale.simulation.process.process_state import patched
+from memscale.simulation.process.process_state import all_patched, patched
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -129,10 +129,8 @@ class Sharded:
                             setattr(owner, name, streams.Stream())
                 if hasattr(group.comm_ctx, "device_handle"):
                     group.comm_ctx.device_handle = streams
-        with ExitStack() as stack:
-            for name in _ASK_FOR_STREAMS:
-                module = sys.modules[f"{_FSDP2}.{name}"]
-                stack.enter_context(patched(module, "_get_device_handle", lambda *_, **__: streams))
+        modules = (sys.modules[f"{_FSDP2}.{name}"] for name in _ASK_FOR_STREAMS)
+        with all_patched((module, "_get_device_handle", lambda *_, **__: streams) for module in modules):
             yield
 
     @contextmanager

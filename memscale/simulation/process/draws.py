@@ -9,7 +9,7 @@ import enum
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch._ops import OpOverload
 
 from memscale.core import internals, simulated
-from memscale.simulation.process.process_state import patched
+from memscale.simulation.process.process_state import all_patched
 
 _SEED = 0  # arbitrary
 _TORCHS = torch.default_generator  # the process's generator, under any name
@@ -102,12 +102,10 @@ def drawing(draws: Draws) -> Iterator[Callable[[], bool]]:
 
         return one
 
-    with ExitStack() as stack:
-        here = simulated()
-        for owner in (random, _PYTHON if here is None else here.randomness.python):
-            stack.enter_context(patched(owner, "random", fixed))
-        for name in _NUMPY:
-            stack.enter_context(patched(np.random, name, of_numpy(getattr(np.random, name))))
+    here = simulated()
+    python = random, _PYTHON if here is None else here.randomness.python
+    numpys = [(np.random, name, of_numpy(getattr(np.random, name))) for name in _NUMPY]
+    with all_patched([*((owner, "random", fixed) for owner in python), *numpys]):
         yield lambda: calls > 0
 
 
@@ -132,24 +130,24 @@ class StepRandomness:
 
         With `counts`, generator states that `torch.utils.checkpoint` saves count as tensors of the step.
         """
-        with ExitStack() as stack:
-            for owner, own, mine in ((random, _PYTHON, self.python), (np.random, _numpys(), self.numpy)):
-                for name, value in list(vars(owner).items()):
-                    if getattr(value, "__self__", None) is own:
-                        stack.enter_context(patched(owner, name, getattr(mine, value.__name__)))
-            for name in ("random", "getrandbits"):  # the other methods call these two, also where imported earlier
-                stack.enter_context(patched(_PYTHON, name, getattr(self.python, name)))
-            functions: dict[str, Callable[..., Any]] = {
-                "manual_seed": lambda seed: self.torch.manual_seed(int(seed)),
-                "seed": self.torch.seed,
-                "initial_seed": self.torch.initial_seed,
-                "get_rng_state": self._counted if counts else self.torch.get_state,
-                "set_rng_state": self.torch.set_state,
-            }
-            for module in (torch, torch.random):
-                for name, function in functions.items():
-                    stack.enter_context(patched(module, name, function))
-                stack.enter_context(patched(module, "default_generator", self.torch))
+        functions: dict[str, Any] = {
+            "manual_seed": lambda seed: self.torch.manual_seed(int(seed)),
+            "seed": self.torch.seed,
+            "initial_seed": self.torch.initial_seed,
+            "get_rng_state": self._counted if counts else self.torch.get_state,
+            "set_rng_state": self.torch.set_state,
+            "default_generator": self.torch,
+        }
+        patches = [
+            (owner, name, getattr(mine, value.__name__))
+            for owner, own, mine in ((random, _PYTHON, self.python), (np.random, _numpys(), self.numpy))
+            for name, value in vars(owner).items()
+            if getattr(value, "__self__", None) is own
+        ]
+        # The other methods call these two, also where imported earlier.
+        patches += [(_PYTHON, name, getattr(self.python, name)) for name in ("random", "getrandbits")]
+        patches += [(module, name, each) for module in (torch, torch.random) for name, each in functions.items()]
+        with all_patched(patches):
             yield
 
     def _counted(self) -> torch.Tensor:

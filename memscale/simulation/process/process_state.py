@@ -27,7 +27,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain, islice
 from typing import Any
@@ -125,7 +125,16 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     >>> "numel" in vars(torch.Tensor)
     False
     """
-    with own_threads(), _patch(owner, name, replacement):
+    with all_patched([(owner, name, replacement)]):
+        yield
+
+
+@contextmanager
+def all_patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replaces each ``owner.name`` by its replacement in the body, as `patched` does."""
+    with own_threads(), ExitStack() as stack:
+        for owner, name, replacement in patches:
+            stack.enter_context(_patch(owner, name, replacement))
         yield
 
 
@@ -210,10 +219,11 @@ def _value_patched(module: types.ModuleType, name: str, value: Any) -> Iterator[
 @contextmanager
 def library_caches_bypassed() -> Iterator[None]:
     """Bypasses, in the body, the ``lru_cache`` of libraries' questions about CUDA: a simulation changes the answers."""
-    with ExitStack() as stack:
-        for module, name, question in _cached_questions(len(sys.modules)):
-            if id(vars(module).get(name)) == id(question):
-                stack.enter_context(patched(module, name, question.__wrapped__))
+    with all_patched(
+        (module, name, question.__wrapped__)
+        for module, name, question in _cached_questions(len(sys.modules))
+        if id(vars(module).get(name)) == id(question)
+    ):
         yield
 
 

@@ -102,6 +102,8 @@ RULES = {
     "aten.sort": OpRule(values="choice", time=passes(9.5, 9.5)),
     "aten._local_scalar_dense": OpRule(values="reads"),
     "aten.equal": OpRule(values="reads"),
+    "aten.resize_": OpRule(resizes=True),
+    "aten.resize_as_": OpRule(resizes=True),
     "aten._to_copy": OpRule(scratch="nothing", by_place=True, time=passes(1.5, 1.5)),
     "aten.clone": OpRule(scratch="nothing", time=of_clone),
     "aten.copy_": OpRule(scratch="nothing", time=by_layouts),

@@ -99,6 +99,7 @@ class OpRule:
             the arguments, ``"constant"`` if the results depend on the argument's shape only, ``"choice"`` if integer
             results decide the control flow of a model (which expert, beam or token).
         method: the tensor method of this view, since a call by the operator's name is slower.
+        resizes: whether the operator changes the size of a tensor's storage.
         repeats: whether the result over a whole tensor is independent of how often a row is repeated.
         scratch: the scratch memory of the CPU kernel: ``""`` is found by a probe, ``"nothing"`` for an operator that
             moves numbers, ``"copies"`` for copies of non-contiguous arguments, ``"sums"`` for sums in a wider dtype,
@@ -126,6 +127,7 @@ class OpRule:
     deciding: int | None = None
     values: Literal["", "reads", "lengths", "constant", "choice"] = ""
     method: Callable[..., torch.Tensor] | None = None
+    resizes: bool = False
     repeats: bool = False
     scratch: Literal["", "nothing", "copies", "sums", "converts"] = ""
     batched: int = 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -37,7 +37,7 @@ from memscale.algebra import is_transformed
 from memscale.core import internals
 from memscale.simulation.dispatch.step_recorder import StepRecorder
 from memscale.simulation.kernels.shapes import Kind, kind_of, tensors_in
-from memscale.simulation.process.process_state import patched
+from memscale.simulation.process.process_state import all_patched, patched
 from memscale.simulation.rules import reductions
 from memscale.simulation.rules.registry import rule_of
 
@@ -75,14 +75,14 @@ class CompiledModules:
     @contextmanager
     def installed(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Patches the modules so that their calls in the body run as graphs."""
-        with ExitStack() as stack:
-            for module in modules:
-                if (compiled := vars(module).get("_compiled_call_impl")) is not None:
-                    run = partial(self._run, module, module._call_impl, compiled)
-                    stack.enter_context(patched(module, "_compiled_call_impl", run))
-                elif isinstance(below := module._modules.get("_orig_mod"), nn.Module):
-                    run = partial(self._run, below, below.__call__, module)
-                    stack.enter_context(patched(module, "forward", run))
+        patches: list[tuple[nn.Module, str, Any]] = []
+        for module in modules:
+            if (compiled := vars(module).get("_compiled_call_impl")) is not None:
+                run = partial(self._run, module, module._call_impl, compiled)
+                patches.append((module, "_compiled_call_impl", run))
+            elif isinstance(below := module._modules.get("_orig_mod"), nn.Module):
+                patches.append((module, "forward", partial(self._run, below, below.__call__, module)))
+        with all_patched(patches):
             yield
 
     def _run(self, module: nn.Module, call: Callable[..., Any], compiled: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -21,7 +21,7 @@ import torch.utils._device
 
 from memscale.hardware import Hardware
 from memscale.simulation.kernels.cuda_fused import CudaAutocast
-from memscale.simulation.process.process_state import library_caches_bypassed, patched
+from memscale.simulation.process.process_state import all_patched, library_caches_bypassed, patched
 
 # Code in the folders of PyTorch and memscale sees the true device. Two parts of PyTorch see the simulated device as
 # users do: optimizers, which choose by the device where to keep step counts, and `custom_fwd` of autocast, which
@@ -55,23 +55,26 @@ class DeviceSpoofing:
         """Spoofs the device in the body."""
         # PyTorch looks up its factory functions once, at the first `with torch.device(...)`: before they are patched.
         torch.utils._device._device_constructors()
-        with ExitStack() as stack:
-            stack.enter_context(library_caches_bypassed())
-            if not torch.cuda.is_available():
-                torch._C._ensureCUDADeviceGuardSet()
-                stack.enter_context(patched(torch.cuda, "_lazy_init", lambda: None))
-            for name, value in (("is_cuda", True), ("is_cpu", False), ("device", _DEVICE)):
-                stack.enter_context(self._attribute(name, value))
+        patches: list[tuple[Any, str, Any]] = []
+        if not torch.cuda.is_available():
+            torch._C._ensureCUDADeviceGuardSet()
+            patches.append((torch.cuda, "_lazy_init", lambda: None))
+        for name, value in (("is_cuda", True), ("is_cpu", False), ("device", _DEVICE)):
+            patches.append((torch.Tensor, name, self._attribute(name, value)))
+        patches += [
             # Without CUDA, PyTorch cannot resolve "cuda" without an index.
-            stack.enter_context(patched(torch.Tensor, "to", _indexed(torch.Tensor.to)))
-            stack.enter_context(patched(torch.Tensor, "cuda", _to_device))
-            for name in ("tensor", "as_tensor"):
-                stack.enter_context(patched(torch, name, _made_on_cpu(getattr(torch, name))))
-            for name, answer in self._functions().items():
-                stack.enter_context(patched(torch.cuda, name, self._function(name, answer)))
-            stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-            stack.enter_context(self.autocast.installed())
-            stack.enter_context(patched(torch, "set_autocast_enabled", self._watched(torch.set_autocast_enabled)))
+            (torch.Tensor, "to", _indexed(torch.Tensor.to)),
+            (torch.Tensor, "cuda", _to_device),
+            *((torch, name, _made_on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")),
+            *((torch.cuda, name, self._function(name, answer)) for name, answer in self._functions().items()),
+            (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        ]
+        with (
+            library_caches_bypassed(),
+            all_patched(patches),
+            self.autocast.installed(),
+            patched(torch, "set_autocast_enabled", self._watched(torch.set_autocast_enabled)),
+        ):
             yield
 
     def _functions(self) -> dict[str, Any]:
@@ -99,8 +102,7 @@ class DeviceSpoofing:
 
         return function
 
-    @contextmanager
-    def _attribute(self, name: str, value: Any) -> Iterator[None]:
+    def _attribute(self, name: str, value: Any) -> property:
         get = getattr(torch.Tensor, name).__get__
 
         def read(tensor: torch.Tensor) -> Any:
@@ -115,8 +117,7 @@ class DeviceSpoofing:
             self.reads[f"Tensor.{name}"] = None
             return value
 
-        with patched(torch.Tensor, name, property(read)):
-            yield
+        return property(read)
 
     def _watched(self, enable: Callable[..., None]) -> Callable[..., None]:
         def enabled(*args: Any) -> None:

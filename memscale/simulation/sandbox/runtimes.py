@@ -30,7 +30,6 @@ from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
 from memscale.simulation.dispatch.trace_builder import StorageRecord, TraceBuilder
 from memscale.simulation.process.process_state import patched
 from memscale.simulation.schedule.clock import Clock
-from memscale.simulation.trace import Transfer
 
 
 class CountingRuntimes:
@@ -214,13 +213,12 @@ class CarriedValues:
 
 
 class _Reached:
-    """The end of a copy; without a copy, the end of the device's work so far."""
+    """The end of a copy, or of the device's work so far: point number `point` of the clock."""
 
-    def __init__(self, clock: Clock, transfer: Transfer | None = None) -> None:
+    def __init__(self, clock: Clock, point: int) -> None:
         self._clock = clock
-        self.transfer = transfer
-        self.end = clock.point() if transfer is None else transfer.end
-        self.op = len(clock.ends)
+        self.point = point
+        self.end = clock.end_of(point)
 
     def done(self) -> bool:
         return self._clock.now >= self.end
@@ -228,7 +226,8 @@ class _Reached:
     def span(self) -> tuple[float, float] | None:
         # A point has no span, even when done: the engine would take the gaps between points for its load-ahead
         # distance, and the memory of a step is that of the largest distance.
-        return None if self.transfer is None or not self.done() else (self.transfer.begin, self.end)
+        transfer = self._clock.transfer_of(self.point)
+        return None if transfer is None or not self.done() else (transfer.begin, self.end)
 
     def error(self) -> None:
         return None
@@ -273,7 +272,7 @@ class ClockedBackend(TraceBackend):
             self.on_trim(False)
 
     def record(self, stream: int | None = None) -> Event:
-        return _Reached(self._clock)
+        return _Reached(self._clock, self._clock.point())
 
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
@@ -281,21 +280,15 @@ class ClockedBackend(TraceBackend):
         self.on_copy(source, target)
         buffer = target if isinstance(source, torch.Tensor) else source
         assert not isinstance(buffer, torch.Tensor)
-        reached = [*map(_reached, after)]
-        requested = max((event.op for event in reached if event.transfer is None), default=len(self._clock.ends))
-        ready = max((event.end for event in reached), default=0.0)
-        return _Reached(
-            self._clock, self._clock.copy(stream, buffer.tier, buffer.nbytes, ready=ready, requested=requested)
-        )
+        points = tuple(_reached(event).point for event in after)
+        return _Reached(self._clock, self._clock.copy(stream, buffer.tier, buffer.nbytes, points))
 
     def wait(self, event: Event, stream: int | None = None) -> None:
         """Makes `stream` wait for `event`. The host waits only if the CPU takes part in the copy."""
-        if (transfer := _reached(event).transfer) is not None:
-            self._clock.come_after(transfer)
+        self._clock.come_after(_reached(event).point)
 
     def synchronize(self, event: Event) -> None:
-        transfer = _reached(event).transfer
-        self._clock.hold_up(_reached(event).end, "host" if transfer is None else transfer.cause)
+        self._clock.hold_up(_reached(event).point)
 
     def clock(self) -> float:
         return self._clock.now
@@ -324,7 +317,7 @@ def offloaded_shards(mode: FakeMode, clock: Clock, *, pins: bool) -> Iterator[No
     to, is_pinned, storages = torch.Tensor.to, torch.Tensor.is_pinned, mode.storages
 
     def copied(tensor: torch.Tensor, direction: Direction, tier: str) -> torch.Tensor:
-        clock.calls(clock.host.plain)
+        clock.calls("plain")
         with _disable_current_modes():
             result = mode.fakes.alone(tensor.nbytes, tensor.dtype, tensor.shape, tensor.stride())
         before, storages.offloaded = storages.offloaded, direction == "out"

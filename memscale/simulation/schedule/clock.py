@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from memscale.hardware import COLLECTIVES, Direction, Hardware, copy_seconds, host_calls
-from memscale.simulation.trace import CollectiveRun, Stall, Times, Transfer
+from memscale.core import ConfigError
+from memscale.hardware import (
+    COLLECTIVES,
+    Direction,
+    Hardware,
+    collective_seconds,
+    copy_seconds,
+    host_calls,
+    host_seconds,
+    knows_copies,
+    span,
+)
+from memscale.simulation.trace import CollectiveRun, KernelCost, Stall, Times, Trace, Transfer
 
 #: The causes of a wait of the device: "input", a copy in of an operator's input; "room", a copy out of memory that is
 #: used again; "disk", such a copy to or from the disk; "host", the host's next launch; "stream", another stream of the
@@ -47,36 +60,42 @@ class Mark(NamedTuple):
         return found[::-1]
 
 
-@dataclass(slots=True, eq=False)
-class SideStream:
-    """A stream of the device that runs concurrently with the main stream.
+# The seconds of costs on hardware, by the id of the cost: effects of calls keep their costs for the process.
+_prices: dict[Hardware, dict[int, tuple[KernelCost, float | None]]] = {}
+_MOST_PRICED, _MOST_PRICES = 16, 1 << 15
 
-    Attributes:
-        mark: the end of all work that the stream was given.
-        cause: the cause of a wait for this stream.
-    """
+
+class _Point(NamedTuple):
+    """The end of a copy (number `copy`) or of other work; `op` is the number of operators until then."""
+
+    mark: Mark
+    op: int
+    copy: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _SideStream:
+    """A stream that runs concurrently with the main stream: the end of its work, and the cause of a wait for it."""
 
     mark: Mark = field(default_factory=lambda: Mark(0.0, "stream"))
     cause: str = "stream"
-
-    @property
-    def end(self) -> float:
-        """The end in seconds of all work that the stream was given."""
-        return self.mark.end
 
 
 class Clock:
     """A clock of simulated seconds since its creation. Queues work in order, so the end of each work is known at once.
 
-    On a CPU the host is the device, so a wait takes effect immediately.
+    On a CPU the host is the device, so a wait takes effect immediately. The clock records the events that it is given:
+    an event names points and streams by numbers and holds no times, so that `timeline` gives the events to the
+    clock of other hardware.
 
     >>> clock = Clock(Hardware(name="card", device_type="cuda", memory_bytes=1, host_to_device_bytes_per_second=1e9,
     ...                        device_to_host_bytes_per_second=1e9, measured=True))
-    >>> clock.calls(clock.host.operator)
     >>> clock.operator(1e-3)
-    >>> back = clock.copy("in", "pinned", 2_000_000, ready=clock.now, requested=1)
+    0.001
+    >>> back = clock.copy("in", "pinned", 2_000_000, ())
     >>> clock.come_after(back)
     >>> clock.operator(1e-3)
+    0.001
     >>> f"{clock.ends[-1] * 1e3:.2f} ms", [stall.cause for stall in clock.stalls]
     ('3.03 ms', ['host', 'input'])
 
@@ -84,17 +103,19 @@ class Clock:
         hardware: the simulated device.
 
     Attributes:
+        events: (name of a method, *its arguments) for each event.
         host: the seconds of the host's calls.
         is_host: whether the device is the host itself, a CPU.
         now: the host's time in seconds.
         timed, end, steps, issued, begins, ends, stalls, held_up, transfers, collectives: as in `Times`.
         on_host: the numbers of the operators that run on the host.
-        stream: the stream that receives operators; None is the main stream.
+        stream: the number of the stream that receives operators; 0 is the main stream.
         beside: number of an operator on another stream -> its begin and end.
     """
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
+        self.events: list[tuple[Any, ...]] = []
         self.now = self.end = 0.0
         self.timed = True
         self.steps: list[float] = []
@@ -106,11 +127,16 @@ class Clock:
         self.on_host: set[int] = set()
         self.transfers: list[Transfer] = []
         self.collectives: list[CollectiveRun] = []
-        self.stream: SideStream | None = None
+        self.stream = 0
         self.beside: dict[int, tuple[float, float]] = {}
-        self._of_groups: dict[str, Mark] = {}  # the last collective of each group
         self.is_host = hardware.device_type == "cpu"
         self.host = host_calls(hardware)
+        if len(_prices) > _MOST_PRICED or len(_prices.get(hardware, ())) > _MOST_PRICES:
+            _prices.clear()
+        self._prices = _prices.setdefault(hardware, {})
+        self._sides: dict[int, _SideStream] = defaultdict(_SideStream)  # by number
+        self._points: list[_Point] = []
+        self._of_groups: dict[str, Mark] = {}  # the last collective of each group
         self._end = 0.0  # of all that the device was given
         self._awaited: list[Mark] = []  # what its next operator comes after
         self._accounted = 0  # how many of `held_up` the device has stood still for
@@ -143,30 +169,187 @@ class Clock:
             tuple(self.collectives),
         )
 
+    # -- events --------------------------------------------------------------------------------------------------------
+
     def begin_step(self) -> None:
         """Begins a step, at the moment when the device has caught up with the host."""
+        self.events.append(("begin_step",))
         self._catch_up()
         self.steps.append(self._end)
 
     def end_step(self) -> None:
         """End a step, at the moment when the device has caught up with the host; running copies delay the next step."""
+        self.events.append(("end_step",))
         self._catch_up()
         self._behind.clear()
         self._host_behind = 0.0
         self.end = self._free = self._end
 
-    def calls(self, seconds: float) -> None:
-        """Advances the host by a call of `seconds`, see `HostSeconds`."""
-        self.now += seconds
+    def trust(self) -> None:
+        """Declares that the seconds of all operators are known, whatever the hardware's rates say of earlier ones."""
+        self.events.append(("trust",))
+        self.timed = True
 
-    def operator(self, seconds: float | None) -> None:
-        """Issues an operator of `seconds` (None if unknown) on the current stream; 0 seconds launch no kernel."""
-        if seconds is None:
-            self.timed, seconds = False, 0.0
-        if seconds and self.stream is not None:
-            self._beside(self.stream, seconds)
+    def calls(self, kind: str) -> None:
+        """Advances the host by a call of a kind of `HostSeconds`."""
+        self.events.append(("calls", kind))
+        self.now += getattr(self.host, kind)
+
+    def operator(self, cost: KernelCost | float, kind: str = "operator", listed: int = 0) -> float | None:
+        """Issues an operator on the current stream, and returns its seconds (None if unknown).
+
+        Args:
+            cost: the cost of its kernel, or its measured seconds; without work the operator launches nothing.
+            kind: the kind of `HostSeconds` of its call.
+            listed: the number of tensors in a list argument.
+        """
+        self.events.append(("operator", cost, kind, listed))
+        taken = cost if isinstance(cost, float) else self._price(cost)
+        if not taken:
+            self.now += self.host.view
+        else:
+            self.now += getattr(self.host, kind)
+            if listed:
+                self.now += listed * self.host.listed
+        self._launch(taken)
+        return taken
+
+    def host_operator(self, nbytes: int) -> float:
+        """Advances the host by an operator that it computes itself, with `nbytes` of traffic; returns its seconds."""
+        self.events.append(("host_operator", nbytes))
+        taken = host_seconds(nbytes, self.hardware)
+        self._compute(taken)
+        return taken
+
+    def across(self, direction: Direction, nbytes: int) -> float:
+        """Copies `nbytes` between device and host after all work of the device, and makes the host wait for the copy.
+
+        Returns:
+            The seconds of the copy.
+        """
+        self.events.append(("across", direction, nbytes))
+        transfer = self._copy(direction, "pinned", nbytes, ready=self._point(), requested=len(self.ends))
+        self._compute(0.0)
+        self._hold_up(transfer.end, transfer.cause)
+        return transfer.end - transfer.begin
+
+    def switch(self, stream: int) -> None:
+        """Makes a stream the current one; a stream above 0 runs concurrently with the others."""
+        self.events.append(("switch", stream))
+        self.stream = stream
+
+    def point(self, stream: int = 0) -> int:
+        """Returns the number of a point: the end of all work that a stream was given so far."""
+        self.events.append(("point", stream))
+        return self._noted(self._mark(stream))
+
+    def wait(self, number: int, stream: int) -> None:
+        """Makes all later work of a stream begin after a point."""
+        self.events.append(("wait", number, stream))
+        mark = self._points[number].mark
+        if stream:
+            self._sides[stream].mark = max(self._sides[stream].mark, mark, key=lambda each: each.end)
+        elif self.is_host:
+            self._hold_up_for(mark)
+        elif mark.end > self._end:
+            self._awaited.append(mark)
+
+    def hold_up(self, number: int) -> None:
+        """Makes the host wait for a point."""
+        self.events.append(("hold_up", number))
+        self._hold_up_for(self._points[number].mark)
+
+    def collective(self, kind: str, group: str, ranks: Sequence[int], nbytes: int) -> int:
+        """Issues a collective on the current stream, which runs after the earlier collectives of its group.
+
+        Args:
+            kind, nbytes: see `collective_seconds`.
+            group: the name of the process group.
+            ranks: the processes of the group.
+
+        Returns:
+            The number of the point of its end.
+        """
+        self.events.append(("collective", kind, group, ranks, nbytes))
+        taken = collective_seconds(kind, nbytes, span(ranks, self.hardware), self.hardware)
+        if not taken:  # of one process, or over links of unknown speed
+            return self._noted(Mark(0.0, kind))
+        self.now += self.host.operator
+        given = self._mark(self.stream)
+        before = max(given, self._of_groups.get(group, given), key=lambda mark: mark.end)
+        begin = max(self.now, before.end)
+        self._of_groups[group] = mark = Mark.behind(before, begin, begin + taken, kind)
+        self.collectives.append(CollectiveRun(begin, mark.end, kind, nbytes, len(ranks)))
+        if self.stream:
+            self._sides[self.stream].cause = kind
+        return self._noted(mark)
+
+    def copy(self, direction: Direction, tier: str, nbytes: int, after: Sequence[int]) -> int:
+        """Issues a copy that starts after points, and after all earlier copies in its direction.
+
+        Returns:
+            The number of the point of its end.
+        """
+        self.events.append(("copy", direction, tier, nbytes, after))
+        points = [self._points[number] for number in after]
+        ready = max((each.mark.end for each in points), default=0.0)
+        requested = max((each.op for each in points if each.copy is None), default=len(self.ends))
+        transfer = self._copy(direction, tier, nbytes, ready=ready, requested=requested)
+        return self._noted(Mark(transfer.end, transfer.cause), transfer.number)
+
+    def copy_in_stream(self, direction: Direction, tier: str, nbytes: int) -> None:
+        """Issues a copy on the current stream, after its earlier work and before its later work."""
+        self.events.append(("copy_in_stream", direction, tier, nbytes))
+        side = self._sides[self.stream]
+        ready = side.mark.end if self.stream else self._point()
+        transfer = self._copy(direction, tier, nbytes, ready=ready, requested=len(self.ends))
+        if not self.stream:
+            self._come_after(transfer)
             return
-        if seconds:
+        side.mark = Mark.behind(side.mark, transfer.begin, transfer.end, transfer.cause)
+        if transfer.carried:
+            self._hold_up(transfer.end, transfer.cause)
+
+    def come_after(self, number: int) -> None:
+        """Makes all later work of the device begin after a point, if the point is the end of a copy.
+
+        The host waits too for a copy that the CPU carries.
+        """
+        self.events.append(("come_after", number))
+        if (copy := self._points[number].copy) is not None:
+            self._come_after(self.transfers[copy])
+
+    # -- questions, which are no events --------------------------------------------------------------------------------
+
+    def end_of(self, point: int) -> float:
+        """Returns the end of a point in seconds."""
+        return self._points[point].mark.end
+
+    def transfer_of(self, point: int) -> Transfer | None:
+        """Returns the copy whose end a point is."""
+        copy = self._points[point].copy
+        return None if copy is None else self.transfers[copy]
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _price(self, cost: KernelCost) -> float | None:
+        known = self._prices.get(id(cost))
+        if known is None:
+            known = self._prices[id(cost)] = cost, cost.seconds(self.hardware)
+        return known[1]
+
+    def _launch(self, taken: float | None) -> None:
+        """Issues a kernel on the current stream; 0 seconds launch no kernel."""
+        if taken is None:
+            self.timed, taken = False, 0.0
+        if taken and self.stream:
+            side = self._sides[self.stream]
+            begin = max(self.now, side.mark.end)
+            side.mark = Mark.behind(side.mark, begin, begin + taken, side.cause)
+            self.beside[len(self.ends)] = begin, side.mark.end
+            self._issue()
+            return
+        if taken:
             if len(self.ends) >= _MOST_QUEUED and self.ends[-_MOST_QUEUED] > self.now:
                 free = max(self.now - self._host_behind, self._free_ends[-_MOST_QUEUED])
                 self.now = self.ends[-_MOST_QUEUED]
@@ -176,110 +359,61 @@ class Clock:
             elif self._behind:
                 self._would_stand_still(self.now - self._host_behind, "host", 0.0)
         self.begins.append(self._end)
-        self._end = end = self._end + seconds
-        self._free += seconds
+        self._end = end = self._end + taken
+        self._free += taken
         self.ends.append(end)
         self._free_ends.append(self._free)
         if self.is_host:
             self.now = max(self.now, end)  # after a wait the host's time may be past the operator's end
         self.issued.append(self.now)
 
-    def _beside(self, side: SideStream, seconds: float) -> None:
-        begin = max(self.now, side.end)
-        side.mark = Mark.behind(side.mark, begin, begin + seconds, side.cause)
-        self.beside[len(self.ends)] = begin, side.end
-        self.issued.append(self.now)
-        self.begins.append(self._end)
-        self.ends.append(self._end)
-        self._free_ends.append(self._free)
-
-    def mark(self, side: SideStream | None) -> Mark:
-        """Returns the mark of the end of all work that a stream was given so far."""
-        return Mark(self.point(), "host") if side is None else side.mark
-
-    def wait(self, mark: Mark, side: SideStream | None) -> None:
-        """Makes all later work of the stream `side` (None is the main stream) begin after `mark`."""
-        if side is not None:
-            side.mark = mark if mark.end > side.end else side.mark
-        elif self.is_host:
-            self.hold_up_for(mark)
-        elif mark.end > self._end:
-            self._awaited.append(mark)
-
-    def collective(self, kind: str, group: str, size: int, nbytes: int, seconds: float) -> Mark:
-        """Issues a collective on the current stream, which runs after the earlier collectives of its group.
-
-        Args:
-            kind, nbytes: see `collective_seconds`.
-            group: the name of the process group.
-            size: the number of processes of the group.
-            seconds: the seconds of the collective.
-        """
-        self.now += self.host.operator
-        given = self.mark(self.stream)
-        before = max(given, self._of_groups.get(group, given), key=lambda mark: mark.end)
-        begin = max(self.now, before.end)
-        self._of_groups[group] = mark = Mark.behind(before, begin, begin + seconds, kind)
-        self.collectives.append(CollectiveRun(begin, mark.end, kind, nbytes, size))
-        if self.stream is not None:
-            self.stream.cause = kind
-        return mark
-
-    def host_operator(self, seconds: float) -> None:
+    def _compute(self, taken: float) -> None:
         """Advances the host by an operator that it computes itself."""
-        self.now += seconds
+        self.now += taken
         self.on_host.add(len(self.ends))
+        self._issue()
+
+    def _issue(self) -> None:
+        """Notes an operator that is none of the main stream."""
         self.issued.append(self.now)
         self.begins.append(self._end)
         self.ends.append(self._end)
         self._free_ends.append(self._free)
 
-    def across(self, direction: Direction, nbytes: int) -> float:
-        """Copies `nbytes` between device and host after all work of the device, and makes the host wait for the copy.
+    def _mark(self, stream: int) -> Mark:
+        return self._sides[stream].mark if stream else Mark(self._point(), "host")
 
-        Returns:
-            The seconds of the copy.
-        """
-        transfer = self.copy(direction, "pinned", nbytes, ready=self.point(), requested=len(self.ends))
-        self.host_operator(0.0)
-        self.hold_up(transfer.end, transfer.cause)
-        return transfer.end - transfer.begin
+    def _noted(self, mark: Mark, copy: int | None = None) -> int:
+        self._points.append(_Point(mark, len(self.ends), copy))
+        return len(self._points) - 1
 
-    def point(self) -> float:
+    def _point(self) -> float:
         """Returns the end in seconds of all work that the device was given so far."""
         return max(self._end, self.now, *(mark.end for mark in self._awaited))
 
-    def come_after(self, transfer: Transfer) -> None:
-        """Make all later work of the device begin after a copy; for a copy that the CPU carries, the host waits too."""
-        if self.transfers[transfer.number].awaited is None:
+    def _come_after(self, transfer: Transfer) -> None:
+        if transfer.awaited is None:
             self.transfers[transfer.number] = transfer._replace(awaited=len(self.ends))
         if transfer.carried:
-            self.hold_up(transfer.end, transfer.cause)
+            self._hold_up(transfer.end, transfer.cause)
         elif transfer.end > self._end:
             self._awaited.append(Mark(transfer.end, transfer.cause))
 
-    def hold_up_for(self, mark: Mark) -> None:
-        """Makes the host wait for all parts of `mark`."""
+    def _hold_up_for(self, mark: Mark) -> None:
         for end, cause in mark.parts():
-            self.hold_up(end, cause)
+            self._hold_up(end, cause)
 
-    def hold_up(self, end: float, cause: str) -> None:
+    def _hold_up(self, end: float, cause: str) -> None:
         """Makes the host wait until `end` in seconds."""
         if end > self.now:
             self.held_up.append(Stall(self.now, end, cause, len(self.ends)))
             self.now = end
 
-    def copy(self, direction: Direction, tier: str, nbytes: int, *, ready: float, requested: int) -> Transfer:
-        """Issues a copy that starts at `ready` at the earliest, and after all earlier copies in its direction.
-
-        Args:
-            direction, tier, nbytes, requested: see `Transfer`.
-            ready: the moment in seconds from which the copy may run.
-        """
+    def _copy(self, direction: Direction, tier: str, nbytes: int, *, ready: float, requested: int) -> Transfer:
         begin = max(ready, self.now, self._link_ends[direction], self._carried_ends[direction])
         if tier == "disk":
             begin = max(begin, self._disk_end)
-        self.calls(self.host.copy)
+        self.now += self.host.copy
         # The CPU also carries a copy that follows a carried one, since it must not overtake.
         carried = self.is_host or tier != "pinned" or self._carried_ends[direction] > self.now
         end = begin + copy_seconds(nbytes, tier, direction, self.hardware)
@@ -293,18 +427,6 @@ class Clock:
             Transfer(begin, end, direction, tier, nbytes, carried, requested, number=len(self.transfers))
         )
         return self.transfers[-1]
-
-    def copy_in_stream(self, direction: Direction, tier: str, nbytes: int) -> None:
-        """Issues a copy on the current stream, after its earlier work and before its later work."""
-        side = self.stream
-        ready = self.point() if side is None else side.end
-        transfer = self.copy(direction, tier, nbytes, ready=ready, requested=len(self.ends))
-        if side is None:
-            self.come_after(transfer)
-            return
-        side.mark = Mark.behind(side.mark, transfer.begin, transfer.end, transfer.cause)
-        if transfer.carried:
-            self.hold_up(transfer.end, transfer.cause)
 
     def _catch_up(self) -> None:
         """Make the device wait until the host's present time, and then for all marks that its next work comes after."""
@@ -362,3 +484,37 @@ class Clock:
             self.stalls[at : at + 1] = [Stall(begin, free.begin, waited_for, op), free] if rest > 0 else [free]
             if rest > 0:
                 self._behind.append((at, rest))
+
+
+def timeline(trace: Trace, hardware: Hardware) -> Times:
+    """Returns the times of the events of a trace on hardware; ``trace.times`` for the hardware of the trace.
+
+    The kernels, copies and collectives are those of the trace. A step that offloads may copy in another order on
+    hardware with another link, since the engine looks at the time: a simulation for that hardware says so.
+
+    >>> import dataclasses, torch, memscale as ms
+    >>> trace = ms.MemoryProfiler(torch.nn.Linear(8, 8), loss=lambda y, _: y.sum(), hardware="h100").simulated(
+    ...     torch.ones(2, 8))
+    >>> slow = dataclasses.replace(trace.hardware, launch_seconds=1.0)
+    >>> timeline(trace, trace.hardware) == trace.times, timeline(trace, slow).end > 1
+    (True, True)
+
+    Raises:
+        ConfigError: the kernels of `hardware` are others, or the trace has copies and the speeds of the link are
+            unknown.
+    """
+    if (hardware.device_type, hardware.capability) != (trace.hardware.device_type, trace.hardware.capability):
+        raise ConfigError(
+            f"timeline(trace, hardware={hardware.name!r}): the trace has the kernels of {trace.hardware.name}, of "
+            "another kind of device or compute capability; simulate the step for this hardware"
+        )
+    if trace.times.transfers and not knows_copies(hardware):
+        raise ConfigError(
+            f"timeline(trace, hardware={hardware.name!r}): the trace has copies to the host, and the speed of this "
+            "link is unknown; pass it with dataclasses.replace(hardware, host_to_device_bytes_per_second=..., "
+            "device_to_host_bytes_per_second=...)"
+        )
+    clock = Clock(hardware)
+    for name, *given in trace.clock_events:
+        getattr(clock, name)(*given)
+    return clock.times()

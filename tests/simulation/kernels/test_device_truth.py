@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core.errors import ConfigError
-from memscale.simulation.kernels.attention import AttentionFlags, attention_kernel, cuda_attention
+from memscale.simulation.kernels.attention import AttentionCall, AttentionFlags, attention_kernel, cuda_attention
 from memscale.simulation.kernels.cuda_fused import cuda_dropout
 
 T4, A100, A10, L4, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
@@ -27,9 +27,9 @@ def tensors(shape, dtype=BF16, *, key=None, value=None, requires_grad=False):
 
 def choose(shape=(2, 8, 256, 64), dtype=BF16, capability=A100, *, key=None, value=None, requires_grad=False, **options):
     options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False, "flags": FLAGS} | options
-    return attention_kernel(
-        *tensors(shape, dtype, key=key, value=value, requires_grad=requires_grad), capability=capability, **options
-    )
+    allowed = options.pop("flags")
+    call = AttentionCall(*tensors(shape, dtype, key=key, value=value, requires_grad=requires_grad), **options)
+    return attention_kernel(call, capability, allowed)
 
 
 def mask(*shape, dtype=torch.bool, requires_grad=False):
@@ -258,7 +258,7 @@ def test_the_ends_of_the_rules(arguments, kernel):
 
 def test_the_last_dimension_has_to_be_dense():
     q = torch.empty(2, 8, 64, 256, dtype=BF16, device="meta").transpose(2, 3)
-    assert attention_kernel(q, q, q, None, 0.0, False, False, A100, FLAGS) == "math"
+    assert attention_kernel(AttentionCall(q, q, q, None, 0.0, False, False), A100, FLAGS) == "math"
     transposed = mask(256, 256, dtype=BF16).t()
     assert choose(attn_mask=transposed) == "math"
 
