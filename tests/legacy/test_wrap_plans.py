@@ -192,7 +192,7 @@ def test_what_does_not_fit_at_all_runs_under_the_smallest_plan_with_a_warning(de
     device(1)
     model = ms.wrap(stack(2), config(enable_logging=True), rows(1024))
     assert "no plan fits 1.00 MiB" in caplog.text
-    assert "the model runs under the smallest plan, above target_gpu_utilization=1" in caplog.text
+    assert "under the smallest plan, above target_gpu_utilization=1" in caplog.text
     assert "MiB, above the 1.00 MiB allowed: checkpoint on " in capsys.readouterr().out
     assert model._memscale_executor.plan
     assert equal(train(model, rows(1024)), train(stack(2), rows(1024)))
