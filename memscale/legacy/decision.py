@@ -161,7 +161,7 @@ def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, l
     except BudgetError as error:
         # Training may still succeed: real tensors may be smaller, and the limit is below the device's memory.
         plan, planned_bytes = error.plan or Plan(), error.peak_bytes
-        LOG.warning("%s\n  the model trains under the smallest plan, above %s", error, said)
+        LOG.warning("%s\n  the model runs under the smallest plan, above %s", error, said)
     if not plan:
         return Verdict(plan, profile, step_bytes, "no transform that the config allows lowers the peak of the step")
     return Verdict(plan, profile, step_bytes, limit_bytes=limit, planned_bytes=planned_bytes)
