@@ -4,6 +4,8 @@
     python benchmarks/bench_plan.py --peers          # step times beside torch.utils.checkpoint on blocks, interleaved
     python benchmarks/bench_plan.py --only gpt2,unet --budgets 4
     python benchmarks/bench_plan.py --peers --only vit --against "torch checkpoint, every block"
+    python benchmarks/bench_plan.py --smallest       # smallest peaks beside plans by hand: twelve small models
+    python benchmarks/bench_plan.py --smallest --random 1000 --only clip
 
 A budget is met if neither the first step nor a later one takes more, by `torch.profiler`'s allocation events. The table
 says how much of each budget is used, and what a step takes beside the step as it is by the simulation's clock. After
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -26,12 +29,13 @@ from typing import Any
 import bench_tile
 import torch
 from _environment import environment
+from _small_models import SMALL, Small
 from _zoo import ZOO, Case
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import memscale as ms
-from memscale.core import call, matches, scalar_loss
+from memscale.core import MemscaleError, call, matches, scalar_loss, template
 from memscale.planning import Point, repeated_blocks
 from memscale.simulation.measured import training_roles
 
@@ -227,22 +231,96 @@ def beside_peers(name: str, rounds: int, against: str) -> dict[str, Any]:
     return found
 
 
+def compositions(model: torch.nn.Module, draw: random.Random) -> ms.Plan:
+    """A random plan of two transforms on some modules and one on their children, alike modules alike."""
+    transforms = [ms.checkpoint(), *(ms.tile(chunks=chunks) for chunks in (2, 4, 8, 16))]
+    alike: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if any(True for _ in module.children()) and type(module).forward is not torch.nn.Module.forward:
+            alike.setdefault(template(path), []).append(path)
+    rules: dict[str, ms.Transform] = {}
+    for paths in draw.sample(list(alike.values()), draw.randint(1, min(3, len(alike)))):
+        outer = ms.compose(*draw.sample(transforms, draw.randint(1, 2)))
+        names = [name for name, _ in model.get_submodule(paths[0]).named_children()]
+        inner = [(name, draw.choice(transforms)) for name in names if draw.random() < 1 / 2]
+        for path in paths:
+            rules[path] = outer
+            for name, how in inner:
+                if name in dict(model.get_submodule(path).named_children()):
+                    rules.setdefault(f"{path}.{name}".lstrip("."), how)
+    return ms.Plan(rules)
+
+
+def smallest(small: Small, count: int) -> dict[str, Any]:
+    """The planner's smallest peak beside those of plans by hand and of `count` random compositions, simulated."""
+    torch.manual_seed(0)
+    model, batch = small.make()
+    device = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**34)
+    began, used = time.perf_counter(), time.process_time()
+    engine = ms.DecisionEngine(
+        model,
+        batch,
+        loss=small.loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        hardware=device,
+        keeps_output=False,
+        config=ms.Config(mode="aggressive"),
+    )
+    ours = engine.smallest()
+    took = {"seconds": time.perf_counter() - began, "processor_seconds": time.process_time() - used}
+    plain, planned = engine.plain, ours.evidence.planned
+    hands = {label: engine.steps.profile(ms.Plan(rules)) for label, rules in small.hands.items()}
+    label, best = min(hands.items(), key=lambda each: each[1].taken_bytes)
+    draw, drawn = random.Random(0), list[tuple[int, str]]()
+    for _ in range(count):
+        plan = compositions(model, draw)
+        try:
+            drawn.append((engine.steps.profile(plan).taken_bytes, repr(plan)))
+        except (MemscaleError, RuntimeError, TypeError, ValueError):
+            continue  # many compositions are refused, as a tile of what couples its rows
+    found: dict[str, Any] = {
+        "plain_bytes": plain.taken_bytes,
+        "smallest_bytes": planned.taken_bytes,
+        "pace": planned.step_seconds / plain.step_seconds,
+        "plan": ours.to_python(),
+        "simulations": ours.evidence.simulations,
+        **took,
+        "hands": {key: (each.taken_bytes, each.step_seconds / plain.step_seconds) for key, each in hands.items()},
+        "ratio": planned.taken_bytes / min([best.taken_bytes, *(nbytes for nbytes, _ in drawn)]),
+    }
+    if drawn:
+        found["random"] = {"drawn": count, "ran": len(drawn), "bytes": min(drawn)[0], "plan": min(drawn)[1]}
+    print(
+        f"  {plain.taken_bytes / 1e6:6.2f} MB  planned {planned.taken_bytes / 1e6:6.2f} (x {found['pace']:.2f}, "
+        f"{took['processor_seconds']:5.1f} s)  by hand {best.taken_bytes / 1e6:6.2f} (x {found['hands'][label][1]:.2f})"
+        + (f"  random {min(drawn)[0] / 1e6:6.2f}" if drawn else "")
+        + f"  ratio {found['ratio']:.3f}  {label}",
+        flush=True,
+    )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names of the zoo, with commas between")
     parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--smallest", action="store_true", help="smallest peaks beside plans by hand")
+    parser.add_argument("--random", type=int, default=0, help="with --smallest: so many random compositions as well")
     parser.add_argument("--against", default="", help="only peers whose names contain this")
     parser.add_argument("--rounds", type=int, default=5, help="of steps that are timed beside each other")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
-    names = [name for name in options.only.split(",") if name] or (PEERS if options.peers else MODELS)
+    usual = PEERS if options.peers else tuple(SMALL) if options.smallest else MODELS
+    names = [name for name in options.only.split(",") if name] or usual
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["MEMSCALE_CACHE"] = cache  # what was planned on another day says nothing about today's planner
         for name in names:
             print(name, flush=True)
-            if options.peers:
+            if options.smallest:
+                found[name] = smallest(SMALL[name], options.random)
+            elif options.peers:
                 found[name] = beside_peers(name, options.rounds, options.against)
             else:
                 found[name] = kept_budgets(name, options.budgets)
