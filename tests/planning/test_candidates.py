@@ -1,7 +1,5 @@
 """What is on the menu: that which is left out there no search can find."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
@@ -14,18 +12,6 @@ from tests.planning.test_plan import CPU
 from tests.support.models import TransformerBlock
 
 ROUNDS = ms.Config(mode="aggressive")  # rows may be cut
-
-
-def test_batches_of_four_rows_are_cut_into_one_row_each_where_nothing_else_fits():
-    """Pieces of two rows were the smallest: of four rows there was no plan with less than half a batch at once."""
-    model = nn.Sequential(*[TransformerBlock(16, dropout=0.0) for _ in range(2)])
-    batch = torch.ones(4, 8, 16)
-    search = DecisionEngine(model, batch, loss=lambda y, _: y.square().mean(), hardware=CPU, config=ROUNDS).searches[0]
-    part = search.parts[0]
-    single = (("", ms.tile(chunks=4)),)
-    assert single not in [each.rules for each in search.menu.for_part(part, search.plain)]
-    fine = dataclasses.replace(search.menu, fine=True)
-    assert single in [each.rules for each in fine.for_part(part, search.plain)]
 
 
 class _Loop(nn.Module):

@@ -37,7 +37,7 @@ _FEWEST_ROWS = 2
 _EVERY = (1, 2, 4)
 # Calls in a step from which a module, such as a cell in a loop, is not tiled: one call works with a small share of the
 # bytes that the module keeps, so that tiles free next to nothing, and take long to simulate.
-_MANY_TURNS = 8
+MANY_TURNS = 8
 # The fewest bytes of a parameter that `offload` moves; `transform` warns of a plan that moves no parameter.
 _FEWEST_BYTES = AsyncOffloadConfig().min_bytes
 
@@ -111,14 +111,12 @@ class Menu:
         rows: the rows of the batch, its size along dimension 0.
         positions: the positions of a row, the batch's size along dimension 1; 1 without that dimension.
         casts: whether the whole model is cast.
-        fine: whether tiles with more chunks, and checkpoints of the whole model, are candidates as well.
     """
 
     techniques: frozenset[str]
     dtype: torch.dtype
     rows: int
     casts: bool = False
-    fine: bool = False
     positions: int = 1
 
     @classmethod
@@ -137,7 +135,7 @@ class Menu:
     def _for_part(self, part: Part, step: Trace) -> Iterator[Candidate]:
         whole, again = "", checkpoint()
         may = self.techniques.__contains__
-        may_cut = may("tile") and turns_of(step, part.path) < _MANY_TURNS
+        may_cut = may("tile") and turns_of(step, part.path) < MANY_TURNS
         cut = [
             child
             for child in (part.children if may_cut else ())
@@ -147,7 +145,7 @@ class Menu:
         together = self._together(part.module, part.path, step) if may_cut else ()
         # On a GPU the host launches the many small kernels of tiles within a recompute too slowly, and a mix of tiled
         # and other blocks fragments the allocator's memory: these candidates are for steps that fit no other way.
-        deep = self.fine or step.hardware.device_type == "cpu"
+        deep = step.hardware.device_type == "cpu"
         operators = operators_of(step, part.path)
         # The output of fused attention is the best tensor to keep: few bytes for much time. Attention without a fused
         # operator consists of matrix products, and products without batch dimensions are the best tensors to keep.
@@ -170,8 +168,6 @@ class Menu:
             yield Candidate(((child, pieces),))
             if may("checkpoint"):
                 yield Candidate(((whole, again), (child, pieces)))
-                if self.fine:
-                    yield Candidate(((whole, again), (child, self._tile(_FINE_CHUNKS))))
                 others = tuple((other, again) for other in part.children if other != child)
                 if others:
                     yield Candidate((*others, (child, pieces)))
@@ -179,7 +175,7 @@ class Menu:
             yield Candidate(((whole, again), *together))
         if chunks := self._whole_chunks(part, step):
             yield from self._cut_whole(part, step)
-            cut_in = partial(tile, chunks=chunks, **_dims(part.module))
+            cut_in = partial(tile, chunks=chunks, **dims_of_rows(part.module))
             for policy in kept if may("checkpoint") else ():
                 yield Candidate(((whole, compose(cut_in(recompute=False), checkpoint(policy=policy))),))
             if may("checkpoint") and deep:
@@ -220,7 +216,7 @@ class Menu:
             twice = tuple((path, again) for path in inside if len(inside) > 1)
             # A checkpoint of the whole model frees what waits between its parts, which is little, and takes long to
             # simulate.
-            if group.path or self.fine:
+            if group.path:
                 yield Candidate(((whole, again),))
                 if twice:
                     yield Candidate(((whole, again), *twice))
@@ -231,11 +227,9 @@ class Menu:
         yield from self._cut_whole(group, step)
 
     def _cut_whole(self, part: Part, step: Trace) -> Iterator[Candidate]:
-        """Yields the tiles of all rows of a part, with more chunks as well if the menu is `fine`."""
-        chunks = self._whole_chunks(part, step)
-        for each in dict.fromkeys((chunks, min(_FINE_CHUNKS, self.rows)) if self.fine and chunks else (chunks,)):
-            if each:
-                yield Candidate((("", tile(chunks=each, **_dims(part.module))),))
+        """Yields the tile of all rows of a part."""
+        if chunks := self._whole_chunks(part, step):
+            yield Candidate((("", tile(chunks=chunks, **dims_of_rows(part.module))),))
 
     def for_outside(self, model: nn.Module, parts: tuple[Part, ...], step: Trace) -> tuple[Candidate, ...]:
         """Returns the candidates for the rest of the model: a tiled loss head, and tiled norms for one long row."""
@@ -295,11 +289,11 @@ class Menu:
 
         The number of chunks is fixed, not the rows of a chunk: a larger batch would have very many chunks.
         """
-        may = self.tiles and turns_of(step, part.path) < _MANY_TURNS and may_be_proven(operators_of(step, part.path))
+        may = self.tiles and turns_of(step, part.path) < MANY_TURNS and may_be_proven(operators_of(step, part.path))
         return min(_CHUNKS, self.rows // _FEWEST_ROWS) if may and self.rows >= 2 * _FEWEST_ROWS else 0
 
     def _cuts(self, part: Part, step: Trace) -> Iterator[tuple[Cut, ...]]:
-        return cuts_of_row(part.module, part.path, step) if turns_of(step, part.path) < _MANY_TURNS else iter(())
+        return cuts_of_row(part.module, part.path, step) if turns_of(step, part.path) < MANY_TURNS else iter(())
 
     def _tile(self, chunks: int) -> Transform:
         # A batch of fewer rows than chunks is cut along dimension 1: modules that compute each position independently
@@ -344,7 +338,7 @@ def _segments(module: nn.Module) -> Iterator[tuple[Cut, ...]]:
                     yield tuple(cuts[:count])
 
 
-def _dims(module: nn.Module) -> dict[str, Any]:
+def dims_of_rows(module: nn.Module) -> dict[str, Any]:
     """Returns the dimensions of rows in a module's arguments and results, for `tile`; empty for dimension 0."""
     if not isinstance(module, nn.RNNBase):
         return {}

@@ -30,9 +30,11 @@ from memscale.core import template
 from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.groups import groups_of
 from memscale.planning.parts.parts import Part, parts_of
-from memscale.planning.search.found import Found, Proven, fastest_of, smallest_of
+from memscale.planning.search.descent import Descent, DescentStep, is_inside
+from memscale.planning.search.found import Found, Proven, fastest_of
 from memscale.planning.solving.solver import Choice, Chooser, LinkRates
-from memscale.planning.trials.costs import GROUPED, Assignment, Costs, measured_costs
+from memscale.planning.stepping import held_by_phase
+from memscale.planning.trials.costs import GROUPED, Assignment, Costs, costs_of_step, measured_costs
 from memscale.planning.trials.groups import shown_bytes, with_groups
 from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Trials
@@ -125,6 +127,8 @@ class Search:
         self._proofs: dict[Assignment, Proven] = {}
         self._choices: dict[tuple[frozenset[str], int], Choice | None] = {}
         self._trial_steps = 0
+        self._by_rules: dict[Rules, Proven] = {}
+        self._descents: dict[Assignment, tuple[list[DescentStep], int]] = {}
         self._small: dict[tuple[frozenset[str], int], dict[Assignment, Proven]] = {}
 
     # -- parts, costs and inner searches -------------------------------------------------------------------------------
@@ -175,9 +179,9 @@ class Search:
 
     @property
     def shown(self) -> list[Proven]:
-        """Returns all choices whose steps were simulated, including those of `uncut` and `finer`."""
-        inner = [each for name in ("uncut", "finer") if (each := vars(self).get(name)) is not None]
-        return [*self._proofs.values(), *(proven for each in inner for proven in each.shown)]
+        """Returns all plans whose steps were simulated, including those of `uncut`."""
+        inner = vars(self).get("uncut")
+        return [*self._proofs.values(), *self._by_rules.values(), *(inner.shown if inner is not None else ())]
 
     @functools.cached_property
     def uncut(self) -> Search | None:
@@ -189,15 +193,6 @@ class Search:
         if not self.menu.tiles or self.patience < _ROUNDS or own == others:
             return None
         return self.among(self.menu.techniques - {"tile"})
-
-    @functools.cached_property
-    def finer(self) -> Search | None:
-        """Returns the search with the model as a group and with more chunks per tile; None if neither is possible."""
-        menu = dataclasses.replace(self.menu, fine=True)
-        if self.menu.fine or self.patience < _ROUNDS:
-            return None
-        more = any(menu.for_part(part, self.plain) != self.menu.for_part(part, self.plain) for part in self.parts)
-        return self._other(menu) if more or any(not each.path for each in self._groups) else None
 
     def _other(self, menu: Menu) -> Search:
         """Returns the search of the same step for another menu, with this search's trials if the parts are the same."""
@@ -261,8 +256,6 @@ class Search:
             if not found and (best := _best(tried.values(), most)):
                 # A simulated step that is faster than the bound of the costs refutes the bound.
                 found.append(Found(best, min([best.seconds, *bounds]), self._trial_steps + len(tried)))
-        if not found and below_seconds == np.inf and self.finer is not None:
-            found += filter(None, [self.finer.fastest(budget_bytes)])
         if self.uncut is not None:
             below = min([below_seconds, *(each.proven.seconds for each in found)])
             found += filter(None, [self.uncut.fastest(budget_bytes, below)])
@@ -284,16 +277,67 @@ class Search:
             hardly = self._chooser.held_bytes(alike) > _HARDLY[True] * least_bytes
             if not hardly and not _reaches(tried.values(), floor_bytes):
                 tried[alike] = self.prove(alike)
-        best = min(tried.values(), key=lambda each: (max(each.taken_bytes, enough_bytes), each.seconds))
-        found = [Found(best, best.seconds, self._trial_steps + len(tried))]
-        for other in ("finer", "uncut"):
-            if (
-                min(each.proven.taken_bytes for each in found) > enough_bytes
-                and not _reaches([each.proven for each in found], floor_bytes)
-                and (search := getattr(self, other))
-            ):
-                found.append(search.smallest(floor_bytes, enough_bytes))
-        return smallest_of(found, enough_bytes)
+        found, count = [*tried.values()], self._trial_steps + len(tried)
+        if not _reaches(found, floor_bytes) and self.patience >= _ROUNDS:
+            smaller, more = self._descended(min(found, key=lambda each: each.taken_bytes), enough_bytes)
+            found, count = [*found, *smaller], count + more
+        best = min(found, key=lambda each: (max(each.taken_bytes, enough_bytes), each.seconds))
+        return Found(best, best.seconds, count)
+
+    def _descent(self, start: Proven, floor_bytes: int) -> tuple[list[DescentStep], int]:
+        """Returns the steps of the descent from `start`, and the number of simulations."""
+        if start.assignment not in self._descents:
+
+            def simulate(rules: Rules, away: frozenset[str]) -> Trace:
+                return self._simulate(self._with(self._cast(rules)), False, away)
+
+            descent = Descent(self._model, self.plain, self.menu, simulate)
+            steps = descent.run(self.costs.rules(start.assignment), floor_bytes)
+            self._descents[start.assignment] = steps, descent.simulations
+        return self._descents[start.assignment]
+
+    def _descended(self, start: Proven, enough_bytes: int) -> tuple[list[Proven], int]:
+        """Returns steps of the descent from `start`, the fastest with `enough_bytes` or the smallest, and a count.
+
+        The count is that of the simulations.
+        """
+        profile = analyse(self.plain)
+        states_bytes = int(attribute(self.plain, [""]).states_bytes.sum())
+        # The update holds as much under any plan that streams no parameters.
+        updates_bytes = 0 if self.costs.streams(start.assignment) else held_by_phase(profile).get("optimizer", 0)
+        steps, count = self._descent(start, max(0, updates_bytes - states_bytes))
+        found: list[Proven] = []
+        fitting = [each for each in steps if max(updates_bytes, each.taken_bytes + states_bytes) <= enough_bytes]
+        for each in (*sorted(fitting, key=lambda each: each.seconds), *steps[-1:]):
+            found.append(self._prove_rules(each.rules))
+            if found[-1].taken_bytes <= enough_bytes:
+                break
+        return found, count + len(found)
+
+    def _cast(self, rules: Rules) -> Rules:
+        return self.menu.cast_within(Candidate(rules)).rules if self.menu.casts else rules
+
+    def _prove_rules(self, rules: Rules) -> Proven:
+        """Returns the plan of `rules` with its simulated step; its parts are the outermost modules with rules."""
+        rules = self._cast(rules)
+        if rules not in self._by_rules:
+            paths = dict.fromkeys(path for path, _ in rules)
+            tops = [path for path in paths if not any(is_inside(path, other) for other in paths)]
+            parts = tuple(Part(path, self._model.get_submodule(path), (), path) for path in tops)
+            chosen = [
+                Candidate(
+                    tuple(
+                        (path.removeprefix(top).lstrip("."), how)
+                        for path, how in rules
+                        if path == top or is_inside(path, top)
+                    )
+                )
+                for top in tops
+            ]
+            step = self._simulate(self._with(rules), True, _WHOLE)
+            costs = costs_of_step(self.plain, parts, chosen, step)
+            self._by_rules[rules] = self._proven(costs, (*[1] * len(parts), 0), step)
+        return self._by_rules[rules]
 
     def least(self) -> Proven:
         """Returns the choice with the smallest estimated peak, by one simulation; `smallest` takes many."""
@@ -314,21 +358,23 @@ class Search:
     def prove(self, assignment: Assignment) -> Proven:
         """Returns an assignment with its simulated step."""
         if assignment not in self._proofs:
-            step = self._whole(assignment)
-            found = attribute(step, self.costs.paths)
-            held = dict(zip(found.intervals, (found.held_bytes.sum(axis=0) - found.slack_bytes).tolist(), strict=True))
-            taken = found.seconds[:, :2].sum(axis=1)
-            self._proofs[assignment] = Proven(
-                self.costs,
-                self.menu,
-                self.always,
-                assignment,
-                Plan(self._with(self.costs.rules(assignment))),
-                analyse(step),
-                shown_bytes(self.costs, assignment, held),
-                np.r_[taken[:-1], np.zeros(len(self.costs.groups)), taken[-1:]],
-            )
+            self._proofs[assignment] = self._proven(self.costs, assignment, self._whole(assignment))
         return self._proofs[assignment]
+
+    def _proven(self, costs: Costs, assignment: Assignment, step: Trace) -> Proven:
+        found = attribute(step, costs.paths)
+        held = dict(zip(found.intervals, (found.held_bytes.sum(axis=0) - found.slack_bytes).tolist(), strict=True))
+        taken = found.seconds[:, :2].sum(axis=1)
+        return Proven(
+            costs,
+            self.menu,
+            self.always,
+            assignment,
+            Plan(self._with(costs.rules(assignment))),
+            analyse(step),
+            shown_bytes(costs, assignment, held),
+            np.r_[taken[:-1], np.zeros(len(costs.groups)), taken[-1:]],
+        )
 
     # -- how answers are found -----------------------------------------------------------------------------------------
 

@@ -198,6 +198,31 @@ def measured_costs(
     )
 
 
+def costs_of_step(plain: Trace, parts: tuple[Part, ...], chosen: Sequence[Candidate], step: Trace) -> Costs:
+    """Returns the costs of one candidate for each part, as a simulated step with these candidates shows them.
+
+    Args:
+        plain: the trace of the step as written, with its update.
+        parts: the parts.
+        chosen: the candidate of each part.
+        step: the trace of the step with the candidates.
+    """
+    base, found = (attribute(each, [part.path for part in parts]) for each in (plain, step))
+    every = frozenset(range(len(parts)))
+    effects = [
+        (_effect(base, base, row, row), _effect(base, found, row, row, every, moves=bool(each.techniques & MOVES)))
+        for row, each in enumerate((*chosen, AS_IT_IS))
+    ]
+    return Costs(
+        base.intervals,
+        parts,
+        (*((AS_IT_IS, each) for each in chosen), (AS_IT_IS,)),
+        (*effects[:-1], effects[-1][:1]),
+        float(base.seconds[:, 2].sum()),
+        {},
+    )
+
+
 def _moment_bytes(base: Attribution) -> Bytes:
     """Returns [interval] the bytes of the optimizer's temporaries."""
     outside = base.held_bytes[-1]

@@ -26,8 +26,9 @@ from memscale.transforms.tile.rowwise import RowwiseWatch, names
 FEWEST_ROWS = 3
 
 
-# Operators that fill a tensor with one number, which `spelled` spells out.
-_FILLED = frozenset(getattr(torch.ops.aten, name).default for name in ("zeros", "ones", "full"))
+_EXPANDED = torch.ops.aten.expand.default
+# Operators that fill a tensor with one number, which `spelled` spells out, or repeat a tensor without rows.
+_FILLED = frozenset(getattr(torch.ops.aten, name).default for name in ("zeros", "ones", "full", "expand"))
 
 
 class _Local(threading.local):
@@ -90,10 +91,12 @@ class IndependenceWatch(RowwiseWatch):
             if rule is None and draws(func):
                 raise self._unproven(func)
             result = super().on_call(func, args, kwargs)
-            # Recurrent states begin as zeros with one entry per row. A length that equals the number of rows by chance
-            # differs between the two runs, which then differ.
-            if func in _FILLED and result.shape.count(self._count) == 1:
-                filled = Rows(result.shape.index(self._count))
+            # Recurrent states begin as zeros with one entry per row, and learned queries as a parameter that is
+            # expanded to as many rows. A length that equals the number of rows by chance differs between the two runs,
+            # which then differ.
+            at = result.shape.index(self._count) if func in _FILLED and result.shape.count(self._count) == 1 else None
+            if at is not None and (func is not _EXPANDED or result.stride(at) == 0):
+                filled = Rows(at)
                 self._note(result, filled)
                 self.calls.append(f"{spelled(func, given)} {_rows_and_sizes(result, filled)}")
                 return result

@@ -253,6 +253,12 @@ def _recurrent_on_cpu(call: Call) -> tuple[Rows | None, ...] | None:
     return Rows(1), Rows(0), Rows(0), None
 
 
+def _normalized_by_buffers(call: Call) -> tuple[Rows | None, ...] | None:
+    """The rule of BatchNorm, whose statistics are buffers in evaluation, and those of all rows in training."""
+    found = None if call.given["training"] else call.only("input")
+    return (found[1], None, None) if found and found[1].dim != 1 else None  # dimension 1 holds the channels
+
+
 def _recurrent_on_card(call: Call) -> tuple[Rows | None, ...] | None:
     """The rule of `_cudnn_rnn`: all layers; the results after the states are for backward."""
     given, place = call.given, Rows(0 if call.given["batch_first"] else 1)
@@ -289,6 +295,7 @@ _RULES: dict[str, Rule] = {
         ("linear", _projected),
         ("convolution", _first("input")),
         ("native_group_norm", _first("input")),
+        ("native_batch_norm", _normalized_by_buffers),
         ("native_layer_norm _fused_rms_norm", _normalized),
         (
             "max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d _adaptive_avg_pool2d "

@@ -16,6 +16,7 @@ torch.manual_seed(0)
 WEIGHT, TABLE = torch.randn(WIDTH, WIDTH), torch.randn(TOKENS, TOKENS)
 LSTM, GRU = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.GRU(WIDTH, WIDTH, batch_first=True)
 TIME_FIRST = nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True)
+QUERIES, PLACES = torch.randn(3, WIDTH), torch.randn(ROWS, 1, 1)
 
 
 def _heads(x):
@@ -48,6 +49,11 @@ INDEPENDENT = {
         (x.transpose(0, 1).reshape(-1, WIDTH) @ WEIGHT).view(TOKENS, len(x), WIDTH)
     ).transpose(0, 1),
     "recurrent": lambda x: LSTM(x)[0] + GRU(x)[0],
+    "recurrent, of one state for all": lambda x: LSTM(x, (torch.ones(1, 1, 4).expand(1, len(x), 4).contiguous(),) * 2)[
+        0
+    ],
+    "queries for each": lambda x: QUERIES.expand(len(x), -1, -1) @ x.transpose(1, 2) @ x,
+    "normalized by buffers": lambda x: F.batch_norm(x, torch.zeros(TOKENS), torch.ones(TOKENS)),
     "recurrent, time first": lambda x: TIME_FIRST(x.transpose(0, 1))[0].transpose(0, 1)[..., :WIDTH],
     "padded": lambda x: F.max_pool2d(F.pad(x, (1, 1))[:, None], 2),
     "mirrored, and enlarged": lambda x: F.pixel_shuffle(
@@ -94,6 +100,7 @@ def test_a_recurrent_layer_is_proven_and_cut_with_its_states(layer, rows):
 
 COUPLED = {
     "softmax over them": lambda x: x.softmax(0),
+    "normalized by all": lambda x: F.batch_norm(x, torch.zeros(TOKENS), torch.ones(TOKENS), training=True),
     "their mean": lambda x: x - x.mean(0),
     "a mean of all": lambda x: x - x.mean(),
     "one after the other": lambda x: x.cumsum(0),
@@ -110,7 +117,8 @@ COUPLED = {
     "their frequencies": lambda x: torch.fft.fft(x, dim=0).abs(),
     "as many ones": lambda x: x / torch.ones(len(x)).sum(),
     "one after the other, with what is kept": lambda x: TIME_FIRST(x)[0],
-    "states that are not theirs": lambda x: LSTM(x, (torch.ones(1, 1, 4).expand(1, len(x), 4).contiguous(),) * 2)[0],
+    "states that are not theirs": lambda x: LSTM(x, (torch.ones(1, ROWS, 4)[:, : len(x)].contiguous(),) * 2)[0],
+    "a table of their places, spread": lambda x: x + PLACES[: len(x)].expand(len(x), TOKENS, WIDTH),
     "where they are in the piece": lambda x: x + torch.arange(len(x))[:, None, None],
     "their number": lambda x: x + torch.ones(len(x), 1, 1).cumsum(0),
     "random numbers": lambda x: F.dropout(x, 0.5),
