@@ -202,7 +202,7 @@ def test_an_interrupt_leaves_the_best_so_far(objective):
     assert best.interrupted
     assert best.confirmation is None
     assert best.plan.evidence.planned.taken_bytes <= 900_000
-    assert "stopped: the best so far" in str(best)
+    assert "stopped: the best so far" in " ".join(str(best).split())  # whatever the width
     with pytest.raises(KeyboardInterrupt):
         tuning(900_000, stop=lambda _: True)
 
@@ -334,7 +334,7 @@ def test_after_the_last_second_the_best_so_far_is_returned():
     assert (fits.size, fits.interrupted) == (1, False)
     assert fits.notes[0] == "stopped after 0 s (allow more seconds): other sizes may do better"
     assert not fits.complete
-    assert "(stopped: the best so far)" in str(fits).splitlines()[0]
+    assert "(stopped: the best so far)" in " ".join(str(fits).split())
     small = tuning("1GiB", at_least=4, at_most=4).plan.evidence.plain.taken_bytes - 1
     planned = tuning(small, at_least=4, at_most=8, seconds=0)
     assert planned.size == 4
