@@ -68,14 +68,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_smallest_plan_takes_no_more_than_one_by_hand(name):
+def test_the_smallest_plan_takes_as_little_as_one_by_hand(name):
     make, batch, rules = CASES[name]
     torch.manual_seed(0)
     model = make()
     step = {"loss": square, "hardware": CPU}
     plan = ms.DecisionEngine(model, batch, config=ROUNDS, **step).smallest()
     hand = ms.profile(model, batch, plan=rules, **step)
-    assert plan.evidence.planned.taken_bytes <= 1.02 * hand.taken_bytes
+    assert plan.evidence.planned.taken_bytes <= 1.001 * hand.taken_bytes  # one is 768 bytes of 2.4 MB above
     assert ms.profile(model, batch, plan=plan, **step).taken_bytes == plan.evidence.planned.taken_bytes
     fit = ms.transform(model, plan)
     for each in (model, fit):

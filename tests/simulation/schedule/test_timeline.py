@@ -18,7 +18,7 @@ SLOWER = dataclasses.replace(
     flops_per_second={dtype: rate / 30 for dtype, rate in H100.flops_per_second.items()},
     bandwidth_bytes_per_second=H100.bandwidth_bytes_per_second / 30,
 )
-#: Cards with the kernels of an H100: others rates, another link, another host, other links between processes.
+#: Cards with the kernels of an H100: other rates, another link, another host, other links between processes.
 OTHERS = {
     "slower": SLOWER,
     "link": dataclasses.replace(H100, host_to_device_bytes_per_second=5e9, device_to_host_bytes_per_second=3e9),
