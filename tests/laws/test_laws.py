@@ -11,7 +11,7 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose, identity, offload, policies
 from tests.support.checks import bits, check_argument_untouched, seed
-from tests.support.models import Polynomial, TransformerBlock, integers, mlp, numbers
+from tests.support.models import FrozenHalves, Polynomial, TransformerBlock, integers, mlp, numbers
 
 NAMESPACE = {
     "Plan": ms.Plan,
@@ -104,14 +104,14 @@ def models(draw, exact):
     """A stack of random blocks, some of them nested, and an input for it."""
     torch.manual_seed(draw(st.integers(0, 1000)))
     width = 3 if exact else 8
-    choices = [Polynomial] if exact else [mlp, TransformerBlock, nn.LayerNorm, lambda w: nn.Dropout(0.5)]
+    choices = [Polynomial] if exact else [mlp, TransformerBlock, nn.LayerNorm, lambda w: nn.Dropout(0.5), FrozenHalves]
     depth = st.integers(1, 2 if exact else 3)
     parts = [
         nn.Sequential(*[draw(st.sampled_from(choices))(width) for _ in range(draw(depth))]) for _ in range(draw(depth))
     ]
     # The weights of a fresh LayerNorm or Dropout alone could leave nothing to train.
     model = nn.Sequential(*parts) if exact else nn.Sequential(*parts, nn.Linear(width, width))
-    return model, integers(2, width) if exact else numbers(2, 3, width)
+    return model, integers(2, width) if exact else numbers(draw(st.sampled_from([1, 2])), 3, width)
 
 
 def rules_for(model):
@@ -123,7 +123,8 @@ def rules_for(model):
 def step(model, x):
     seed()
     out = model(x)
-    return out, torch.autograd.grad(out.square().sum(), [x, *model.parameters()]), torch.get_rng_state()
+    trained = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+    return out, torch.autograd.grad(out.square().sum(), trained), torch.get_rng_state()
 
 
 @pytest.mark.filterwarnings("ignore:.*this is said once:RuntimeWarning")  # a tier that a host has not

@@ -111,6 +111,22 @@ class TransformerBlock(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
+class FrozenHalves(nn.Module):
+    """A frozen projection of two slices of the sequence.
+
+    With one row in the batch, the strides of a slice decide whether PyTorch folds the product with the frozen weight
+    into a matrix product; a recompute must see the same strides.
+    """
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh())
+        self.part.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.part(x[:, :2]), self.part(x[:, 2:])], 1)
+
+
 class Tied(nn.Module):
     """Two modules that hold one weight, and a third that reads it transposed."""
 

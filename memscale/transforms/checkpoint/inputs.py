@@ -132,7 +132,7 @@ class Inputs:
             given = held.detach().requires_grad_(requires_grad)
             if requires_grad and not self._leaves[index] and type(given) is torch.Tensor and not given.is_nested:
                 with unrecorded(), torch.enable_grad():
-                    given = given.view_as(given)
+                    given = torch.ops.aten.alias(given)
         elif (
             held.requires_grad != requires_grad
             or (self._is_cut and not held.is_leaf)

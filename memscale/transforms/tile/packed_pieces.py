@@ -58,6 +58,9 @@ class PackedPieces(PacksSeveral):
 
 
 def packed_pieces_of(cut: Cut) -> PackedPieces | None:
-    """Returns the packed arguments of the pieces of `cut` if a recompute surrounds the region, else None."""
-    hooks = hooks_around()
+    """Returns the packed arguments of the pieces of `cut` if a recompute surrounds the region, else None.
+
+    None without grad mode as well: autograd saves nothing then, and only a first call looks for projections.
+    """
+    hooks = hooks_around() if torch.is_grad_enabled() else None
     return PackedPieces(cut, hooks) if hooks is not None and recomputes(hooks[1]) else None

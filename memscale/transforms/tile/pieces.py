@@ -68,7 +68,7 @@ class Take(torch.autograd.Function):
         ctx.place = (dim, start, length)
         ctx.shape = whole.shape
         ctx.set_materialize_grads(False)
-        return whole.narrow(dim, start, length), whole.view_as(whole)
+        return whole.narrow(dim, start, length), torch.ops.aten.alias(whole)
 
     @staticmethod
     def backward(ctx: Any, piece: torch.Tensor | None, whole: torch.Tensor | None) -> Any:

@@ -705,3 +705,21 @@ def test_attention_written_by_hand(how):
     q, k, v = numbers(3, 4, 7, 8), numbers(3, 4, 7, 8), numbers(3, 4, 7, 8)
     mask = torch.ones(7, 7).tril().bool()
     check_close(attention, how, (q, k, v, mask), [q, k, v])
+
+
+@pytest.mark.parametrize(
+    "around", [checkpoint(), compose(ms.offload(min_bytes=0), checkpoint()), ms.offload()], ids=repr
+)
+@pytest.mark.parametrize("inner", [None, tile(chunks=2, dim=1)], ids=["tile", "tile of tiles"])
+def test_pieces_of_one_long_row_through_a_frozen_projection(around, inner):
+    """A LoRA model at a long context: the pieces of one row are not contiguous along its dimension of size 1."""
+    width = 8
+    tiled = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False), nn.SiLU()) for _ in range(2)))
+    model = nn.Sequential(nn.Linear(width, width), tiled.requires_grad_(False))
+    rules = [*([] if inner is None else [("1.*", inner)]), ("1", tile(chunks=2, dim=1)), ("", around)]
+    x = numbers(1, 8, width)
+    expected, actual = (
+        gradients(each, (x,), [x, *model[0].parameters()]) for each in (model, ms.transform(model, rules))
+    )
+    for one, other in zip(expected[1], actual[1], strict=True):
+        assert ulps(one, other) <= ULPS
