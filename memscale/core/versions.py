@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -17,9 +18,12 @@ def version(tensor: torch.Tensor) -> int:
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Returns the version of each of `tensors`, in a third of the time of calls of `version`."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_read_version, tensors))
     except RuntimeError:  # one is an inference tensor, which has no version
         return [version(tensor) for tensor in tensors]
+
+
+_read_version = operator.attrgetter("_version")
 
 
 def described(what: str, dtype: torch.dtype, size: torch.Size) -> str:

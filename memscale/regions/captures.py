@@ -32,7 +32,7 @@ from torch import nn
 from memscale.core import Assembled, TransformError
 from memscale.regions.class_cache import cached_by_class
 from memscale.regions.code import code_names, code_reached, function_of, global_names
-from memscale.regions.contents_check import ContentsCheck
+from memscale.regions.contents_check import contents_check
 from memscale.regions.environment import global_hooks
 from memscale.regions.kinds import Sort, is_followed, is_of_threads, sort_of
 from memscale.regions.randomness import HostGenerator, is_host_generator
@@ -91,6 +91,11 @@ def _leads_on(kind: Any) -> bool:
 LastingName = tuple[int, Any]
 
 
+def _is_not_sealed() -> bool:
+    """The `is_current` of captures that were not sealed, or were changed since."""
+    return False
+
+
 class SharedCaptures(Exception):
     """Raised by `Captures.include` on sealed captures, which several calls share."""
 
@@ -118,14 +123,14 @@ class Captures:
 
     Attributes of sealed captures:
         values: the tensors of `tensors`.
+        flags: `training` of each module.
         has_stand_ins: whether one of the tensors is a stand-in.
+        is_current: tells whether every slot still has its recorded contents, so that new captures would be equal.
     """
 
     __slots__ = (
         "_at",
-        "_check",
         "_copied",
-        "_flags",
         "_follows",
         "_met",
         "_modules",
@@ -134,10 +139,12 @@ class Captures:
         "_seen",
         "_skips_modules",
         "contents",
+        "flags",
         "followed",
         "generators",
         "has_stand_ins",
         "hooks",
+        "is_current",
         "labels",
         "optimizers",
         "slots",
@@ -152,7 +159,6 @@ class Captures:
         self.followed: list[int] = []
         self._modules: list[nn.Module] = []
         self._root: weakref.ref[nn.Module] | None = None
-        self._flags: tuple[bool, ...] | None = None
         self.slots: list[StateSlot] = []
         self.labels: list[int] = []
         self._at = 0
@@ -161,7 +167,7 @@ class Captures:
         self.generators: list[torch.Generator | HostGenerator] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.hooks: list[tuple[dict[Any, Any], Content]] = []
-        self._check: ContentsCheck | None = None
+        self.is_current: Callable[[], bool] = _is_not_sealed
         self._seen: set[int] = set()
         self._skips_modules = False
         self._copied: tuple[Collection[Any], list[int], list[int]] | None = None
@@ -170,6 +176,7 @@ class Captures:
             for hook in table.values():
                 self._visit_callback(hook)
         self._follow()
+        self.flags = tuple([module.training for module in self._modules])
 
     def describe(self, position: int, key: Any) -> str:
         """Returns the words by which an error names the tensor at `key` of the slot at `position`."""
@@ -188,7 +195,7 @@ class Captures:
     def exchanged(self, other: Mapping[int, torch.Tensor]) -> Captures:
         """Returns a copy of the captures with tensors replaced; `other` maps the id of a tensor to its replacement."""
         found = copy.copy(self)
-        found._check = found._copied = None  # both refer to the tensors before the exchange
+        found.is_current, found._copied = _is_not_sealed, None  # both refer to the tensors before the exchange
         found.contents = [copy.copy(content) for content in self.contents]
         found.tensors = [(position, key, other.get(id(tensor), tensor)) for position, key, tensor in self.tensors]
         for position, key, tensor in found.tensors:
@@ -224,20 +231,24 @@ class Captures:
         Raises:
             SharedCaptures: the captures are sealed, so that other calls may hold them.
         """
-        if self._check is not None:
+        if self.is_current is not _is_not_sealed:
             raise SharedCaptures
         self._visit(thing, NOWHERE)
         self._follow()
+        self.flags = tuple([module.training for module in self._modules])
 
     @property
     def modules(self) -> list[nn.Module]:
         """Every module reached, once each."""
         return self._modules if self._root is None else [self._root(), *self._modules]  # type: ignore[list-item]
 
+    def root(self) -> nn.Module | None:
+        """Returns the module that these captures refer to weakly, if they do."""
+        return None if self._root is None else self._root()
+
     def seal(self) -> Captures:
         """Returns the captures, prepared for `is_current`. Must be called before any of the state can change."""
-        self._check = ContentsCheck([*zip(self.slots, self.contents, strict=True), *self.hooks])
-        self._flags = self.flags()
+        self.is_current = contents_check([*zip(self.slots, self.contents, strict=True), *self.hooks])
         self.values = [tensor for _, _, tensor in self.tensors]
         self.has_stand_ins = any_stand_in(self.values)
         return self
@@ -267,11 +278,6 @@ class Captures:
         return self._copied[1:]
 
     @property
-    def is_current(self) -> bool:
-        """Whether every slot still has its recorded contents, so that new captures would be equal."""
-        return self._check is not None and self._check.is_current()
-
-    @property
     def may_last(self) -> bool:
         """Whether the captures may be kept after the run: the only tensors that they keep alive are parameters and
         registered buffers, and no module has a temporary `forward` that refers back to it.
@@ -295,10 +301,6 @@ class Captures:
         """
         is_container = isinstance(self.slots[position], CONTAINERS) and not isinstance(key, str)
         return self.labels[position], None if is_container else key
-
-    def flags(self) -> tuple[bool, ...]:
-        """Returns `training` of each module."""
-        return self._flags or tuple([module.training for module in self.modules])
 
     def _add(self, slot: StateSlot) -> Content:
         """Records a slot and its tensors, and returns its contents."""

@@ -1,6 +1,6 @@
 """A comparison of state slots with their recorded contents, which every call of a region makes three times.
 
-Most slots are dictionaries of modules, whose values a prepared `operator.itemgetter` reads in one call.
+The comparison runs in C: `map` reads the slots, and `all(map(is_, ...))` compares the objects.
 """
 
 from __future__ import annotations
@@ -8,92 +8,73 @@ from __future__ import annotations
 import operator
 import types
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from memscale.regions.state_slots import CONTAINERS, Attributes, Content, Fields, Names, StateSlot, dictionary_of, holds
 
-_ORDINARY = {str, int}  # keys that compare in no time
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_call: Callable[[Callable[[], Any]], Any] = getattr(operator, "call", lambda read: read())  # since Python 3.11
 
 
-class ContentsCheck:
-    """Tells whether state slots still have their recorded contents.
+def contents_check(contents: list[tuple[StateSlot, Content]]) -> Callable[[], bool]:
+    """Returns a function that tells whether every slot still holds its recorded objects, in the recorded order.
+
+    Objects are compared by `is`.
 
     Args:
         contents: the slots and their contents, at the time of recording.
     """
+    reads: list[Callable[[], Iterable[Any]]] = []  # each returns some of the objects that the slots hold now
+    recorded: list[Any] = []  # what `reads` returned when the contents were recorded, all in one list
+    sized: list[Any] = []
+    sizes: list[int] = []
+    empty: list[Any] = []
+    others: list[tuple[StateSlot, Content]] = []
 
-    __slots__ = (
-        "_cells",
-        "_empty",
-        "_getters",
-        "_held",
-        "_keys",
-        "_lengths",
-        "_others",
-        "_sized",
-        "_sizes",
-        "_tables",
-        "_values",
-        "_views",
-    )
+    def add_entries(mapping: dict[Any, Any], entries: Any) -> None:
+        if entries:
+            names = (*entries, next(iter(entries)))  # with a single name `itemgetter` would return no tuple
+            reads.append(partial(operator.itemgetter(*names), mapping))
+            recorded.extend([entries[name] for name in names])
 
-    def __init__(self, contents: list[tuple[StateSlot, Content]]) -> None:
-        self._getters: list[tuple[Callable[[Any], Iterable[Any]], Any]] = []  # of values in a dictionary
-        self._held: list[Any] = []  # those values, all in one list
-        self._cells: list[types.CellType] = []
-        self._sized: list[dict[Any, Any]] = []
-        self._sizes: list[int] = []
-        self._tables: list[dict[Any, Any]] = []  # dictionaries whose order counts
-        self._values: list[Any] = []  # their values, all in one list, then those of the cells
-        self._empty: list[Any] = []
-        self._others: list[tuple[StateSlot, Content]] = []
-        in_cells: list[Any] = []
-        for slot, content in contents:
-            kind = type(slot)
-            if not content and kind in CONTAINERS:
-                self._empty.append(slot)
-            elif kind is types.CellType and content:
-                self._cells.append(slot)
-                in_cells += content
-            elif kind is Names and all(name in slot.mapping for name in slot.names):
-                self._add(slot.mapping, {name: slot.mapping[name] for name in slot.names})
-            elif kind is Attributes or (kind is Fields and not slot.members):
-                own = dictionary_of(slot)
-                self._sized.append(own)
-                self._sizes.append(len(content) + (slot.bookkeeping if kind is Attributes else 0))
-                # Code may give a module another table, whose contents no slot has.
-                tables: Any = {name: own[name] for name in _TABLES if name in own} if kind is Attributes else {}
-                self._add(own, tables | content)
-            elif kind is dict and _ORDINARY.issuperset(map(type, content)):
-                self._tables.append(slot)
-                self._values += content.values()  # type: ignore[union-attr]
-            else:
-                self._others.append((slot, content))
-        self._values += in_cells
-        self._keys = list(chain.from_iterable(self._tables))
-        self._lengths = list(map(len, self._tables))
-        self._views = [table.values() for table in self._tables]  # which follow later changes
+    for slot, content in contents:
+        kind = type(slot)
+        if not content and kind in CONTAINERS:
+            empty.append(slot)
+        elif kind is types.CellType and content:
+            reads.append(partial(_in_cell, slot))
+            recorded += [*content, *content]
+        elif kind is Names and all(name in slot.mapping for name in slot.names):
+            add_entries(slot.mapping, {name: slot.mapping[name] for name in slot.names})
+        elif kind is Attributes or (kind is Fields and not slot.members):
+            own = dictionary_of(slot)
+            sized.append(own)
+            sizes.append(len(content) + (slot.bookkeeping if kind is Attributes else 0))
+            # Code may give a module another table, whose contents no slot has.
+            tables: Any = {name: own[name] for name in _TABLES if name in own} if kind is Attributes else {}
+            add_entries(own, tables | content)
+        elif kind is dict:
+            sized.append(slot)
+            sizes.append(len(content))
+            reads += [slot.keys, slot.values]  # in the order of the dictionary, which counts
+            recorded += [*content, *content.values()]  # type: ignore[union-attr]
+        else:
+            others.append((slot, content))
 
-    def _add(self, mapping: dict[Any, Any], content: Any) -> None:
-        if content:
-            names = (*content, next(iter(content)))  # of at least two names `itemgetter` makes a tuple
-            self._getters.append((operator.itemgetter(*names), mapping))
-            self._held += [content[name] for name in names]
-
-    def is_current(self) -> bool:
-        """Returns whether every slot holds the recorded objects, compared by `is`, in the same order."""
+    def is_current() -> bool:
         try:
-            in_cells = [cell.cell_contents for cell in self._cells]
             return (
-                not any(self._empty)
-                and list(map(len, self._sized)) == self._sizes
-                and list(map(len, self._tables)) == self._lengths
-                and list(chain.from_iterable(self._tables)) == self._keys
-                and all(map(operator.is_, chain(*self._views, in_cells), self._values))
-                and all(map(operator.is_, chain.from_iterable([get(own) for get, own in self._getters]), self._held))
-                and (not self._others or all(holds(slot, content) for slot, content in self._others))
+                not any(empty)
+                and list(map(len, sized)) == sizes
+                and all(map(operator.is_, chain.from_iterable(map(_call, reads)), recorded))
+                and (not others or all(holds(slot, content) for slot, content in others))
             )
-        except (KeyError, ValueError):  # an entry or the contents of a cell are gone
+        except (KeyError, ValueError):  # an entry, or what a closure cell held, is gone
             return False
+
+    return is_current
+
+
+_in_cell = operator.attrgetter("cell_contents", "cell_contents")  # with a single name it would return no tuple

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -59,12 +61,13 @@ class Environment:
         self.context = contextvars.copy_context()  # constant time, whatever the number of variables
         shared = randomness.generators(devices, here)
         self._shared = len(shared)
-        self._random: list[tuple[Any, Any]] | None = [
-            (generator, generator.get_state()) for generator in (*shared, *generators)
-        ]
-        self._counted = [] if here is None else randomness.counted_states([state for _, state in self._random])
+        everyone = [*shared, *generators]
+        states = list(map(_state, everyone))
+        self._random: list[tuple[Any, Any]] | None = list(zip(everyone, states, strict=True))
+        self._counted = [] if here is None else randomness.counted_states(states)
+        del states
         self._host_positions = randomness.host_positions(here)
-        takes_host = host_random or len(self._host_positions) < 2
+        takes_host = host_random or len(self._host_positions) < 4  # a generator whose memory has another layout
         self._host: tuple[Any, Any] | None = randomness.host_state() if takes_host else None
         self._kinds = {"cpu", *(device.type for device in devices if device.type != "meta")} if devices else _CPU
         if here is not None:
@@ -93,13 +96,14 @@ class Environment:
         """
         here = simulated()
         if self._random is not None:
-            used, own = self._random[: self._shared], self._random[self._shared :]
+            used = self._random
             if not self.drew:
-                now = [generator.get_state() for generator, _ in used]
+                now = [generator.get_state() for generator, _ in used[: self._shared]]
                 counted = [] if here is None else randomness.counted_states(now)  # as long as `now` lives
-                used = [each for each, new in zip(used, now, strict=True) if not randomness.same(new, each[1])]
+                same = list(map(randomness.same, now, [state for _, state in used]))
+                used = [each for each, unmoved in zip_longest(used, same) if not unmoved]
                 del now, counted
-            self._random = [*used, *own] or None
+            self._random = used or None
             if self._counted:
                 del self._counted[sum(isinstance(state, torch.Tensor) for _, state in used) :]
         if self._host is not None:
@@ -266,16 +270,26 @@ _READ_ON_CPU = [*_READ, *_readers("cpu")]
 
 def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
     """Returns the devices of `tensors` that have random generators of their own, the CPU excluded."""
-    return {tensor.device for tensor in tensors if not tensor.is_cpu}
+    found = set(map(_device, tensors))
+    found.discard(_ON_CPU)
+    return {device for device in found if device.type != "cpu"} if found else found
+
+
+_device = operator.attrgetter("device")
+_ON_CPU = torch.device("cpu")
 
 
 def _settings(kinds: set[str]) -> list[Any]:
     """Returns the backend flags, then the autocast settings. Written for speed: it dominates the cost of a snapshot."""
     readers = _READ_ON_CPU if kinds is _CPU else [*_READ, *(read for kind in kinds for read in _readers(kind))]
     try:
-        return [read() for read in readers]
+        return list(map(_call, readers))
     except RuntimeError:  # PyTorch refuses to read some flags after TF32 was set by its old and its new names
         return [_read(read) for read in readers]
+
+
+_call: Callable[[Callable[[], Any]], Any] = getattr(operator, "call", lambda read: read())  # since Python 3.11
+_state = operator.methodcaller("get_state")
 
 
 def _read(read: Callable[[], Any]) -> Any:

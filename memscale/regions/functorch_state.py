@@ -30,6 +30,15 @@ def forward_ad() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def is_absent() -> bool:
+    """Whether no transform is active, no tensor has a tangent, and this thread is in no region under a transform."""
+    return not (
+        _local.inside
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def inside_region() -> bool:
     """Whether this thread is running or recomputing a region under `torch.func`."""
     return _local.inside

@@ -40,9 +40,12 @@ def is_moved(storage: Any, before: weakref.ref[Any]) -> bool:
 def storages(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Returns the storage of each tensor. Tensors of one memory give the same object while it is referenced."""
     try:
-        return [tensor.untyped_storage() for tensor in tensors]
+        return list(map(_storage, tensors))
     except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage of its own
         return [_storage_or_itself(tensor) for tensor in tensors]
+
+
+_storage = operator.methodcaller("untyped_storage")
 
 
 def _storage_or_itself(tensor: torch.Tensor) -> Any:

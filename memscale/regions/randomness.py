@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import pickle
 import random
 from collections.abc import Iterable
@@ -104,9 +105,9 @@ def draw_marks(generators: list[Any]) -> list[Any]:
 
 
 def _position_of_python(own: random.Random) -> Any:
-    """Returns views of a Python generator's position among its 624 words and of its first word (CPython's layout).
+    """Returns (position, word, owner) of a Python generator, or `None` if its memory has another layout.
 
-    Returns `None` where the layout differs.
+    The first two are views of the generator's position among its 624 words, and of its first word.
     """
     try:
         at = id(own) + object.__basicsize__
@@ -119,7 +120,7 @@ def _position_of_python(own: random.Random) -> Any:
 
 
 def _position_of_numpy(own: Any) -> Any:
-    """Returns the same views for NumPy's legacy generator, at the address that NumPy publishes for C callers."""
+    """Returns the same of NumPy's legacy generator, at the address that NumPy publishes for C callers."""
     try:
         bits = own._bit_generator
         at = bits.ctypes.state_address
@@ -133,24 +134,29 @@ def _position_of_numpy(own: Any) -> Any:
 
 # Reading a position takes 0.1 microseconds, a whole state 10 to 40; the position is enough to detect a draw.
 @functools.cache  # on first use, for importing numpy.random takes 10 ms
-def _positions_of_process() -> list[Any]:
-    return _positions_of(random._inst, np.random.mtrand._rand)
+def _views_of_process() -> tuple[list[Any], list[Any]]:
+    return _views_of(random._inst, np.random.mtrand._rand)
 
 
 @functools.lru_cache(maxsize=1)
-def _positions_of(python: random.Random, numpy: Any) -> list[Any]:
-    return [each for each in (_position_of_python(python), _position_of_numpy(numpy)) if each is not None]
+def _views_of(python: random.Random, numpy: Any) -> tuple[list[Any], list[Any]]:
+    found = [each for each in (_position_of_python(python), _position_of_numpy(numpy)) if each is not None]
+    # The owners are returned too: the views refer to memory of theirs.
+    return [view for position, word, _ in found for view in (position, word)], found
 
 
-def host_positions(here: Any) -> list[tuple[int, int]]:
-    """Returns (position, first word) of Python's and NumPy's generators.
+def host_positions(here: Any) -> list[int]:
+    """Returns the positions of Python's and NumPy's generators, and the first word of each.
 
     The first word detects a number of draws after which the position is the same again. Generators of another layout
     (another interpreter) are left out; of these, callers read whole states.
     """
     own = here and here.randomness
-    positions = _positions_of_process() if own is None else _positions_of(own.python, own.numpy)
-    return [(position.value, word.value) for position, word, _ in positions]
+    views, _ = _views_of_process() if own is None else _views_of(own.python, own.numpy)
+    return list(map(_value, views))
+
+
+_value = operator.attrgetter("value")
 
 
 def host_state() -> tuple[Any, Any]:

@@ -17,7 +17,11 @@ PATIENCE_SECONDS = 60.0  # of waiting for another thread, before an error
 
 
 class _RecomputeLock(AbstractContextManager[None]):
-    """A reentrant lock with a timeout, which knows the thread that holds it."""
+    """A reentrant lock with a timeout, which knows the thread that holds it.
+
+    Raises:
+        CorrectnessError: on entering, another thread's recompute held the lock for more than `PATIENCE_SECONDS`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -40,25 +44,17 @@ class _RecomputeLock(AbstractContextManager[None]):
         self._lock.release()
 
 
-_lock = _RecomputeLock()
-
-
-def exclusive_recompute() -> AbstractContextManager[None]:
-    """Returns the context that excludes the recomputes of other threads while its body runs.
-
-    Raises:
-        CorrectnessError: another thread's recompute held the lock for more than `PATIENCE_SECONDS`.
-    """
-    return _lock
+#: The context that excludes the recomputes of other threads while its body runs.
+recompute_lock = _RecomputeLock()
 
 
 def wait_for_recomputes() -> None:
     """Waits until no other thread recomputes. Called in a forward before the state of a region is read."""
-    if _lock.thread not in (0, _get_ident()):
-        with _lock:
+    if recompute_lock.thread not in (0, _get_ident()):
+        with recompute_lock:
             pass
 
 
 def in_recompute() -> bool:
     """Whether this thread is recomputing, so that modules may hold the old state of a forward."""
-    return _lock.thread == _get_ident()
+    return recompute_lock.thread == _get_ident()

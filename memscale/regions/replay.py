@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from memscale.regions.alias_groups import Name
 from memscale.regions.captures import Captures
 from memscale.regions.hidden_changes import memory_of
 from memscale.regions.modes import modes
-from memscale.regions.recompute_lock import exclusive_recompute
+from memscale.regions.recompute_lock import recompute_lock
 from memscale.regions.snapshot import Snapshot
 from memscale.regions.stand_ins import Note, is_sharded
 from memscale.regions.state_slots import Content, StateSlot, holds, read, write
@@ -59,41 +60,45 @@ class Replay:
         self._was_current = False  # whether nothing had changed since the snapshot
 
     def __enter__(self) -> dict[int, torch.Tensor]:
+        snapshot, environment = self._snapshot, self._snapshot.environment
+        recompute_lock.__enter__()
         try:
-            return self._enter()
+            changed = snapshot.changed_since()
+            changed.update(self._refused)
+            arrived: dict[Note, torch.Tensor] = self._bring_back() if snapshot.notes else {}
+            renewed = self._old_values() if snapshot.has_groups() else {}
+            if renewed or list(map(_requires_grad, snapshot.tensors)) != snapshot.trained:
+                self._fresh.extend(renewed.values())
+                self._go_back(self._trained_as_then(renewed), arrived)
+            elif not snapshot.captures.is_current():
+                self._go_back(renewed, arrived)
+            else:
+                self._was_current = True
+            environment.enter(self._undo)
+            for tensor in snapshot.graded:  # a backward inside the region would otherwise accumulate a second time
+                self._undo.append(partial(setattr, tensor, "grad", tensor.grad))
+                tensor.grad = None
+            # If only the rerun is under a dispatch mode, operators may leave other versions; `made` lists such tensors.
+            if changed or (not environment.dispatched and modes().dispatched):
+                self._watch(_ChangedWatch(changed, self._made))
+            if changed:
+                self._watch(_ListedWatch(changed))
+            if snapshot.is_watched:
+                self._watch(snapshot.watching())
+            return {name: tensor for name, tensor in renewed.items() if isinstance(name, int)} if renewed else {}
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
 
-    def _enter(self) -> dict[int, torch.Tensor]:
-        snapshot, environment = self._snapshot, self._snapshot.environment
-        self._enter_around(exclusive_recompute())
-        changed = snapshot.changed_since()
-        changed.update(self._refused)
+    def _bring_back(self) -> dict[Note, torch.Tensor]:
+        """Returns new stand-in tensors for the notes of the snapshot, which are valid until the end."""
         arrived: dict[Note, torch.Tensor] = {}
-        for kind in dict.fromkeys(map(type, snapshot.notes)) if snapshot.notes else ():
-            first, *others = [note for note in snapshot.notes if type(note) is kind]
-            arrived.update(self._enter_around(first.bring_back([first, *others])))
-        renewed = self._old_values()
-        self._fresh.extend(renewed.values())
-        self._go_back(self._trained_as_then(renewed), arrived)
-        environment.enter(self._undo)
-        for tensor in snapshot.graded:  # a backward inside the region would otherwise accumulate a second time
-            self._undo.append(partial(setattr, tensor, "grad", tensor.grad))
-            tensor.grad = None
-        # If only the rerun is under a dispatch mode, operators may leave other versions; `made` lists such tensors.
-        if changed or (not environment.dispatched and modes().dispatched):
-            self._watch(_ChangedWatch(changed, self._made))
-        if changed:
-            self._watch(_ListedWatch(changed))
-        if snapshot.is_watched:
-            self._watch(snapshot.watching())
-        return {name: tensor for name, tensor in renewed.items() if isinstance(name, int)}
-
-    def _enter_around(self, context: AbstractContextManager[Any]) -> Any:
-        entered = context.__enter__()
-        self._around.append(context)
-        return entered
+        for kind in dict.fromkeys(map(type, self._snapshot.notes)):
+            first, *others = [note for note in self._snapshot.notes if type(note) is kind]
+            context = first.bring_back([first, *others])
+            arrived.update(context.__enter__())
+            self._around.append(context)
+        return arrived
 
     def _watch(self, mode: Any) -> None:
         mode.__enter__()
@@ -103,12 +108,16 @@ class Replay:
         try:
             for step in reversed(self._undo):
                 step()
-            _write_back(self._present)
-            if self._was_current and not self._snapshot.captures.is_current:
+            if self._present:
+                _write_back(self._present)
+            if self._was_current and not self._snapshot.captures.is_current():
                 _write_back(_contents(self._snapshot.captures))
         finally:
-            for context in reversed(self._around):
-                context.__exit__(*error)
+            try:
+                for context in reversed(self._around):
+                    context.__exit__(*error)
+            finally:
+                recompute_lock.__exit__()
 
     def _old_values(self) -> dict[Name, torch.Tensor]:
         """Returns the old values of tensors that the region changes in place; for the last rerun without a clone."""
@@ -136,8 +145,6 @@ class Replay:
         With another `requires_grad`, the region would save other tensors than in its first run.
         """
         snapshot = self._snapshot
-        if not renewed and [tensor.requires_grad for tensor in snapshot.tensors] == snapshot.trained:
-            return renewed
         made: dict[int, torch.Tensor] = {}
         found = dict(renewed)
         for (position, key, tensor), then in zip(snapshot.captures.tensors, snapshot.trained, strict=True):
@@ -153,8 +160,8 @@ class Replay:
     def _go_back(self, renewed: dict[Name, torch.Tensor], arrived: Mapping[Note, torch.Tensor]) -> None:
         """Writes the snapshot's contents into every slot that has changed since."""
         captures = self._snapshot.captures
-        touched = {name[0] for name in renewed if not isinstance(name, int)} if renewed else set()
-        self._was_current = captures.is_current
+        touched = {name[0] for name in renewed if not isinstance(name, int)}
+        self._was_current = captures.is_current()
         if self._was_current and not touched:
             return
         contents = _contents(captures)
@@ -196,6 +203,9 @@ def _as_then(
             # FSDP2 alternates sharded and gathered parameters in one entry; the present one is right.
             content[key] = present.get(key, then)
     return content
+
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class _ChangedWatch(OperatorWatch):

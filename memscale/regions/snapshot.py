@@ -15,6 +15,7 @@ import operator
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -31,6 +32,10 @@ from memscale.regions.state_slots import holds, read
 from memscale.regions.unrecorded import copying_ahead, unrecorded
 
 NOTHING = nullcontext()
+_requires_grad = operator.attrgetter("requires_grad")
+_grad = operator.attrgetter("grad")
+_attributes = operator.attrgetter("__dict__")
+_is_there = partial(operator.is_not, None)
 _LARGEST_STATISTIC = 1 << 16  # elements
 
 
@@ -59,12 +64,15 @@ class Snapshot:
         captures: what the region's function depends on.
         arguments: the tensor arguments of the call, in order.
         effects: the effects found in earlier calls; `None` on the first call.
+        holds_arguments: whether to keep the arguments after the run.
 
     Attributes:
         captures: the captures. After the run, notes replace the stand-in tensors in them.
-        modules: the modules of the captures.
         tensors: the tensors of the captures.
         trained: `requires_grad` of each of `tensors`.
+        arguments: the arguments, if the snapshot holds them.
+        arguments_trained: `requires_grad` of each argument.
+        argument_versions: the versions of the arguments before the run.
         environment: random states, flags and modes.
         notes: after the run, the notes that replaced stand-in tensors in the captures.
         is_watched: whether this is a first run, watched in order to find the effects of the region. Its rerun must be
@@ -85,31 +93,45 @@ class Snapshot:
         "_layouts",
         "_leaves",
         "_reassigned",
+        "_root",
         "_storages",
         "_storages_before",
         "_versions",
+        "argument_versions",
+        "arguments",
+        "arguments_trained",
         "captures",
         "environment",
         "given_away",
         "graded",
         "is_watched",
-        "modules",
         "notes",
         "tensors",
         "trained",
     )
 
-    def __init__(self, captures: Captures, arguments: list[torch.Tensor], effects: RegionEffects | None) -> None:
+    def __init__(
+        self,
+        captures: Captures,
+        arguments: list[torch.Tensor],
+        effects: RegionEffects | None,
+        *,
+        holds_arguments: bool = False,
+    ) -> None:
         self.captures = captures
-        self.modules = captures.modules  # kept alive here, since shared captures refer to the first one weakly
+        self._root = captures.root()  # kept alive here, since shared captures refer to it weakly
         self.is_watched = effects is None
         self.tensors = captures.values
-        self.trained = [tensor.requires_grad for tensor in self.tensors]
         self.notes: list[Note] = []
-        self._everything = [*self.tensors, *arguments]
-        self._before = versions(self._everything)
+        self.arguments = arguments if holds_arguments else []
+        everything, count = [*self.tensors, *arguments], len(self.tensors)
+        self._everything = everything
+        trained = list(map(_requires_grad, everything))
+        self.trained, self.arguments_trained = trained[:count], trained[count:]
+        self._before = versions(everything)
+        self.argument_versions = self._before[count:]
         # Kept until the region has run, so that no storage that it makes can get the address of one that it replaces.
-        self._storages_before = storages(self._everything)
+        self._storages_before = storages(everything)
         self._versions: list[int] = []  # after the run: the versions at its end
         self._storages: list[weakref.ref[Any]] | None = None  # after the run: the storages at its end
         self._groups: AliasGroups | None = None
@@ -120,9 +142,9 @@ class Snapshot:
         self._in_tuples: list[tuple[int, Any]] = []  # after the run: the tensors in tuples that it changed in place
         self.given_away = False
         self.graded: list[torch.Tensor] = []
-        self._leaves = [each for each in self._everything if each.requires_grad and each.is_leaf]
-        self._grads = [leaf.grad for leaf in self._leaves]
-        self._grad_versions = versions([grad for grad in self._grads if grad is not None])
+        self._leaves = [each for each in compress(everything, trained) if each.is_leaf]
+        self._grads = list(map(_grad, self._leaves))
+        self._grad_versions = versions(list(filter(_is_there, self._grads))) if any(map(_is_there, self._grads)) else []
         if effects is None:
             self._take_all()
         else:
@@ -133,11 +155,6 @@ class Snapshot:
             generators=captures.generators,
             drew=effects is not None and effects.drew,
         )
-
-    @property
-    def argument_versions(self) -> list[int]:
-        """The versions of the arguments before the run."""
-        return self._before[len(self.tensors) :]
 
     def _name(self, index: int) -> Name:
         return self.captures.tensors[index][:2] if index < len(self.tensors) else index - len(self.tensors)
@@ -232,6 +249,10 @@ class Snapshot:
         """Returns the alias groups with old values; after the run, only those that the region changed."""
         return [*self._copied(), *self._reassigned] if self._kept is None else self._kept
 
+    def has_groups(self) -> bool:
+        """Whether the snapshot has old values, or may find some while the region runs."""
+        return self._kept is None or bool(self._kept)
+
     def _copied(self) -> list[AliasGroup]:
         return self._copied_groups if self._groups is None else self._groups.copied()
 
@@ -253,9 +274,12 @@ class Snapshot:
                 value.
         """
         self.environment.conclude()
-        self.graded = self._find_graded()
-        held, now = storages(self._everything), versions(self._everything)
-        self._versions = now[: len(self.tensors)]
+        grads = list(map(_grad, self._leaves))
+        if self._grad_versions or not all(map(operator.is_, grads, self._grads)):
+            self.graded = self._find_graded(grads)
+        everything, count = self._everything, len(self.tensors)
+        held, now = storages(everything), versions(everything)
+        self._versions = now[:count]
         if not all(map(operator.is_, held, self._storages_before)):
             self.find_reassigned(held)
         kept = self._copied()
@@ -266,7 +290,7 @@ class Snapshot:
             group.let_go()
         # Taken after the run, since a transform inside may have moved parameters to another tier during it.
         # A weak reference suffices: PyTorch keeps the one Python object of a storage as long as the storage lives.
-        self._storages = list(map(weakref.ref, held[: len(self.tensors)]))
+        self._storages = list(map(weakref.ref, held[:count]))
         reassigned, self._reassigned = self._reassigned, []
         self._groups, self._copied_groups, self._layouts = None, [], {}
         self._storages_before, self._everything, self._leaves, self._grads = [], [], [], []
@@ -279,20 +303,20 @@ class Snapshot:
         )
         return RegionEffects(changed, given, self.environment.uses_host_random, self.environment.drew)
 
-    def _find_graded(self) -> list[torch.Tensor]:
-        """Returns the leaves whose `.grad` the run has replaced or changed in place."""
-        found = [leaf for leaf, then in zip(self._leaves, self._grads, strict=True) if leaf.grad is not then]
-        if self._grad_versions:
-            kept = [(leaf, grad) for leaf, grad in zip(self._leaves, self._grads, strict=True) if grad is not None]
-            now = versions([grad for _, grad in kept])
-            if now != self._grad_versions:
-                changed = zip(kept, now, self._grad_versions, strict=True)
-                found += [leaf for (leaf, grad), at, then in changed if at != then and leaf.grad is grad]
+    def _find_graded(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Returns the leaves whose `.grad` the run has replaced by those in `grads`, or changed in place."""
+        now = iter(versions(list(filter(_is_there, self._grads))))
+        then = iter(self._grad_versions)
+        found = []
+        for leaf, grad, before in zip(self._leaves, grads, self._grads, strict=True):
+            is_changed = before is not None and next(now) != next(then)
+            if is_changed or grad is not before:
+                found.append(leaf)
         return found
 
     def changes_beyond_norms(self, effects: RegionEffects) -> bool:
         """Whether a run with these `effects` changes tensors in place besides the running statistics of norms."""
-        norms = {id(m._buffers) for m in self.modules if isinstance(m, internals.NormBase)}
+        norms = {id(m._buffers) for m in self.captures.modules if isinstance(m, internals.NormBase)}
         captures = self.captures
         of_norms = {label for slot, label in zip(captures.slots, captures.labels, strict=True) if id(slot) in norms}
         return any(isinstance(name, int) or name[0] not in of_norms for name in effects.changed)
@@ -394,7 +418,7 @@ class Snapshot:
                     isinstance(module, internals.NormBase)
                     and module.training
                     and any(tensor is b for b in module.buffers())
-                    for module in self.modules
+                    for module in self.captures.modules
                 ):
                     return False
                 continue
@@ -404,6 +428,16 @@ class Snapshot:
                 if not (torch.equal(old, tensor) or bool(((old == tensor) | (old.isnan() & tensor.isnan())).all())):
                     return False
         return True
+
+    def are_arguments_unchanged(self) -> bool:
+        """Whether a rerun may be given the arguments themselves."""
+        arguments = self.arguments
+        return (
+            versions(arguments) == self.argument_versions
+            and list(map(_requires_grad, arguments)) == self.arguments_trained
+            and not any(map(_attributes, arguments))
+            and not (self._kept and any(isinstance(name, int) for group in self._kept for name in group.names))
+        )
 
     def changed_since(self) -> dict[int, str]:
         """Maps each storage that was changed or exchanged since the run to the message to raise if a rerun uses it."""

@@ -275,6 +275,6 @@ def test_sealed_captures_see_a_change_that_leaves_as_many_entries(change):
     module.first, module.second, module.factor = nn.Linear(4, 4), nn.Linear(4, 4), 1.0
     module.register_buffer("scale", torch.ones(4))
     captures = Captures(module, follows=True).seal()
-    assert captures.is_current
+    assert captures.is_current()
     change(module)
-    assert not captures.is_current
+    assert not captures.is_current()

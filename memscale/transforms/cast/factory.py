@@ -282,7 +282,7 @@ def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
     containers = Containers(lambda tensor: copies.of(tensor, inside))
     lost: list[torch.Tensor] = []
     lies_between = adapted(captures.survey, how.compute, natural)
-    flags = captures.flags()
+    flags = captures.flags
     try:
         with copying_ahead():  # also for tensors inside objects among the arguments
             args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}

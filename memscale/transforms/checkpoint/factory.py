@@ -196,25 +196,23 @@ def checkpoint(*, policy: Policy | None = None, cuts: tuple[Cut, ...] = ()) -> T
 
 def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
     policy = self.how.policy
-    if not torch.is_grad_enabled() or isinstance(policy, EverythingSaveable) or functorch_state.inside_region():
+    if not torch.is_grad_enabled() or isinstance(policy, EverythingSaveable):
         return self.fn(*args, **kwargs)
-    if functorch_state.forward_ad() and not functorch_state.active():
-        # A rerun after the dual level has ended would not see the tangents.
-        return self.fn(*args, **kwargs)
+    run = _region
+    if not functorch_state.is_absent():
+        if functorch_state.inside_region() or not functorch_state.active():
+            # Also in a dual level of forward-mode differentiation: a rerun after its end would not see the tangents.
+            return self.fn(*args, **kwargs)
+        run = _region_under_functorch
     if not self.how.cuts:
-        return _region(self, self.fn, self.learned[0], args, kwargs)
+        return run(self, self.fn, self.learned[0], args, kwargs)
     *regions, rest = segments(self.fn, self.how.cuts)
     for fn, learned in zip(regions, self.learned, strict=True):
-        args, kwargs = (_region(self, fn, learned, args, kwargs),), {}
+        args, kwargs = (run(self, fn, learned, args, kwargs),), {}
     return rest(*args)
 
 
 def _region(self: Checkpointed, fn: Callable[..., Any], learned: LearnedEffects, args: Any, kwargs: Any) -> Any:
-    if functorch_state.active():
-        if functorch_state.has_rules():
-            return functorch.run(fn, args, kwargs)
-        with functorch_state.region():
-            return fn(*args, **kwargs)
     policy = self.how.policy
     record = None if isinstance(policy, NothingSaveable) else functools.partial(Recorder, policy, self.runtime)
     try:
@@ -222,6 +220,13 @@ def _region(self: Checkpointed, fn: Callable[..., Any], learned: LearnedEffects,
     except RuntimeError as error:
         name_refused_hooks(error, self.how, "recomputing")
         raise
+
+
+def _region_under_functorch(_: Checkpointed, fn: Callable[..., Any], __: LearnedEffects, args: Any, kwargs: Any) -> Any:
+    if functorch_state.has_rules():
+        return functorch.run(fn, args, kwargs)
+    with functorch_state.region():
+        return fn(*args, **kwargs)
 
 
 def _traced(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:

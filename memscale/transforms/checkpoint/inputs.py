@@ -17,21 +17,47 @@ import torch
 from torch import nn
 
 from memscale.core import CorrectnessError, changed_error, described, version
-from memscale.regions import Captures, hooks_around, memory_of, unrecorded
+from memscale.regions import CONSTANT, Captures, memory_of, unrecorded
 from memscale.transforms.checkpoint.saved import SavedTensors
 
 
-class Inputs:
-    """Some tensors, held directly or through the saved-tensor hooks around the region."""
+def plain_tensors(values: Iterable[Any], found: list[torch.Tensor]) -> bool:
+    """Appends the tensors among the arguments `values` to `found`. Returns whether a rerun can be given `values` again.
 
-    def __init__(self, tensors: list[torch.Tensor], captures: Captures) -> None:
-        self._requires_grad = [tensor.requires_grad for tensor in tensors]
+    It can if there are only distinct tensors, constants, and tuples of these: an `ArgumentSpec` would rebuild the same.
+    """
+    for value in values:
+        kind: Any = type(value)
+        if kind is torch.Tensor or kind is nn.Parameter:
+            if value.__dict__:
+                return False
+            found.append(value)
+        elif kind is tuple:
+            if not plain_tensors(value, found):
+                return False
+        elif kind not in CONSTANT:
+            return False
+    return len(found) < 2 or len(set(map(id, found))) == len(found)
+
+
+class Inputs:
+    """Some tensors, held directly or through saved-tensor hooks.
+
+    Args:
+        tensors: the tensors.
+        trained: `requires_grad` of each.
+        captures: the captures of the region, whose tensors are held directly.
+        hooks: the saved-tensor hooks around the region as (pack, unpack), or `None`.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], trained: list[bool], captures: Captures, hooks: Any) -> None:
+        self._requires_grad = trained
         self._replaced: set[int] = set()  # those that the region changes in place
         self._is_cut = False
         self._own: dict[int, tuple[torch.Tensor, int]] = {}  # held directly in spite of hooks
         self._attributes = {index: dict(each.__dict__) for index, each in enumerate(tensors) if each.__dict__}
         self._leaves: list[bool] = []  # where hooks bring back other tensors
-        if (hooks := hooks_around()) is not None:
+        if hooks is not None:
             self._leaves = [tensor.is_leaf for tensor in tensors]
             captured = {id(tensor) for _, _, tensor in captures.tensors}
             self._own = {

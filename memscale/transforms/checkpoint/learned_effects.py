@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from memscale.regions import Captures, RegionEffects, in_recompute
+from memscale.regions import Captures, RegionEffects, Snapshot, in_recompute
 
 _MOST_WATCHED = 16  # runs of a region, each with other flags or arguments of another kind
 
@@ -41,17 +41,20 @@ class LearnedEffects:
             return RegionEffects.of_all(self.effects.values())
         return known
 
-    def learn(self, mode: Any, effects: RegionEffects, *, made_tensors: bool) -> None:
+    def learn(self, mode: Any, effects: RegionEffects, snapshot: Snapshot) -> None:
         """Records the effects of a watched run, unless the run made a tensor in this mode for the first time."""
-        if not made_tensors or mode in self.made or len(self.made) >= _MOST_WATCHED:
+        if not snapshot.made_tensors() or mode in self.made or len(self.made) >= _MOST_WATCHED:
             self.effects[mode] = effects
         else:
             self.made.add(mode)
+        if (training := any(mode[0])) not in self.trained_in:
+            self.trained_in = (*self.trained_in, training)
+        self.changes = self.changes or snapshot.changes_beyond_norms(effects)
 
     def captures_of(self, fn: Callable[..., Any]) -> Captures:
         """Returns the captures of `fn`: those of the last call if every slot still has the same contents."""
         captures = self._captures
-        if captures is None or self._fn is not fn or not captures.is_current:
+        if captures is None or self._fn is not fn or not captures.is_current():
             captures = Captures(fn, follows=True).seal()
             if not in_recompute():
                 self._captures, self._fn = None, fn

@@ -12,10 +12,11 @@ state of the forward (`Snapshot`), and a frame drops its inputs as soon as no la
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from memscale.regions import (
     SharedCaptures,
     Snapshot,
     Streams,
+    hooks_around,
     memory_of,
     never_compiled,
     recomputing,
@@ -34,12 +36,14 @@ from memscale.regions import (
     unrecorded,
     wait_for_recomputes,
 )
-from memscale.transforms.checkpoint.inputs import Inputs, refuse_backward_behind
+from memscale.transforms.checkpoint.inputs import Inputs, plain_tensors, refuse_backward_behind
 from memscale.transforms.checkpoint.learned_effects import LearnedEffects
 from memscale.transforms.checkpoint.saved_again import save_again
 from memscale.transforms.checkpoint.selective import Misaligned, Recorder, Replayer
 
 _autograd = internals.autograd
+_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward
+_kind_of = operator.attrgetter("dtype", "ndim", "requires_grad")  # of an argument
 # Makes the recorder of a policy for a run with the given inputs; `None` without a policy.
 Record = Callable[[list[torch.Tensor]], Recorder] | None
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
@@ -58,7 +62,7 @@ def run(fn: Callable[..., Any], record: Record, learned: LearnedEffects, args: A
     _autograd._push_saved_tensors_default_hooks(frame.pack, _unpack)
     try:
         if frame.is_observed:
-            with frame.watching(), frame.recorder or nullcontext():
+            with frame.snapshot.watching(), frame.recorder or nullcontext():
                 result = fn(*args, **kwargs)
         else:
             result = fn(*args, **kwargs)
@@ -69,38 +73,43 @@ def run(fn: Callable[..., Any], record: Record, learned: LearnedEffects, args: A
 
 
 class _Placeholder:
-    """Takes the place of a saved tensor in autograd's graph. `found` holds the tensor from a recompute to its use."""
+    """Takes the place of a saved tensor in autograd's graph.
+
+    Attributes:
+        frame: the run that would have saved the tensor.
+        index: the number of the tensor among those that the run would have saved.
+        found: the tensor, from a recompute to its use.
+    """
 
     __slots__ = ("__weakref__", "found", "frame", "index")
 
-    def __init__(self, frame: _Frame, index: int) -> None:
-        self.frame = frame
-        self.index = index
-        self.found: _Found | None = None
+    frame: _Frame
+    index: int
+    found: _Found | None
 
 
 @recomputing
 @never_compiled
 def _unpack(placeholder: _Placeholder) -> torch.Tensor:
-    found = placeholder.found
+    found, frame = placeholder.found, placeholder.frame
     if found is None:
-        found = placeholder.frame.recompute(placeholder)
-    if placeholder.frame.past is not None and _keeps_graph():
+        found = frame.recompute(placeholder)
+    if not frame.is_released and _keeps_graph():
         # Another backward may follow, and recomputes again, so this backward frees each tensor after its use.
         placeholder.found = None
     tensor, expected = found
-    if placeholder.frame.streams.are_several:
-        placeholder.frame.streams.lend_to_current(tensor)
+    if frame.streams.are_several:
+        frame.streams.lend_to_current(tensor)
     if tensor._version != expected:  # autograd checks no versions of tensors that hooks return
         what = f"saved tensor {placeholder.index} of a checkpointed region"
         raise changed_error(described(what, tensor.dtype, _shape(tensor)), tensor._version, expected)
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+    if torch.is_grad_enabled() and _graph_task() != -1:
         save_again(placeholder, tensor, _unpack)
     return tensor
 
 
 def _keeps_graph() -> bool:
-    return torch._C._current_graph_task_id() == -1 or _autograd._get_current_graph_task_keep_graph()
+    return _graph_task() == -1 or _autograd._get_current_graph_task_keep_graph()
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
@@ -113,70 +122,78 @@ class _Stop(BaseException):
     """Ends a recompute. A `BaseException`, since the region's own ``except Exception`` must not catch it."""
 
 
-class _Past(NamedTuple):
-    """The parts of a run that a recompute needs. A frame drops them after a backward that keeps no graph."""
-
-    fn: Callable[..., Any]
-    call: ArgumentSpec
-    inputs: Inputs
-    snapshot: Snapshot
-
-
 class _Frame:
-    """One run of a region: its past, and the placeholders that autograd holds for it.
+    """One run of a region: what a recompute of it needs, and the placeholders that autograd holds for it.
+
+    The arguments of most calls are tensors and constants, which the frame holds as they are. Other arguments, and
+    arguments that saved-tensor hooks around the region keep, are in `call` and `inputs`.
 
     Attributes:
-        past: what a recompute needs, while another recompute may come.
+        snapshot: the state before the run.
+        is_released: whether a backward that keeps no graph has gone through the run; what a recompute needs is dropped.
         is_observed: whether a dispatch mode watches the operators of the run.
         recorder: records the values that a policy saves; `None` without a policy.
         streams: the streams that the run used.
     """
 
     __slots__ = (
+        "_args",
+        "_call",
         "_concluded",
+        "_fn",
+        "_inputs",
+        "_kwargs",
         "_learned",
         "_mode",
         "_placeholders",
         "_seen",
         "_trained",
         "is_observed",
-        "past",
+        "is_released",
         "recorder",
+        "snapshot",
         "streams",
     )
 
     def __init__(self, fn: Callable[..., Any], record: Record, learned: LearnedEffects, args: Any, kwargs: Any) -> None:
         wait_for_recomputes()
         captures = learned.captures_of(fn)
-        try:
-            call = ArgumentSpec(args, kwargs, captures)
-        except SharedCaptures:
-            captures = Captures(fn, follows=True)
-            call = ArgumentSpec(args, kwargs, captures)
-            captures.seal()
-        tensors = call.take_tensors()  # `Inputs` decides what holds them
+        hooks = hooks_around()
+        tensors: list[torch.Tensor] = []
+        direct = tensors
+        self._call: ArgumentSpec | None = None
+        self._inputs: Inputs | None = None
+        is_plain = hooks is None and plain_tensors((*args, *kwargs.values()) if kwargs else args, tensors)
+        if not is_plain:
+            try:
+                self._call = ArgumentSpec(args, kwargs, captures)
+            except SharedCaptures:
+                captures = Captures(fn, follows=True)
+                self._call = ArgumentSpec(args, kwargs, captures)
+                captures.seal()
+            tensors = self._call.take_tensors()  # `Inputs` decides what holds them
+            direct = tensors[: self._call.direct]
+            self._inputs = Inputs(tensors, [tensor.requires_grad for tensor in tensors], captures, hooks)
+            args = kwargs = None
+        self._fn, self._args, self._kwargs = fn, args, kwargs
         self._learned = learned
-        kinds = [(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors[: call.direct]]
-        self._mode: Any = (captures.flags(), len(tensors), *kinds)
-        snapshot = Snapshot(captures, tensors, learned.effects_in(self._mode))
-        self.past: _Past | None = _Past(fn, call, Inputs(tensors, captures), snapshot)
-        self.streams = Streams(snapshot.environment.devices)
+        self._mode: Any = (captures.flags, len(tensors), *map(_kind_of, direct))
+        effects = learned.effects.get(self._mode) or learned.effects_in(self._mode)
+        self.snapshot = Snapshot(captures, tensors, effects, holds_arguments=is_plain)
+        self.streams = Streams(self.snapshot.environment.devices)
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[_Seen] = []
         self._trained: list[bool] = []  # whether each of these requires a gradient
-        self._concluded = False
+        self._concluded = self.is_released = False
         self.recorder = record and record(tensors)
-        self.is_observed = record is not None or snapshot.is_watched
-
-    def watching(self) -> AbstractContextManager[Any]:
-        assert self.past is not None
-        return self.past.snapshot.watching()
+        self.is_observed = record is not None or effects is None
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
         """Returns the placeholder for `tensor`, which autograd would save."""
         seen = self._seen
-        placeholder = _Placeholder(self, len(seen))
+        placeholder = _Placeholder()
+        placeholder.frame, placeholder.index, placeholder.found = self, len(seen), None
         self._placeholders.append(weakref.ref(placeholder))
         seen.append((_shape(tensor) if tensor.is_nested else tensor.shape, tensor.dtype, tensor._version))
         self._trained.append(tensor.requires_grad)
@@ -188,26 +205,32 @@ class _Frame:
 
     def conclude(self) -> None:
         """Records the effects of the run at its end, and keeps the old values of arguments that the run changed."""
-        assert self.past is not None
-        _, _, inputs, snapshot = self.past
-        versions = snapshot.argument_versions
+        snapshot = self.snapshot
         try:
             effects = snapshot.conclude()
         except CorrectnessError:
             self._learned.effects.clear()  # the next call copies everything, and learns anew
             raise
         if effects is not None:
-            self._learned.learn(self._mode, effects, made_tensors=snapshot.made_tensors())
-            if (training := any(self._mode[0])) not in self._learned.trained_in:
-                self._learned.trained_in = (*self._learned.trained_in, training)
-            self._learned.changes = self._learned.changes or snapshot.changes_beyond_norms(effects)
+            self._learned.learn(self._mode, effects, snapshot)
         if self.recorder is not None:
             self.recorder.conclude(snapshot.environment.moved)
-        inputs.seal(versions)
-        if snapshot.groups():
-            for index, old_value in snapshot.take_replaced().items():
-                inputs.replace(index, old_value)
+        if self._inputs is not None:
+            self._inputs.seal(snapshot.argument_versions)
         self._concluded = True
+        if snapshot.has_groups() and (replaced := snapshot.take_replaced()):
+            inputs = self._general()[1]
+            for index, old_value in replaced.items():
+                inputs.replace(index, old_value)
+
+    def _general(self) -> tuple[ArgumentSpec, Inputs]:
+        """Returns the arguments in a form that can give other tensors in the place of some."""
+        if self._call is None or self._inputs is None:
+            snapshot = self.snapshot
+            self._call = ArgumentSpec(self._args, self._kwargs, None)
+            self._inputs = Inputs(self._call.take_tensors(), snapshot.arguments_trained, snapshot.captures, None)
+            self._inputs.seal(snapshot.argument_versions)
+        return self._call, self._inputs
 
     def recompute(self, wanted: _Placeholder) -> _Found:
         """Runs the region again and fills every live placeholder. Returns the tensor of the placeholder `wanted`.
@@ -216,24 +239,25 @@ class _Frame:
             CorrectnessError: the recompute saved other tensors than the run, or a tensor that the region depends on was
                 changed in place since.
         """
-        if self.past is None:
+        if self.is_released:
             raise CorrectnessError(
                 "a checkpointed region was already released: backward went through it without retain_graph. "
                 "Specify retain_graph=True in every backward but the last"
             )
-        in_backward, keeps_graph = torch._C._current_graph_task_id() != -1, _keeps_graph()
-        alive = [reference() for reference in self._placeholders]
-        # Outside of a backward, code reads one saved tensor of the graph: no other placeholder will be unpacked.
-        live = alive if in_backward else [placeholder if placeholder is wanted else None for placeholder in alive]
-        last = in_backward and self._concluded and not keeps_graph
+        in_backward = _graph_task() != -1
+        keeps_graph = not in_backward or _autograd._get_current_graph_task_keep_graph()
+        live = [reference() for reference in self._placeholders]
+        if not in_backward:  # code reads one saved tensor of the graph: no other placeholder will be unpacked
+            live = [placeholder if placeholder is wanted else None for placeholder in live]
+        last = self._concluded and not keeps_graph
         if in_backward and not self._concluded:
-            self.past.inputs.cut()
+            self._general()[1].cut()
         try:
             # With a policy the first rerun may end as `Misaligned`, so it must leave the saved old values intact.
-            found = self._rerun(self.past, live, last=last and self.recorder is None)
+            found = self._rerun(live, last=last and self.recorder is None)
         except Misaligned:
             self.recorder = None
-            found = self._rerun(self.past, live, last=last)
+            found = self._rerun(live, last=last)
         if not simulating():
             _reruns[0] += 1
         # Placeholders are filled only after the rerun: the tensors of a rerun that failed must not be used.
@@ -244,21 +268,26 @@ class _Frame:
             torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(self._forget))
         elif last:
             # Every live placeholder has its tensor by now, so no recompute will need the inputs.
-            self.past = self.recorder = None
+            self.is_released = True
+            self._fn = self._args = self._kwargs = self._call = self._inputs = self.recorder = None
+            del self.snapshot
         return found[wanted.index]
 
-    def _rerun(self, past: _Past, live: list[_Placeholder | None], *, last: bool) -> dict[int, _Found]:
+    def _rerun(self, live: list[_Placeholder | None], *, last: bool) -> dict[int, _Found]:
         """Runs the region again up to the last tensor that `live` waits for. Returns the tensors, by index."""
+        snapshot = self.snapshot
         refused: dict[int, str] = {}  # maps the storage of each input changed since to the message of the error
         fresh: list[torch.Tensor] = []
         undo: list[Callable[[], Any]] = []
         try:
-            streams = self.streams.enter(undo)
-            found = self._values(past, refused, fresh)
+            streams = self.streams.enter(undo) if self.streams.are_seen else self.streams
+            is_plain = self._inputs is None and self._concluded and snapshot.are_arguments_unchanged()
+            found = None if is_plain else self._values(refused, fresh)
             rerun = _Rerun(self._seen, self._trained, live, fresh, streams)
-            with Replay(past.snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared:
-                values = [value for _, value in sorted((found | shared).items())] if shared else [*found.values()]
-                self._run_again(past, rerun, found, values)
+            with Replay(snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared:
+                if found is not None and shared:
+                    found = dict(sorted((found | shared).items()))
+                self._run_again(rerun, found, shared)
             self.streams = streams
         finally:
             for step in reversed(undo):
@@ -266,29 +295,41 @@ class _Frame:
         rerun.check()
         return rerun.found
 
-    def _run_again(
-        self, past: _Past, rerun: _Rerun, found: dict[int, torch.Tensor], values: list[torch.Tensor]
-    ) -> None:
-        """Calls the function with the tensors `values`, until the function has saved the last tensor to be found."""
+    def _run_again(self, rerun: _Rerun, found: dict[int, torch.Tensor] | None, shared: dict[int, torch.Tensor]) -> None:
+        """Calls the function until it has saved the last tensor to be found.
+
+        Args:
+            rerun: receives the tensors that the function saves.
+            found: the tensors to be given as arguments, by index; `None` for the arguments of the run.
+            shared: those of them that the function also reaches by other names.
+        """
+        snapshot, args, kwargs = self.snapshot, self._args, self._kwargs
         objects: list[Any] = []
         is_graded = torch.is_grad_enabled()
-        run = past.snapshot.environment.context.copy().run
-        # A cache of keys and values has hundreds of tensors, so only watched runs refuse backwards behind all of them.
-        every, direct = past.snapshot.is_watched, past.call.direct
-        handles = refuse_backward_behind([each for index, each in found.items() if every or index < direct])
+        values = snapshot.arguments if found is None else [*found.values()]
+        handles: list[Any] = []
         try:
-            args, kwargs = past.call.rebuild(values, objects)
+            if found is None:
+                handles = refuse_backward_behind(values)
+            else:
+                call = self._general()[0]
+                # A cache of keys and values has hundreds of tensors: only watched runs refuse backwards behind all.
+                every, direct = snapshot.is_watched, call.direct
+                own = [each for index, each in found.items() if index not in shared and (every or index < direct)]
+                handles = refuse_backward_behind(own)
+                args, kwargs = call.rebuild(values, objects)
             torch._C._set_grad_enabled(True)
             _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
+            run = snapshot.environment.context.copy().run
             try:
                 recorder = self.recorder if self._concluded else None
                 if self._concluded and recorder is None:
-                    run(past.fn, *args, **kwargs)
+                    run(self._fn, *args, **kwargs)
                 else:
                     # A region that computes gradients itself (forces from an energy) is recomputed during its run.
                     # The operators of such a recompute must not count as operators of the run.
                     with unrecorded() if recorder is None else recorder.replayer(values) as rerun.replayer:
-                        run(past.fn, *args, **kwargs)
+                        run(self._fn, *args, **kwargs)
             except _Stop:
                 pass
             except BaseException:
@@ -300,20 +341,22 @@ class _Frame:
             torch._C._set_grad_enabled(is_graded)
             for handle in handles:
                 handle.remove()
-            restore(objects)
+            if objects:
+                restore(objects)
 
-    def _values(self, past: _Past, refused: dict[int, str], fresh: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _values(self, refused: dict[int, str], fresh: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Returns the tensor arguments for a rerun, by index: the tensors themselves, or copies of changed ones.
 
         Tensors that objects hold and that were changed in place since go into `refused`, since the region may not need
         them: the next layer may have written to a cache that all layers are given. Copies go into `fresh`.
         """
-        groups = past.snapshot.groups()
+        call, inputs = self._general()
+        groups = self.snapshot.groups()
         if not groups:
-            return past.inputs.again((), {}, past.call.owner, refused, fresh)
+            return inputs.again((), {}, call.owner, refused, fresh)
         several = [group.names for group in groups if group.argument is None]  # a name may be that of an argument
         by_snapshot = {name for names in several for name in names if isinstance(name, int)}
-        return past.inputs.again(by_snapshot, past.snapshot.replaced(), past.call.owner, refused, fresh)
+        return inputs.again(by_snapshot, self.snapshot.replaced(), call.owner, refused, fresh)
 
     def _forget(self) -> None:
         for reference in self._placeholders:

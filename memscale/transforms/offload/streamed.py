@@ -144,7 +144,7 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
         stand_ins |= {id(stray): stray.to(device) for stray in strays}
         stack.enter_context(_standing_in(captures, stand_ins))
         # The same in a simulation: under a dispatch mode PyTorch adds the attention mask out of place, as on a card.
-        watch = bool(hosts) and captures.flags() not in self.watched
+        watch = bool(hosts) and captures.flags not in self.watched
         why = "is lost; make the change in place under torch.no_grad()"
         with (
             refused(on_device, lambda index: str(origin_of(on_device[index]).host), self.how, why, watch=watch),
@@ -153,7 +153,7 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
         ):
             result = self.fn(*args, **kwargs)
         self.spreads = self.spreads or streams.are_several
-        self.watched.add(captures.flags())
+        self.watched.add(captures.flags)
         return result
 
 

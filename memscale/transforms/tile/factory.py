@@ -256,7 +256,7 @@ class Tiled(Transformed):
     def _guarded(self, whole: list[torch.Tensor], cut: Cut) -> Callable[..., Any]:
         """Returns the body for one call: each piece sees the Python state of the first, so that counters count once."""
         captures = Captures(self.fn, follows=True)
-        flags = captures.flags()
+        flags = captures.flags
         first = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -318,7 +318,7 @@ class Tiled(Transformed):
                 f"{self.how!r} around a projection whose weight is split over processes (its input is a DTensor): what "
                 "gathers its result would see none; leave this region out of the plan"
             )
-        flags = Captures(self.fn).flags()
+        flags = Captures(self.fn).flags
         if flags not in self._projects:
             self._projects[flags] = is_projection(self.fn, hidden)
         return self._projects[flags]
