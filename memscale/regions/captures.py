@@ -128,30 +128,6 @@ class Captures:
         is_current: tells whether every slot still has its recorded contents, so that new captures would be equal.
     """
 
-    __slots__ = (
-        "_at",
-        "_copied",
-        "_follows",
-        "_met",
-        "_modules",
-        "_reruns",
-        "_root",
-        "_seen",
-        "_skips_modules",
-        "contents",
-        "flags",
-        "followed",
-        "generators",
-        "has_stand_ins",
-        "hooks",
-        "is_current",
-        "labels",
-        "optimizers",
-        "slots",
-        "tensors",
-        "values",
-    )
-
     def __init__(self, fn: Callable[..., Any], *, reruns: bool = True, follows: bool = False) -> None:
         self._reruns = reruns
         self._follows = follows

@@ -34,24 +34,6 @@ class Environment:
             does not show this where the region restores the state itself, as `fork_rng` does.
     """
 
-    __slots__ = (
-        "_counted",
-        "_global_hooks",
-        "_host",
-        "_host_positions",
-        "_kinds",
-        "_modes",
-        "_parametrizations",
-        "_random",
-        "_settings",
-        "_shared",
-        "_shares",
-        "context",
-        "devices",
-        "drew",
-        "uses_host_random",
-    )
-
     def __init__(
         self, devices: set[torch.device], *, host_random: bool, generators: Iterable[Any] = (), drew: bool = False
     ) -> None:

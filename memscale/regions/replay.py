@@ -44,8 +44,6 @@ class Replay:
             rerun that failed.
     """
 
-    __slots__ = ("_around", "_fresh", "_last", "_made", "_present", "_refused", "_snapshot", "_undo", "_was_current")
-
     def __init__(
         self, snapshot: Snapshot, *, last: bool, refused: dict[int, str], fresh: list[torch.Tensor], made: set[int]
     ) -> None:

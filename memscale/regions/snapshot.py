@@ -81,35 +81,6 @@ class Snapshot:
         graded: after the run, the tensors whose `.grad` the region changed, for example by a backward of its own.
     """
 
-    __slots__ = (
-        "_before",
-        "_copied_groups",
-        "_everything",
-        "_grad_versions",
-        "_grads",
-        "_groups",
-        "_in_tuples",
-        "_kept",
-        "_layouts",
-        "_leaves",
-        "_reassigned",
-        "_root",
-        "_storages",
-        "_storages_before",
-        "_versions",
-        "argument_versions",
-        "arguments",
-        "arguments_trained",
-        "captures",
-        "environment",
-        "given_away",
-        "graded",
-        "is_watched",
-        "notes",
-        "tensors",
-        "trained",
-    )
-
     def __init__(
         self,
         captures: Captures,

@@ -198,7 +198,7 @@ def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
     policy = self.how.policy
     if not torch.is_grad_enabled() or isinstance(policy, EverythingSaveable):
         return self.fn(*args, **kwargs)
-    run = _region
+    run: Callable[..., Any] = _region
     if not functorch_state.is_absent():
         if functorch_state.inside_region() or not functorch_state.active():
             # Also in a dual level of forward-mode differentiation: a rerun after its end would not see the tangents.

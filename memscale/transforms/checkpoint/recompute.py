@@ -136,25 +136,6 @@ class _Frame:
         streams: the streams that the run used.
     """
 
-    __slots__ = (
-        "_args",
-        "_call",
-        "_concluded",
-        "_fn",
-        "_inputs",
-        "_kwargs",
-        "_learned",
-        "_mode",
-        "_placeholders",
-        "_seen",
-        "_trained",
-        "is_observed",
-        "is_released",
-        "recorder",
-        "snapshot",
-        "streams",
-    )
-
     def __init__(self, fn: Callable[..., Any], record: Record, learned: LearnedEffects, args: Any, kwargs: Any) -> None:
         wait_for_recomputes()
         captures = learned.captures_of(fn)
@@ -269,8 +250,8 @@ class _Frame:
         elif last:
             # Every live placeholder has its tensor by now, so no recompute will need the inputs.
             self.is_released = True
-            self._fn = self._args = self._kwargs = self._call = self._inputs = self.recorder = None
-            del self.snapshot
+            self._args = self._kwargs = self._call = self._inputs = self.recorder = None
+            del self._fn, self.snapshot
         return found[wanted.index]
 
     def _rerun(self, live: list[_Placeholder | None], *, last: bool) -> dict[int, _Found]:
