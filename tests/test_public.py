@@ -65,7 +65,7 @@ memscale.planning.trials:
 memscale.planning.tuning:
 memscale.policy: Artifact FEATURES StrategyContext StrategyDecision TECHNIQUES eligible everything rule select
     widenings
-memscale.regions: ArgumentSpec Attributes Captures Content Environment NOWHERE Names Note OperatorWatch Origin
+memscale.regions: ArgumentSpec Attributes CONSTANT Captures Content Environment NOWHERE Names Note OperatorWatch Origin
     PATIENCE_SECONDS PacksSeveral RegionEffects Replay SharedCaptures Snapshot StateSlot Streams accelerators
     closed_over code_names copying_ahead counted_states differing floats_as_constants function_of functorch_state
     hidden_changes holds hooks_around in_recompute is_stand_in is_unrecorded memory_of moved name_refused_hooks
