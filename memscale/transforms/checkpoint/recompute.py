@@ -42,7 +42,7 @@ from memscale.transforms.checkpoint.saved_again import save_again
 from memscale.transforms.checkpoint.selective import Misaligned, Recorder, Replayer
 
 _autograd = internals.autograd
-_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward
+_graph_task = internals.named("torch._C._current_graph_task_id")  # -1 outside of a backward
 _kind_of = operator.attrgetter("dtype", "ndim", "requires_grad")  # of an argument
 # Makes the recorder of a policy for a run with the given inputs; `None` without a policy.
 Record = Callable[[list[torch.Tensor]], Recorder] | None
