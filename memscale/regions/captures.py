@@ -125,6 +125,7 @@ class Captures:
         values: the tensors of `tensors`.
         flags: `training` of each module.
         has_stand_ins: whether one of the tensors is a stand-in.
+        root: the weak reference to the first module, after `weaken`; else `None`.
         is_current: tells whether every slot still has its recorded contents, so that new captures would be equal.
     """
 
@@ -134,7 +135,7 @@ class Captures:
         self._met: list[tuple[int, Any]] = []  # (label of the path, object), to be followed by `_follow`
         self.followed: list[int] = []
         self._modules: list[nn.Module] = []
-        self._root: weakref.ref[nn.Module] | None = None
+        self.root: weakref.ref[nn.Module] | None = None
         self.slots: list[StateSlot] = []
         self.labels: list[int] = []
         self._at = 0
@@ -216,11 +217,7 @@ class Captures:
     @property
     def modules(self) -> list[nn.Module]:
         """Every module reached, once each."""
-        return self._modules if self._root is None else [self._root(), *self._modules]  # type: ignore[list-item]
-
-    def root(self) -> nn.Module | None:
-        """Returns the module that these captures refer to weakly, if they do."""
-        return None if self._root is None else self._root()
+        return self._modules if self.root is None else [self.root(), *self._modules]  # type: ignore[list-item]
 
     def seal(self) -> Captures:
         """Returns the captures, prepared for `is_current`. Must be called before any of the state can change."""
@@ -232,7 +229,7 @@ class Captures:
     def weaken(self, gone: Callable[[Any], None]) -> None:
         """Replaces the reference to the first module by a weak one, whose callback is `gone`."""
         if self._modules:
-            self._root = weakref.ref(self._modules[0], gone)
+            self.root = weakref.ref(self._modules[0], gone)
             self._modules = self._modules[1:]
 
     def copied(self, changed: Collection[Any]) -> tuple[list[int], list[int]]:

@@ -56,6 +56,7 @@ class Environment:
             self._kinds = {*self._kinds, here.device_type}
         elif devices and "cuda" in self._kinds:
             _settle_attention()
+        self._flags = _FLAGS_ON_CPU if self._kinds is _CPU else _FLAGS
         self._settings = _settings(self._kinds)
         self._modes = modes()
         self._parametrizations = dict(parametrize._cache) if parametrize._cache_enabled else None
@@ -68,7 +69,7 @@ class Environment:
         self._random, self._host = (self._random or [])[self._shared :] or None, None
         if not is_alone():
             self._shares = False
-            self._settings[: len(_FLAGS)] = [None] * len(_FLAGS)
+            self._settings[: len(self._flags)] = [None] * len(self._flags)
 
     def conclude(self) -> None:
         """Drops the states of the generators that the region did not advance, since a recompute does not need them.
@@ -122,8 +123,11 @@ class Environment:
             for step in reversed(undo):
                 step()
 
-    def enter(self, undo: list[Callable[[], Any]]) -> None:
-        """Switches to this environment. Appends to `undo` the calls that restore the present, to be run in reverse."""
+    def enter(self, undo: list[Callable[[], Any]]) -> bool:
+        """Switches to this environment. Returns whether a dispatch mode is active now, and none was in the region.
+
+        Appends to `undo` the calls that restore the present, to be run in reverse.
+        """
         for generator, state in self._random or ():
             present = generator.get_state()
             undo.append(partial(_set_state, generator, present, randomness.counted_states([present])))
@@ -141,10 +145,13 @@ class Environment:
         if self._shares and (hooks := global_hooks()) != self._global_hooks:
             undo.append(partial(_set_global_hooks, hooks))
             _set_global_hooks(self._global_hooks)
-        self._modes.enter(undo)
+        if (now := modes()) is self._modes:
+            return False
+        self._modes.enter(undo, now)
+        return not self._modes.dispatched and modes().dispatched
 
     def _enter_settings(self, present: list[Any], undo: list[Callable[[], Any]]) -> None:
-        count = len(_FLAGS)
+        count = len(self._flags)
         if (autocast := self._settings[count:]) != present[count:]:
             cache, *of_kinds = autocast
             for kind, enabled, dtype in zip(self._kinds, of_kinds[::2], of_kinds[1::2], strict=True):
@@ -153,14 +160,14 @@ class Environment:
                 undo.append(partial(context.__exit__, None, None, None))
         flags, then = present[:count], self._settings[:count]
         if flags != then:
-            _set_flags(then, flags)
+            _set_flags(self._flags, then, flags)
 
     def _leave_settings(self, before: list[Any]) -> None:
         """Restores the settings `before`, also those that the body changed: a rerun may stop before the body's end."""
         if (now := _settings(self._kinds)) == before:
             return
-        count = len(_FLAGS)
-        _set_flags(before[:count], now[:count])
+        count = len(self._flags)
+        _set_flags(self._flags, before[:count], now[:count])
         cache, *of_kinds = before[count:]
         torch.set_autocast_cache_enabled(cache)
         for kind, enabled, dtype in zip(self._kinds, of_kinds[::2], of_kinds[1::2], strict=True):
@@ -171,16 +178,6 @@ class Environment:
     def moved(self) -> list[Any]:
         """Returns, after `conclude`, the PyTorch generators that the region drew from and the user's own generators."""
         return [generator for generator, _ in self._random or ()]
-
-    @property
-    def draws(self) -> bool:
-        """Whether the region drew random numbers from generators that threads share."""
-        return self._random is not None or self._host is not None
-
-    @property
-    def dispatched(self) -> bool:
-        """Whether the region ran under a dispatch mode that was entered outside of it."""
-        return self._modes.dispatched
 
 
 def _set_state(generator: Any, state: Any, counted: list[torch.Tensor]) -> None:
@@ -227,7 +224,8 @@ _FLAGS = [
     )
     if flag is not None
 ]
-_READ = [*(read for _, read, _ in _FLAGS), torch.is_autocast_cache_enabled]
+# Without three flags that take longest to read, and that no kernel on the CPU depends on.
+_FLAGS_ON_CPU = [flag for flag in _FLAGS if not flag[0].startswith("fp32_precision of cuda")]
 _CPU = {"cpu"}
 
 
@@ -247,7 +245,10 @@ def _readers(kind: str) -> list[Callable[[], Any]]:
     return [partial(torch.is_autocast_enabled, kind), partial(torch.get_autocast_dtype, kind)]
 
 
-_READ_ON_CPU = [*_READ, *_readers("cpu")]
+_READ, _READ_ON_CPU = (
+    [*(read for _, read, _ in flags), torch.is_autocast_cache_enabled] for flags in (_FLAGS, _FLAGS_ON_CPU)
+)
+_READ_ON_CPU += _readers("cpu")
 
 
 def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
@@ -281,12 +282,12 @@ def _read(read: Callable[[], Any]) -> Any:
         return None
 
 
-def _set_flags(flags: list[Any], now: list[Any]) -> None:
-    for (name, _, set_to), value, present in zip(_FLAGS, flags, now, strict=True):
+def _set_flags(flags: list[Any], values: list[Any], now: list[Any]) -> None:
+    for (_, _, set_to), value, present in zip(flags, values, now, strict=True):
         if value != present and value is not None:
             if set_to is None:
-                values = {name: value for (name, *_), value in zip(_FLAGS, flags, strict=True)}
-                torch._C._set_deterministic_algorithms(values["deterministic"], warn_only=values["warn_only"])
+                by_name = {name: value for (name, *_), value in zip(flags, values, strict=True)}
+                torch._C._set_deterministic_algorithms(by_name["deterministic"], warn_only=by_name["warn_only"])
             else:
                 set_to(value)
 

@@ -33,11 +33,8 @@ class Modes(NamedTuple):
     dispatch: tuple[Any, ...]
     dispatched: bool  # whether any dispatch mode was active, observing ones included
 
-    def enter(self, undo: list[Callable[[], Any]]) -> None:
-        """Switches to these modes. Appends to `undo` the calls that restore the present modes."""
-        now = modes()
-        if self is now:
-            return
+    def enter(self, undo: list[Callable[[], Any]], now: Modes) -> None:
+        """Switches to these modes. Appends to `undo` the calls that restore the present modes, which are `now`."""
         if not _same(now.function, self.function):
             undo.append(lambda: _set_function(now.function))
             _set_function(self.function)

@@ -7,6 +7,7 @@ import functools
 import operator
 import pickle
 import random
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -87,9 +88,13 @@ class HostGenerator:
 def same(a: Any, b: Any) -> bool:
     """Whether two states of a generator are equal."""
     if isinstance(a, torch.Tensor):
-        size = a.nbytes
-        return ctypes.string_at(a.data_ptr(), size) == ctypes.string_at(b.data_ptr(), size)
+        return bool(_compare(a.data_ptr(), b.data_ptr(), a.nbytes) == 0)
     return pickle.dumps(a) == pickle.dumps(b)
+
+
+# Compares memory in C: the caller's dispatch modes would see any tensor operator here.
+_compare = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None).memcmp
+_compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _bytes(state: torch.Tensor) -> bytes:

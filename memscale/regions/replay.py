@@ -17,7 +17,6 @@ from memscale.core import CorrectnessError, pytrees
 from memscale.regions.alias_groups import Name
 from memscale.regions.captures import Captures
 from memscale.regions.hidden_changes import memory_of
-from memscale.regions.modes import modes
 from memscale.regions.recompute_lock import recompute_lock
 from memscale.regions.snapshot import Snapshot
 from memscale.regions.stand_ins import Note, is_sharded
@@ -58,13 +57,13 @@ class Replay:
         self._was_current = False  # whether nothing had changed since the snapshot
 
     def __enter__(self) -> dict[int, torch.Tensor]:
-        snapshot, environment = self._snapshot, self._snapshot.environment
+        snapshot = self._snapshot
         recompute_lock.__enter__()
         try:
             changed = snapshot.changed_since()
             changed.update(self._refused)
             arrived: dict[Note, torch.Tensor] = self._bring_back() if snapshot.notes else {}
-            renewed = self._old_values() if snapshot.has_groups() else {}
+            renewed = self._old_values() if snapshot.kept != [] else {}
             if renewed or list(map(_requires_grad, snapshot.tensors)) != snapshot.trained:
                 self._fresh.extend(renewed.values())
                 self._go_back(self._trained_as_then(renewed), arrived)
@@ -72,12 +71,12 @@ class Replay:
                 self._go_back(renewed, arrived)
             else:
                 self._was_current = True
-            environment.enter(self._undo)
+            is_dispatched = snapshot.environment.enter(self._undo)
             for tensor in snapshot.graded:  # a backward inside the region would otherwise accumulate a second time
                 self._undo.append(partial(setattr, tensor, "grad", tensor.grad))
                 tensor.grad = None
             # If only the rerun is under a dispatch mode, operators may leave other versions; `made` lists such tensors.
-            if changed or (not environment.dispatched and modes().dispatched):
+            if changed or is_dispatched:
                 self._watch(_ChangedWatch(changed, self._made))
             if changed:
                 self._watch(_ListedWatch(changed))

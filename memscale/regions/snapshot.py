@@ -77,6 +77,7 @@ class Snapshot:
         notes: after the run, the notes that replaced stand-in tensors in the captures.
         is_watched: whether this is a first run, watched in order to find the effects of the region. Its rerun must be
             watched too: under a mode, operators may save other tensors.
+        kept: after the run, the alias groups with old values that the region changed; `None` before.
         given_away: whether a rerun got the saved old values without a clone, and may have changed them.
         graded: after the run, the tensors whose `.grad` the region changed, for example by a backward of its own.
     """
@@ -90,7 +91,7 @@ class Snapshot:
         holds_arguments: bool = False,
     ) -> None:
         self.captures = captures
-        self._root = captures.root()  # kept alive here, since shared captures refer to it weakly
+        self._root = captures.root and captures.root()  # kept alive here, since shared captures refer to it weakly
         self.is_watched = effects is None
         self.tensors = captures.values
         self.notes: list[Note] = []
@@ -109,7 +110,7 @@ class Snapshot:
         self._copied_groups: list[AliasGroup] = []
         self._layouts: dict[Name, Any] = {}
         self._reassigned: list[AliasGroup] = []
-        self._kept: list[AliasGroup] | None = None
+        self.kept: list[AliasGroup] | None = None
         self._in_tuples: list[tuple[int, Any]] = []  # after the run: the tensors in tuples that it changed in place
         self.given_away = False
         self.graded: list[torch.Tensor] = []
@@ -214,15 +215,11 @@ class Snapshot:
     @property
     def is_running(self) -> bool:
         """Whether the run is still going on. A region that computes gradients itself is recomputed during its run."""
-        return self._kept is None
+        return self.kept is None
 
     def groups(self) -> list[AliasGroup]:
         """Returns the alias groups with old values; after the run, only those that the region changed."""
-        return [*self._copied(), *self._reassigned] if self._kept is None else self._kept
-
-    def has_groups(self) -> bool:
-        """Whether the snapshot has old values, or may find some while the region runs."""
-        return self._kept is None or bool(self._kept)
+        return [*self._copied(), *self._reassigned] if self.kept is None else self.kept
 
     def _copied(self) -> list[AliasGroup]:
         return self._copied_groups if self._groups is None else self._groups.copied()
@@ -234,7 +231,7 @@ class Snapshot:
     def take_replaced(self) -> dict[int, torch.Tensor]:
         """Returns `replaced()` and drops the references to these values."""
         replaced = self.replaced()
-        self._kept = [group for group in self.groups() if group.argument is None]
+        self.kept = [group for group in self.groups() if group.argument is None]
         return replaced
 
     def conclude(self) -> RegionEffects | None:
@@ -256,8 +253,8 @@ class Snapshot:
         kept = self._copied()
         if now != self._before or self.is_watched:
             kept = self._changed_groups(now)
-        self._kept = [*kept, *self._reassigned]
-        for group in self._kept:
+        self.kept = [*kept, *self._reassigned]
+        for group in self.kept:
             group.let_go()
         # Taken after the run, since a transform inside may have moved parameters to another tier during it.
         # A weak reference suffices: PyTorch keeps the one Python object of a storage as long as the storage lives.
@@ -407,7 +404,7 @@ class Snapshot:
             versions(arguments) == self.argument_versions
             and list(map(_requires_grad, arguments)) == self.arguments_trained
             and not any(map(_attributes, arguments))
-            and not (self._kept and any(isinstance(name, int) for group in self._kept for name in group.names))
+            and not (self.kept and any(isinstance(name, int) for group in self.kept for name in group.names))
         )
 
     def changed_since(self) -> dict[int, str]:

@@ -9,6 +9,7 @@ saved-tensor hooks around the region keep (an outer checkpoint, an offload).
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -183,8 +184,14 @@ def refuse_backward_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
     Returns the handles of the hooks, to be removed.
     """
+    nodes = list(filter(None, map(_grad_fn, tensors)))
+    if not nodes:
+        return nodes
     refuse = functools.partial(_refuse, threading.get_ident())
-    return [node.register_prehook(refuse) for tensor in tensors if (node := tensor.grad_fn) is not None]
+    return [node.register_prehook(refuse) for node in nodes]
+
+
+_grad_fn = operator.attrgetter("grad_fn")
 
 
 def _refuse(thread: int, _: Any) -> None:

@@ -47,7 +47,7 @@ _kind_of = operator.attrgetter("dtype", "ndim", "requires_grad")  # of an argume
 # Makes the recorder of a policy for a run with the given inputs; `None` without a policy.
 Record = Callable[[list[torch.Tensor]], Recorder] | None
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
-_Seen = tuple[torch.Size, torch.dtype, int]  # shape, dtype and version of a tensor that the run saved
+_Seen = tuple[torch.Size, torch.dtype, int, bool]  # of a saved tensor: shape, dtype, version and `requires_grad`
 _reruns = [0]  # the number in this process; two threads that count at once may add one
 
 
@@ -102,7 +102,8 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
         frame.streams.lend_to_current(tensor)
     if tensor._version != expected:  # autograd checks no versions of tensors that hooks return
         what = f"saved tensor {placeholder.index} of a checkpointed region"
-        raise changed_error(described(what, tensor.dtype, _shape(tensor)), tensor._version, expected)
+        size = torch.Size([tensor.size(0)]) if tensor.is_nested else tensor.shape
+        raise changed_error(described(what, tensor.dtype, size), tensor._version, expected)
     if torch.is_grad_enabled() and _graph_task() != -1:
         save_again(placeholder, tensor, _unpack)
     return tensor
@@ -112,10 +113,12 @@ def _keeps_graph() -> bool:
     return _graph_task() == -1 or _autograd._get_current_graph_task_keep_graph()
 
 
-def _shape(tensor: torch.Tensor) -> torch.Size:
-    if tensor.is_nested and tensor.layout is torch.strided:  # whose parts have shapes of their own
-        return torch.Size([tensor.size(0)])
-    return tensor.shape
+_saved: Callable[[torch.Tensor], _Seen] = operator.attrgetter("shape", "dtype", "_version", "requires_grad")
+
+
+def _saved_nested(tensor: torch.Tensor) -> _Seen:
+    """Returns the same of a nested tensor that has no shape, since its parts have shapes of their own."""
+    return torch.Size([tensor.size(0)]), tensor.dtype, tensor._version, tensor.requires_grad
 
 
 class _Stop(BaseException):
@@ -164,7 +167,6 @@ class _Frame:
         self.streams = Streams(self.snapshot.environment.devices)
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[_Seen] = []
-        self._trained: list[bool] = []  # whether each of these requires a gradient
         self._concluded = self.is_released = False
         self.recorder = record and record(tensors)
         self.is_observed = record is not None or effects is None
@@ -176,8 +178,10 @@ class _Frame:
         placeholder = _Placeholder()
         placeholder.frame, placeholder.index, placeholder.found = self, len(seen), None
         self._placeholders.append(weakref.ref(placeholder))
-        seen.append((_shape(tensor) if tensor.is_nested else tensor.shape, tensor.dtype, tensor._version))
-        self._trained.append(tensor.requires_grad)
+        try:
+            seen.append(_saved(tensor))
+        except RuntimeError:
+            seen.append(_saved_nested(tensor))
         if self.streams.are_seen:
             self.streams.see(tensor)
         if self.recorder is not None:
@@ -199,7 +203,7 @@ class _Frame:
         if self._inputs is not None:
             self._inputs.seal(snapshot.argument_versions)
         self._concluded = True
-        if snapshot.has_groups() and (replaced := snapshot.take_replaced()):
+        if snapshot.kept and (replaced := snapshot.take_replaced()):
             inputs = self._general()[1]
             for index, old_value in replaced.items():
                 inputs.replace(index, old_value)
@@ -264,7 +268,7 @@ class _Frame:
             streams = self.streams.enter(undo) if self.streams.are_seen else self.streams
             is_plain = self._inputs is None and self._concluded and snapshot.are_arguments_unchanged()
             found = None if is_plain else self._values(refused, fresh)
-            rerun = _Rerun(self._seen, self._trained, live, fresh, streams)
+            rerun = _Rerun(self._seen, live, fresh, streams)
             with Replay(snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared:
                 if found is not None and shared:
                     found = dict(sorted((found | shared).items()))
@@ -366,17 +370,16 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _end(seen: list[_Seen], trained: list[bool], last: int) -> int:
+def _end(seen: list[_Seen], last: int) -> int:
     """Returns the index of the saved tensor at which a recompute stops whose last tensor to be found is `last`.
 
     Autograd saves the inputs of `rrelu` before its kernel, which fills one of them (the noise). For any two saved
     tensors in a row that look like these two, the recompute goes on to the next saved tensor.
     """
     for first in range(max(last - 1, 0), min(last + 1, len(seen) - 1)):
-        if trained[first] != trained[first + 1]:
-            (shape, dtype, _), (*like, _) = seen[first : first + 2]
-            if [shape, dtype] == like and dtype.is_floating_point:
-                return first + 2
+        (shape, dtype, _, trained), (like_shape, like_dtype, _, like_trained) = seen[first : first + 2]
+        if trained != like_trained and (shape, dtype) == (like_shape, like_dtype) and dtype.is_floating_point:
+            return first + 2
     return last
 
 
@@ -392,7 +395,6 @@ class _Rerun:
     def __init__(
         self,
         seen: list[_Seen],
-        trained: list[bool],
         live: list[_Placeholder | None],
         fresh: list[torch.Tensor],
         streams: Streams,
@@ -406,7 +408,7 @@ class _Rerun:
         self._last = len(live) - 1
         while live[self._last] is None:
             self._last -= 1
-        self._end = _end(seen, trained, self._last)
+        self._end = _end(seen, self._last)
         self._count = 0
         self.replayer: Replayer | None = None
         self.found: dict[int, _Found] = {}
@@ -418,7 +420,10 @@ class _Rerun:
         if self.streams.are_seen:
             self.streams.see(tensor)
         if index <= self._last:
-            now = (_shape(tensor) if tensor.is_nested else tensor.shape, tensor.dtype, tensor._version)
+            try:
+                now: _Seen = _saved(tensor)
+            except RuntimeError:
+                now = _saved_nested(tensor)
             if now != self._seen[index]:
                 self._check(index, tensor, now)
         # Detached also where no placeholder waits: an operator that saves its own result would otherwise be in a
@@ -433,7 +438,7 @@ class _Rerun:
 
     def _check(self, index: int, tensor: torch.Tensor, now: _Seen) -> None:
         """Raises `CorrectnessError` if a saved tensor differs from the run's, or was changed in place since."""
-        shape, dtype, expected = self._seen[index]
+        shape, dtype, expected, _ = self._seen[index]
         if now[0] != shape or now[1] != dtype:
             plain = all(type(size) is int for size in shape)
             raise CorrectnessError(
@@ -441,7 +446,7 @@ class _Rerun:
                 f"{dtype}{list(shape)} and is now {now[1]}{list(now[0])}. A checkpointed region must "
                 f"do the same at every run with the same inputs{'' if plain else _JAGGED}"
             )
-        if not self._is_fresh(tensor):
+        if now[2] != expected and not self._is_fresh(tensor):
             raise changed_error(
                 described(f"saved tensor {index} of a checkpointed region", dtype, shape),
                 now[2],
