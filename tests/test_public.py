@@ -78,7 +78,8 @@ memscale.reports: Axis COLOURS DrawnPoint PAGES PartOfPlan Price TriedSize byte_
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Hooks HostBackend HostParameter HostParameters
     Residency Runtime Saved Stats default_runtime hooks_here host_parameter_of host_parameter_on_device is_alone
     is_plain runtime_for runtimes_replaced
-memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend Trims
+memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TOGETHER_BYTES TraceBackend Trims
+    one_behind_the_other
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: HostCopy Mapped MappedTensors is_movable
 memscale.runtime.storage: PAGE_BYTES page_aligned_memory

@@ -77,6 +77,7 @@ INTERNALS = tuple(
         (f"{_C}_swap_tensor_impl", "a model stands in for itself during a profile", _S),
         ("torch._neg_view", "to make a moved view again", "runtime"),
         (f"{_C}_cuda_getCurrentRawStream", "which stream copies wait for", f"{_R} runtime", _CUDA),
+        (f"{_C}_cuda_getDevice", "whether the device of a copy is the current one", "runtime", _CUDA),
         # Operators, and who sees them.
         ("torch._ops.OpOverload", "an operator's type", f"hardware policies {_R} {_S} {_T}checkpoint"),
         (

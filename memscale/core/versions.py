@@ -12,7 +12,10 @@ from memscale.core.errors import CorrectnessError
 
 def version(tensor: torch.Tensor) -> int:
     """Returns the version counter of `tensor`, which in-place changes increase; -1 for an inference tensor."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor has none
+        return -1
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 
 from memscale.core import ConfigError, RuntimeUnavailable, internals, is_own_thread, own_threads
 from memscale.runtime.backends.host import HostBackend
-from memscale.runtime.backends.protocol import Backend
+from memscale.runtime.backends.protocol import TOGETHER_BYTES, Backend
 from memscale.runtime.config import AsyncOffloadConfig
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.locks import new_lock
@@ -171,7 +171,7 @@ class Runtime:
         if isinstance(tensor, internals.FakeTensor) or kind == "meta":
             from memscale.runtime.backends.trace import TraceBackend
 
-            return TraceBackend(self.caps(kind))
+            return TraceBackend(self.caps(kind), together_bytes=TOGETHER_BYTES if kind == "cuda" else 0)
         if kind == "cpu":
             return HostBackend(self._disk_directory, disk_bytes=self._disk_bytes, threads=self.config.streams)
         if kind == "cuda":

@@ -16,6 +16,7 @@ from memscale.runtime.engine.entry import Handle, kept_tensor
 from memscale.runtime.parameters.host_parameter import Saved, any_is_running, host_parameter_on_device
 from memscale.runtime.runtime import Runtime, runtime_for
 
+_UNRECORDED = unrecorded()
 _PLAIN = {torch.Tensor, torch.nn.Parameter, internals.FakeTensor}
 
 
@@ -45,22 +46,24 @@ class Hooks(PacksSeveral):
         self._tier = tier
         self._min_bytes = runtime.config.min_bytes if min_bytes is None else min_bytes
         self._outer = outer  # the surrounding hooks, which get the tensors that do not move
-        self._engines: set[Engine] = set()
+        self._engines: dict[tuple[type, torch.device], Engine] = {}
         self._region = region
         self._small: dict[int, torch.Tensor] = {}  # one tensor per storage below `min_bytes`, by the storage's address
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """Returns a handle if `tensor` may move, else the tensor with its version."""
-        if not is_plain(tensor):
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return self._pack_other(tensor)
-        nbytes = tensor.untyped_storage().nbytes()
-        if nbytes == 0 or _stays(tensor):
+        if _stays(tensor):
             return self.keep(tensor)
-        if nbytes < self._min_bytes:
-            self._small[tensor.untyped_storage()._cdata] = tensor
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes < self._min_bytes or nbytes == 0:
+            if nbytes:
+                self._small[storage._cdata] = tensor
             return self.keep(tensor)
-        with unrecorded():
+        with _UNRECORDED:
             engine = self._engine(tensor)
             return engine.stash(tensor, tier=self._tier, region=self._region)
 
@@ -76,7 +79,7 @@ class Hooks(PacksSeveral):
             else:
                 packed[index] = self.pack(tensor.detach())
         for found in moving.values():
-            with unrecorded():
+            with _UNRECORDED:
                 engine = self._engine(tensors[found[0]])
                 handles = engine.stash_all([tensors[at] for at in found], tier=self._tier, region=self._region)
             for index, handle in zip(found, handles, strict=True):
@@ -86,34 +89,36 @@ class Hooks(PacksSeveral):
     @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         """Returns the tensor behind what `pack` returned."""
-        if type(packed) is tuple:
+        kind = type(packed)
+        if kind is Handle:
+            with _UNRECORDED:
+                return packed.record.entry.engine.fetch(packed)  # type: ignore[no-any-return]
+        if kind is tuple:
             tensor, expected = packed
             if version(tensor) != expected:
                 raise changed_error(kept_tensor(tensor.dtype, tensor.size()), version(tensor), expected)
             return tensor  # type: ignore[no-any-return]
-        if type(packed) is Handle:
-            with unrecorded():
-                return packed.entry.engine.fetch(packed)
-        if type(packed) is Saved:
-            with unrecorded():
-                return packed.host.mover.fetch(packed)
+        if kind is Saved:
+            with _UNRECORDED:
+                return packed.host.mover.fetch(packed)  # type: ignore[no-any-return]
         return packed.unpack(self)  # type: ignore[no-any-return]
 
     def _engine(self, tensor: torch.Tensor) -> Engine:
-        engine = self._runtime.engine(tensor)
-        if engine not in self._engines:
-            self._engines.add(engine)
+        key = type(tensor), tensor.device
+        engine = self._engines.get(key)
+        if engine is None:
+            engine = self._engines[key] = self._runtime.engine(tensor)
             self._runtime.warn_of_tier(engine, self._tier)
         return engine
 
     def leave(self) -> None:
         """Called at the end of the region, where its intermediate values have just been freed."""
-        for engine in self._engines:
-            with unrecorded():
+        for engine in set(self._engines.values()):
+            with _UNRECORDED:
                 engine.look_again()
         small = list(self._small.values())
         self._small.clear()
-        with unrecorded(), contextlib.suppress(RuntimeUnavailable):  # counting needs no backend
+        with _UNRECORDED, contextlib.suppress(RuntimeUnavailable):  # counting needs no backend
             for tensor in small:
                 self._runtime.engine(tensor).left_small(self._region, tensor.untyped_storage().nbytes())
 
@@ -141,7 +146,7 @@ class HooksAmongHostParameters(Hooks):
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         if is_plain(tensor) and (host := host_parameter_on_device(tensor)) is not None:
-            with unrecorded():
+            with _UNRECORDED:
                 return host.mover.save(host, tensor)
         return super().pack(tensor)
 

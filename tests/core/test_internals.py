@@ -185,6 +185,7 @@ def test_each_says_what_it_is_for_and_is_there():
     built = {
         "torch._C._distributed_c10d",
         "torch._C._cuda_getCurrentRawStream",
+        "torch._C._cuda_getDevice",
         "torch._C._ensureCUDADeviceGuardSet",
     }  # in some builds only
     # These take seconds to load; their own tests do.

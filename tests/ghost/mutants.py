@@ -17,15 +17,15 @@ def no_order(self, lane, after):
             event.wait()
 
 
-def end_elsewhere(self, lane, on_device, memory, *, out):
+def end_elsewhere(self, lane, pairs, *, out):
     """The event that ends a copy is recorded on the stream of the caller."""
-    moved = _MOVE(self, lane, on_device, memory, out=out)
+    moved = _MOVE(self, lane, pairs, out=out)
     return CudaEvent(self, moved._begin, self._recorded(self.compute_stream()))
 
 
-def end_too_early(self, lane, on_device, memory, *, out):
+def end_too_early(self, lane, pairs, *, out):
     """The event that ends a copy is recorded in front of it."""
-    moved = _MOVE(self, lane, on_device, memory, out=out)
+    moved = _MOVE(self, lane, pairs, out=out)
     return CudaEvent(self, moved._begin, moved._begin)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from memscale.core.errors import CorrectnessError
-from memscale.runtime.backends.protocol import Buffer, Event, Stream
+from memscale.runtime.backends.protocol import Buffer, Event, Stream, one_behind_the_other
 from memscale.runtime.storage.mapping import Bytes
 from memscale.runtime.storage.tiers import TierUse, at_or_below
 
@@ -121,6 +121,7 @@ class AdversarialDevice:
         caps: bytes of each tier, nearest first; one called ``"disk"`` is written and read by workers.
         link: the cost of a copy, on the virtual clock.
         fails: asked before each write to disk; what it returns, if not `None`, is how the write fails.
+        together_bytes: as that of a backend.
         patience: an engine that asks a full pool more often, with nothing under way that could free any of it, is taken
             to wait forever.
     """
@@ -132,9 +133,11 @@ class AdversarialDevice:
         *,
         link: LinkSpeed | None = None,
         fails: Callable[[], BaseException | None] = lambda: None,
+        together_bytes: int = 0,
         patience: int = 100,
     ) -> None:
         self.tiers = tuple(caps)
+        self.together_bytes = together_bytes
         self.patience = patience
         self.now = 0.0
         self._choose = choose
@@ -218,9 +221,17 @@ class AdversarialDevice:
         buffer = target if isinstance(source, torch.Tensor) else source
         assert isinstance(tensor, torch.Tensor)
         assert isinstance(buffer, Slot)
+        return self._queued(_Memory([tensor]), buffer, stream, after)
+
+    def gather(self, sources: Sequence[torch.Tensor], buffer: Buffer, *, after: Sequence[Event]) -> DeviceEvent:
+        """See `Backend.gather`."""
+        assert isinstance(buffer, Slot)
+        return self._queued(_Memory(sources), buffer, "out", after)
+
+    def _queued(self, memory: _Memory, buffer: Slot, stream: Stream, after: Sequence[Event]) -> DeviceEvent:
         event = DeviceEvent(self)
         before = [wanted for wanted in after if isinstance(wanted, DeviceEvent)]
-        memory, out = _Memory(tensor), tensor is source
+        out = stream == "out"
         slot = self._pools[buffer.tier].of(buffer)
         seconds = self._link.seconds(buffer.nbytes)
         if buffer.tier == "disk":
@@ -312,31 +323,35 @@ class AdversarialDevice:
 
 
 class _Memory:
-    """Some bytes of a tensor, without keeping its memory alive: a queued copy on a device does not either."""
+    """Some bytes of tensors, without keeping their memory alive: a queued copy on a device does not either."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         # Python's reference, not PyTorch's `StorageWeakRef`, whose own finalizer may have run when that of a handle,
         # in the same garbage, lets queued copies run.
-        self._storage = weakref.ref(tensor.untyped_storage())
-        self._start, self._stop = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
+        self._pieces = [
+            (start, weakref.ref(tensor.untyped_storage()), tensor.storage_offset(), tensor.numel())
+            for start, tensor in one_behind_the_other(tensors)
+        ]
 
-    def _bytes(self) -> torch.Tensor | None:
-        storage = self._storage()
-        if storage is None:
-            return None
-        return torch.empty(0, dtype=torch.uint8).set_(storage, self._start, (self._stop - self._start,), (1,))
+    def _bytes(self) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+        for start, reference, offset, nbytes in self._pieces:
+            storage = reference()
+            found = (
+                None if storage is None else torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,), (1,))
+            )
+            yield start, start + nbytes, found
 
     def read_into(self, target: torch.Tensor) -> None:
-        found = self._bytes()
-        if found is None:
-            target.fill_(_POISON)
-        else:
-            target.copy_(found)
+        for start, stop, found in self._bytes():
+            if found is None:
+                target[start:stop].fill_(_POISON)
+            else:
+                target[start:stop].copy_(found)
 
     def write_from(self, source: torch.Tensor) -> None:
-        found = self._bytes()
-        if found is not None:
-            found.copy_(source)
+        for start, stop, found in self._bytes():
+            if found is not None:
+                found.copy_(source[start:stop])
 
 
 def _assign(target: torch.Tensor, source: torch.Tensor) -> None:

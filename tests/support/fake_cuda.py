@@ -113,6 +113,7 @@ class FakeCupy(types.ModuleType):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.device() == self.capturing)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.compute_stream)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.compute_stream, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", self.device, raising=False)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))
 
     def device(self):

@@ -131,7 +131,9 @@ def device(draw: random.Random) -> CheckedEngine:
     def fails() -> OSError | None:
         return OSError(28, "No space left on device") if failing and draw.random() < 0.3 else None
 
-    return CheckedEngine(Checked(AdversarialDevice(draw.randrange, caps, fails=fails)), depth=draw.randrange(4))
+    together_bytes = draw.choice([0, 0, 3 * NBYTES, 1 << 20])
+    device = AdversarialDevice(draw.randrange, caps, fails=fails, together_bytes=together_bytes)
+    return CheckedEngine(Checked(device), depth=draw.randrange(4))
 
 
 def results(program: Program, engine: CheckedEngine | None, steps: int = 2) -> list[Any]:

@@ -6,14 +6,14 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from memscale.core import TIERS, RuntimeUnavailable
 from memscale.runtime.backends.host_tiers import HostBuffer, HostTiers
-from memscale.runtime.backends.protocol import Buffer, Event, Stream
+from memscale.runtime.backends.protocol import TOGETHER_BYTES, Buffer, Event, Stream, one_behind_the_other
 from memscale.runtime.engine.refusals import refuse_in_capture, refuse_in_fork
 from memscale.runtime.storage.arena import page_aligned_memory
 from memscale.runtime.storage.budget import HostBudget
@@ -22,6 +22,7 @@ from memscale.runtime.storage.disk import Extent
 from memscale.runtime.storage.mapping import Bytes
 from memscale.runtime.storage.tiers import TierUse
 
+_HERE = contextlib.nullcontext()  # where the backend's device is the current one
 _STAGING_BYTES = 8 * 1024**2
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
@@ -64,7 +65,8 @@ class CudaEvent:
     def span(self) -> tuple[float, float] | None:
         if not self.end.done:
             return None
-        return self._backend.seconds_at(self._begin), self._backend.seconds_at(self.end)
+        end = self._backend.seconds_at(self.end)
+        return end if self._begin is self.end else self._backend.seconds_at(self._begin), end
 
     def error(self) -> None:
         return None  # a CUDA error poisons the whole device: the next CUDA call raises it
@@ -108,6 +110,7 @@ class CudaBackend:
     """
 
     tiers: tuple[str, ...] = TIERS
+    together_bytes = TOGETHER_BYTES
 
     def __init__(
         self,
@@ -156,7 +159,6 @@ class CudaBackend:
         return self._tiers.map(buffer)
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
-        self._refuse_where_impossible()
         return like.new_empty(nbytes, dtype=torch.uint8)
 
     def discard(self, tensor: torch.Tensor) -> None:
@@ -188,30 +190,43 @@ class CudaBackend:
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def record(self, stream: int | None = None) -> CudaEvent:
-        self._refuse_where_impossible()
+        refuse_in_fork(self._process)
         with self._on_device():
+            refuse_in_capture()
             event = self._recorded(self.compute_stream() if stream is None else stream)
         return CudaEvent(self, event, event)
 
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> Event:
-        self._refuse_where_impossible()
         out = isinstance(source, torch.Tensor)
         tensor, buffer = (source, target) if out else (target, source)
         assert isinstance(tensor, torch.Tensor)
         assert isinstance(buffer, HostBuffer)
-        assert tensor.nbytes == buffer.nbytes, f"a copy of {tensor.nbytes} bytes and a buffer of {buffer.nbytes}"
-        direction = self._copy_streams[stream]
+        return self._queued([tensor], buffer, stream, after)
+
+    def gather(self, sources: Sequence[torch.Tensor], buffer: Buffer, *, after: Sequence[Event]) -> Event:
+        assert isinstance(buffer, HostBuffer)
+        return self._queued(sources, buffer, "out", after)
+
+    def _queued(
+        self, tensors: Sequence[torch.Tensor], buffer: HostBuffer, stream: Stream, after: Sequence[Event]
+    ) -> CudaEvent | CopyFuture[None]:
+        refuse_in_fork(self._process)
+        *_, (start, last) = one_behind_the_other(tensors)
+        nbytes = start + last.nbytes
+        assert nbytes == buffer.nbytes, f"a copy of {nbytes} bytes and a buffer of {buffer.nbytes}"
+        direction, out = self._copy_streams[stream], stream == "out"
         # The block's memory is looked up now. A block freed before a queued copy has run is reused only after the copy.
         room = buffer.room if isinstance(buffer.room, Extent) else buffer.room.tensor
         is_ordered = all(event.done() for event in after if not isinstance(event, CudaEvent))
         if buffer.tier != "pinned" or not direction.is_idle() or not is_ordered:
-            return direction.submit(lambda: self._carry(direction, tensor, room, after, out=out))
+            return direction.submit(lambda: self._carry(direction, tensors, room, after, out=out))
         assert not isinstance(room, Extent)
         with self._on_device():
+            refuse_in_capture()
             self._order(direction, after)
-            return self._move(direction, tensor.data_ptr(), room, out=out)
+            return self._move(direction, _pairs(tensors, room), out=out)
 
     def wait(self, event: Event, stream: int | None = None) -> None:
         """Makes a compute stream wait for `event`; blocks the host only if the CPU takes part in the copy."""
@@ -245,6 +260,8 @@ class CudaBackend:
     def _on_device(self) -> Any:
         # New events, stream 0 and PyTorch's current stream belong to the current device, of which each thread has its
         # own.
+        if torch._C._cuda_getDevice() == self.device.index:
+            return _HERE
         return self._cupy.cuda.Device(self.device.index)
 
     def _recorded(self, pointer: int) -> Any:
@@ -260,20 +277,20 @@ class CudaBackend:
                 assert isinstance(event, CopyFuture)
                 event.wait()
 
-    def _move(self, direction: _CopyStream, on_device: int, memory: torch.Tensor, *, out: bool) -> CudaEvent:
-        pointer = direction.stream.ptr
+    def _move(self, direction: _CopyStream, pairs: Iterable[_Pair], *, out: bool) -> CudaEvent:
+        pointer, copy = direction.stream.ptr, self._runtime.memcpyAsync
         begin = self._recorded(pointer)
-        if out:
-            kind, to, source = self._runtime.memcpyDeviceToHost, memory.data_ptr(), on_device
-        else:
-            kind, to, source = self._runtime.memcpyHostToDevice, on_device, memory.data_ptr()
-        self._runtime.memcpyAsync(to, source, memory.nbytes, kind, pointer)
+        for on_device, on_host, nbytes in pairs:
+            if out:
+                copy(on_host, on_device, nbytes, self._runtime.memcpyDeviceToHost, pointer)
+            else:
+                copy(on_device, on_host, nbytes, self._runtime.memcpyHostToDevice, pointer)
         return CudaEvent(self, begin, self._recorded(pointer))
 
     def _carry(
         self,
         direction: _CopyStream,
-        tensor: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
         room: torch.Tensor | Extent,
         after: Sequence[Event],
         *,
@@ -283,20 +300,21 @@ class CudaBackend:
         with self._on_device():
             self._order(direction, after)
             if not isinstance(room, Extent):
-                self._move(direction, tensor.data_ptr(), room, out=out).end.synchronize()
+                self._move(direction, _pairs(tensors, room), out=out).end.synchronize()
             elif out:
-                self._carry_to_disk(direction, tensor, room)
+                self._carry_to_disk(direction, tensors, room)
             else:
-                self._carry_from_disk(direction, tensor, room)
+                self._carry_from_disk(direction, tensors[0], room)
 
-    def _carry_to_disk(self, direction: _CopyStream, tensor: torch.Tensor, extent: Extent) -> None:
-        """Copies piece by piece: one piece is on the link while the previous one is written."""
+    def _carry_to_disk(self, direction: _CopyStream, tensors: Sequence[torch.Tensor], extent: Extent) -> None:
+        """Copies piece by piece: one piece is on the link while the previous one is written. Several fit in a piece."""
         writes: list[CopyFuture[Extent]] = []
         try:
-            for piece, at in self._pieces(direction, tensor):
+            for piece, at in self._pieces(direction, extent.nbytes):
                 if len(writes) > 1:
                     writes[-2].result()  # the write from the same half of the staging memory
-                self._move(direction, tensor.data_ptr() + at, piece, out=True).end.synchronize()
+                pairs = [_pair(tensors[0], piece, at)] if len(tensors) == 1 else _pairs(tensors, piece)
+                self._move(direction, pairs, out=True).end.synchronize()
                 writes.append(self._tiers.disk.write(piece, extent, at=at))
         finally:
             for write in writes:
@@ -306,29 +324,28 @@ class CudaBackend:
 
     def _carry_from_disk(self, direction: _CopyStream, tensor: torch.Tensor, extent: Extent) -> None:
         """Copies piece by piece: one piece is on the link while the next one is read."""
-        pieces = self._pieces(direction, tensor)
+        pieces = self._pieces(direction, tensor.nbytes)
         reads = [(piece, at, self._tiers.disk.read(extent, piece, at=at)) for piece, at in pieces[:1]]
         try:
             for index in range(len(pieces)):
                 piece, at, read = reads[index]
                 read.result()
                 reads += [(p, a, self._tiers.disk.read(extent, p, at=a)) for p, a in pieces[index + 1 : index + 2]]
-                self._move(direction, tensor.data_ptr() + at, piece, out=False).end.synchronize()
+                self._move(direction, [_pair(tensor, piece, at)], out=False).end.synchronize()
         finally:
             for _, _, read in reads:
                 read.exception()
 
-    def _pieces(self, direction: _CopyStream, tensor: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-        """Returns, for each piece of a tensor, one of the two halves of the staging memory and its first byte."""
+    def _pieces(self, direction: _CopyStream, nbytes: int) -> list[tuple[torch.Tensor, int]]:
+        """Returns, for each piece of `nbytes`, one of the two halves of the staging memory and its first byte."""
         if not direction.staging:
             direction.staging = [page_aligned_memory(_STAGING_BYTES) for _ in range(2)]
             for half in direction.staging:
                 with contextlib.suppress(MemoryError):  # unpinned staging memory works too, more slowly
                     self._pin(half)
-        starts = range(0, tensor.nbytes, _STAGING_BYTES)
+        starts = range(0, nbytes, _STAGING_BYTES)
         return [
-            (direction.staging[index % 2][: min(_STAGING_BYTES, tensor.nbytes - at)], at)
-            for index, at in enumerate(starts)
+            (direction.staging[index % 2][: min(_STAGING_BYTES, nbytes - at)], at) for index, at in enumerate(starts)
         ]
 
     # ------------------------------------------------------------------------------------------- pinned memory
@@ -350,6 +367,21 @@ class CudaBackend:
         refuse_in_fork(self._process)
         with self._on_device():
             refuse_in_capture()
+
+
+_Pair = tuple[int, int, int]  # addresses on the device and on the host, and the bytes to copy
+
+
+def _pair(tensor: torch.Tensor, memory: torch.Tensor, at: int) -> _Pair:
+    """Returns the copy of `memory` from byte `at` of `tensor` on, or to there."""
+    return tensor.data_ptr() + at, memory.data_ptr(), memory.nbytes
+
+
+def _pairs(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> Iterator[_Pair]:
+    """Yields the copies of tensors that lie in `memory` one behind the other."""
+    address = memory.data_ptr()
+    for start, tensor in one_behind_the_other(tensors):
+        yield tensor.data_ptr(), address + start, tensor.nbytes
 
 
 def _end(cupy: Any, device: int, process: int, streams: Sequence[Any], pinned: Mapping[int, torch.Tensor]) -> None:

@@ -61,6 +61,7 @@ class HostBackend:
     """
 
     tiers: tuple[str, ...] = ("disk",)
+    together_bytes = 0  # the threads of the disk tier take most of the time of a small copy, not the caller
 
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, *, disk_bytes: int | None = None, threads: int = 2
@@ -134,6 +135,9 @@ class HostBackend:
         assert isinstance(source, DiskBuffer)
         assert isinstance(target, torch.Tensor)
         return self._slab.read(source.extent, target)
+
+    def gather(self, sources: Sequence[torch.Tensor], buffer: Buffer, *, after: Sequence[Event]) -> Event:
+        raise AssertionError(f"{len(sources)} tensors for one buffer, and together_bytes is {self.together_bytes}")
 
     def wait(self, event: Event, stream: int | None = None) -> None:
         if isinstance(event, CopyFuture):

@@ -15,7 +15,7 @@ in tests on a device with an adversarial scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -24,6 +24,20 @@ import torch
 from memscale.runtime.storage.tiers import TierUse
 
 Stream = Literal["out", "in"]
+
+# Moved bytes start at a multiple of this, in their storage, in a buffer of several, and after they come back: kernels
+# choose their code path, and with it the order of sums, by alignment. It also allows a view of the bytes in any dtype.
+ALIGNMENT = 64
+# Storages below this travel together where the host's time for a copy is longer than the copy, as beside a GPU.
+TOGETHER_BYTES = 1024**2
+
+
+def one_behind_the_other(sources: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields each of the uint8 tensors that `Backend.gather` copies, with its first byte in the buffer."""
+    start = 0
+    for source in sources:
+        yield start, source
+        start += source.nbytes + -source.nbytes % ALIGNMENT
 
 
 class Event(Protocol):
@@ -56,6 +70,9 @@ class Backend(Protocol):
 
     tiers: tuple[str, ...]
     """The names of the tiers, nearest to the device first; allocation tries them in this order."""
+
+    together_bytes: int
+    """Storages smaller than this travel together, up to this many bytes; 0 lets each travel alone."""
 
     def allocate(self, nbytes: int, tier: str) -> Buffer | None:
         """Allocates `nbytes` on `tier` ("auto" is the nearest), or on the first tier below it that has room.
@@ -101,6 +118,12 @@ class Backend(Protocol):
 
         One of `source` and `target` is a uint8 tensor on the device, the other one a buffer. The caller leaves both
         untouched until the returned event is done.
+        """
+
+    def gather(self, sources: Sequence[torch.Tensor], buffer: Buffer, *, after: Sequence[Event]) -> Event:
+        """Queues one copy out of several uint8 device tensors, as `copy` does, if `together_bytes` is not 0.
+
+        Each tensor starts in the buffer at the next multiple of `ALIGNMENT` behind the one before.
         """
 
     def wait(self, event: Event, stream: int | None = None) -> None:

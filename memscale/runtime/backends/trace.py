@@ -37,22 +37,27 @@ class CountedBuffer:
     nbytes: int
 
 
+Source = torch.Tensor | Buffer | Sequence[torch.Tensor]
+
+
 class TraceBackend:
     """A simulated device and its tiers.
 
     Args:
         caps: for each tier, nearest first, the most bytes that it takes; None for no cap.
+        together_bytes: as that of the device's real backend.
 
     Attributes:
         on_trim: called instead of returning cached memory to the device, with the value of `if_grown`.
-        on_copy: called with the source and the target of each copy.
+        on_copy: called with the source and the target of each copy; with a list of sources for `gather`.
         spilled_bytes: by tier, the highest number of bytes there for which a tier above had no room.
     """
 
-    def __init__(self, caps: Mapping[str, int | None]) -> None:
+    def __init__(self, caps: Mapping[str, int | None], *, together_bytes: int = 0) -> None:
         self.on_trim: Callable[[bool], object] = lambda if_grown: None
-        self.on_copy: Callable[[torch.Tensor | Buffer, torch.Tensor | Buffer], object] = lambda source, target: None
+        self.on_copy: Callable[[Source, torch.Tensor | Buffer], object] = lambda source, target: None
         self.tiers = tuple(caps)
+        self.together_bytes = together_bytes
         self._caps = dict(caps)
         self._used = dict.fromkeys(caps, 0)
         self._high_water = dict.fromkeys(caps, 0)
@@ -113,6 +118,10 @@ class TraceBackend:
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> Event:
         self.on_copy(source, target)
+        return _Passed()
+
+    def gather(self, sources: Sequence[torch.Tensor], buffer: Buffer, *, after: Sequence[Event]) -> Event:
+        self.on_copy(sources, buffer)
         return _Passed()
 
     def wait(self, event: Event, stream: int | None = None) -> None:

@@ -5,6 +5,11 @@ alive, a copy frees nothing. When a tensor is stashed, the operator that made it
 cannot decide yet. The storage waits on the device, and every later stash checks it again: it moves once its handles
 hold the only references. From then on nobody else can reach it, so its bytes and its version are final.
 
+**Small storages travel together.** Where the backend says so, storages below `together_bytes` are looked at once that
+many bytes are stashed, and at the end of each region. Those that may move then share one entry: one buffer, one event
+in each direction, and one tensor when they come back. Floating-point numbers travel apart from integers and flags, and
+arguments of a checkpoint alone: by their values a backward or a recompute may decide, so a simulation carries them.
+
 **Handles own the bytes.** When the last handle on a storage's views is dropped, its bytes are freed on whatever tier
 they are. No table of a step's tensors exists that a dropped graph could leave entries in.
 
@@ -19,14 +24,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
 
 from memscale.core import version
-from memscale.runtime.backends.protocol import Backend, Buffer
-from memscale.runtime.engine.entry import Entry, Handle, Record, hull, is_unshared
+from memscale.runtime.backends.protocol import ALIGNMENT, Backend, Buffer
+from memscale.runtime.engine.entry import Entry, Handle, Moving, Record, is_unshared
 from memscale.runtime.engine.finalized import Finalized
 from memscale.runtime.engine.link import Copy
 from memscale.runtime.engine.loader import Loader, State
@@ -36,7 +41,7 @@ from memscale.runtime.engine.refusals import warn_of_staying
 from memscale.runtime.engine.transfers import Transfers
 from memscale.runtime.stats import CopyTimeline, Counters, Stats, add
 
-# How many waiting storages a stash checks: storages that the caller keeps for long must not slow every stash down.
+# How many waiting storages are checked for each stash: those that the caller keeps for long must not slow it down.
 _LOOKS = 32
 
 
@@ -68,6 +73,8 @@ class Engine:
         self.backend = backend
         self.depth = depth
         self.lock = new_lock()
+        self._together_bytes = backend.together_bytes
+        self._unseen = self._unseen_bytes = 0  # tensors stashed since the last look, and the bytes of their storages
         self._counters = Counters()
         self.transfers = Transfers(backend, self._counters, timeline)
         self.finalized = Finalized(self.lock)
@@ -82,9 +89,7 @@ class Engine:
         self._moved: dict[int, Entry] = {}
         self._count = 0
         self._count_before = 0  # how many entries moved in the previous forward
-        self._prefetch: Prefetch[int] = Prefetch(
-            depth, guess=lambda ordinal: ordinal - 1
-        )  # first guess: reverse forward order
+        self._prefetch: Prefetch[int] = Prefetch(depth, guess=self._before)
         self._task = -1
         self._warned = False
 
@@ -102,13 +107,14 @@ class Engine:
         """
         with self.lock:
             handle = self._stash(tensor, tier, region)
-            self._look()
-            self.transfers.pump()
+            if self._unseen_bytes >= self._together_bytes:
+                self._look()
+                self.transfers.pump()
         self.go_on()
         return handle
 
     def stash_all(self, tensors: Sequence[torch.Tensor], *, tier: str = "auto", region: str = "") -> list[Handle]:
-        """Stashes several tensors, and checks the waiting storages once.
+        """Stashes several tensors, arguments of a region, and checks the waiting storages once.
 
         A tensor that was stashed before and is unchanged gets a second handle only: each region of a model may save the
         same KV cache, which has two tensors for every earlier region.
@@ -123,11 +129,12 @@ class Engine:
                 if handle is None:
                     handle = self._stash(tensor, tier, region)
                     handle.entry.remember(tensor, handle)
+                    handle.entry.is_argument = True
                     is_new = True
                 elif stream not in handle.entry.streams:
                     handle.entry.streams += (stream,)
                 handles.append(handle)
-            if is_new:
+            if is_new and self._unseen_bytes >= self._together_bytes:
                 self._look()
                 self.transfers.pump()
         self.go_on()
@@ -136,14 +143,18 @@ class Engine:
     def _stash(self, tensor: torch.Tensor, tier: str, region: str) -> Handle:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        record = Record(tensor.detach(), version(tensor))
+        self._unseen += 1
+        self._unseen_bytes += nbytes
         entry = self._by_storage.get(key)
-        if entry is None or not entry.is_live():  # a dead entry belonged to another storage at this address
+        is_new = entry is None or not entry.is_live()  # a dead entry belonged to another storage at this address
+        if entry is None or is_new:
             entry = Entry(self, key, tier, nbytes, region)
         if (stream := self.backend.compute_stream()) not in entry.streams:
             entry.streams += (stream,)
-        handle = Handle.on_new(entry, record)
-        if self._by_storage.get(key) is not entry:
+        record = Record(tensor.detach(), version(tensor), entry)
+        handle = Handle(record)
+        entry.records.append(record)  # last: a record without a handle would never free its tensor
+        if is_new:
             self._by_storage[key] = entry
             self._waiting.append(entry)
         return handle
@@ -200,54 +211,99 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------ copies out
 
-    def _look(self, most: int = _LOOKS) -> None:
+    def _look(self, most: int = 0) -> None:
+        most = most or _LOOKS * max(1, self._unseen)
+        self._unseen = self._unseen_bytes = 0
+        depth = self._prefetch.depth()
+        ready: list[Entry] = []
         for _ in range(min(len(self._waiting), most)):
             entry = self._waiting.popleft()
-            if entry.state is not State.DEVICE or not entry.is_live():
+            if entry.state is not State.DEVICE:
                 continue
             if not entry.is_last_keeper():
-                self._waiting.append(entry)
+                if entry.is_live():
+                    self._waiting.append(entry)
                 continue
-            if entry.ordinal is None:
-                entry.ordinal = self._count
+            if not entry.ordinals:
+                entry.ordinals = (self._count,)
+                self._moved[self._count] = entry
                 self._count += 1
-                self._moved[entry.ordinal] = entry
-            depth = self._prefetch.depth()
-            if depth == 0 or not 0 < self._count_before <= entry.ordinal + depth:
-                self._move(entry)
+            if depth == 0 or not 0 < self._count_before <= entry.ordinals[0] + depth:
+                ready.append(entry)
                 continue
             self._tail.append(entry)
-            self._stays(entry, "tail", entry.nbytes)
+            self._stays(entry.region, "tail", entry.nbytes)
             if len(self._tail) > depth:
-                self._stays(self._tail[0], "tail", -self._tail[0].nbytes)
-                self._move(self._tail.popleft())
+                oldest = self._tail.popleft()
+                self._stays(oldest.region, "tail", -oldest.nbytes)
+                if oldest.state is State.DEVICE and oldest.is_last_keeper():
+                    ready.append(oldest)
+                elif oldest.is_live():  # backward has fetched it from the tail
+                    self._waiting.append(oldest)
+        for together in self._together(ready):
+            self._move(together, depth)
 
-    def _move(self, entry: Entry) -> None:
-        records = entry.live()
-        if entry.state is not State.DEVICE or not records:
+    def _together(self, entries: Sequence[Entry]) -> list[list[Entry]]:
+        """Returns `entries` in groups that travel as one: of small storages that are alike."""
+        groups: list[list[Entry]] = []
+        filling: dict[Hashable, tuple[list[Entry], int]] = {}  # the last group of each kind, and its bytes
+        for entry in entries:
+            nbytes = entry.nbytes + ALIGNMENT
+            if nbytes > self._together_bytes or entry.is_argument:
+                groups.append([entry])
+                continue
+            kind = entry.tier, entry.streams, entry.has_floats()
+            group, before = filling.get(kind, ([], 0))
+            if not group or before + nbytes > self._together_bytes:
+                group, before = [], 0
+                groups.append(group)
+            group.append(entry)
+            filling[kind] = group, before + nbytes
+        return groups
+
+    def _move(self, entries: Sequence[Entry], depth: int) -> None:
+        entry = self._take_out(entries)
+        if entry is None:
             return
-        if not entry.is_last_keeper():  # backward has fetched it from the tail
-            self._waiting.append(entry)
-            return
-        start, stop = hull(records)
-        if start == stop:  # only views without elements
-            return
-        source = records[0].bytes_between(start, stop)
-        entry.like = source.new_empty(0)
-        entry.buffer = self._allocate(stop - start, entry.tier)
-        if entry.buffer is None:
-            self._keep(entry)
-            return
-        # After an exception from here on the entry still has its bytes, and `_retire` resumes.
-        self._leaving.append((self._regions, entry))
-        entry.base, entry.nbytes, entry.state = source, stop - start, State.LEAVING
-        self._counters.met(entry.region, "moved", entry.nbytes)
-        del self._by_storage[entry.key]
-        for record in records:
-            record.move_out(start)
         self._copy_out(entry)
-        while len(self._leaving) > self._prefetch.depth():
+        while len(self._leaving) > depth:
             self._retire_first()
+
+    def _take_out(self, entries: Sequence[Entry]) -> Entry | None:
+        """Allocates a buffer for `entries` and moves them to the first of them, which owns their bytes from now on."""
+        moving: list[tuple[Entry, Moving]] = []
+        nbytes = 0
+        for entry in entries:
+            if (part := entry.part(nbytes + -nbytes % ALIGNMENT)) is not None:
+                moving.append((entry, part))
+                nbytes = part.start + part.source.nbytes
+        if not moving:
+            return None
+        into = moving[0][0]
+        into.like = moving[0][1].source.new_empty(0)
+        into.buffer = self._allocate(nbytes, into.tier)
+        if into.buffer is None:
+            for entry, _ in moving:
+                self._keep(entry)
+            return None
+        # After an exception from here on the entry still has its bytes, and `_retire` resumes.
+        self._leaving.append((self._regions, into))
+        into.sources = [part.source for _, part in moving]
+        into.nbytes, into.state = nbytes, State.LEAVING
+        into.ordinals = tuple(ordinal for entry, _ in moving for ordinal in entry.ordinals)
+        ends = [part.start for _, part in moving[1:]] + [nbytes]
+        for index, ((entry, part), end) in enumerate(zip(moving, ends, strict=True)):
+            add(into.moved_bytes, part.region, end - part.start)
+            del self._by_storage[entry.key]
+            if entry is not into:
+                entry.into, entry.state = into, State.LEAVING
+                into.records += entry.records
+                self._moved.update(dict.fromkeys(entry.ordinals, into))
+            for record, alias in part.aliases:
+                record.move_out(alias, into, part, index)
+        for region, moved_bytes in into.moved_bytes.items():
+            self._counters.met(region, "moved", moved_bytes)
+        return into
 
     def _allocate(self, nbytes: int, tier: str) -> Buffer | None:
         buffer = self.backend.allocate(nbytes, tier)
@@ -256,10 +312,9 @@ class Engine:
         return buffer
 
     def _copy_out(self, entry: Entry) -> Copy:
-        assert entry.base is not None
         assert entry.buffer is not None
         # Deadline 0: an early copy frees memory early.
-        entry.departure = self.transfers.ask_out(entry.base, entry.buffer, seconds=0.0, owners=entry.streams)
+        entry.departure = self.transfers.ask_out(entry.sources, entry.buffer, seconds=0.0, owners=entry.streams)
         self.transfers.pump()
         return entry.departure
 
@@ -279,10 +334,11 @@ class Engine:
                 self._keep(entry, error)
                 return
             event = self.transfers.release(self._copy_out(entry))
-        base = entry.base
+        sources = entry.sources
         entry.is_gone()
-        if base is not None and is_unshared(base):  # backward may have fetched it during the copy out
-            self.backend.discard(base)
+        for source in sources:
+            if is_unshared(source):  # backward may have fetched it during the copy out
+                self.backend.discard(source)
 
     def _try_below(self, entry: Entry) -> bool:
         """Allocates on a tier below the one whose copy failed; the bytes are still on the device."""
@@ -294,14 +350,15 @@ class Engine:
         return buffer is not None
 
     def _keep(self, entry: Entry, error: BaseException | None = None) -> None:
-        if error is not None:
-            self._counters.met(entry.region, "moved", -entry.nbytes)
-        self._stays(entry, "no room", entry.nbytes)
+        for region, nbytes in entry.moved_bytes.items():
+            self._counters.met(region, "moved", -nbytes)
+        for region, nbytes in (entry.moved_bytes or {entry.region: entry.nbytes}).items():
+            self._stays(region, "no room", nbytes)
         self.warn_of(entry.nbytes, error)
 
-    def _stays(self, entry: Entry, why: str, nbytes: int) -> None:
+    def _stays(self, region: str, why: str, nbytes: int) -> None:
         self._counters.resident_bytes += nbytes
-        self._counters.met(entry.region, why, nbytes)
+        self._counters.met(region, why, nbytes)
 
     def left_small(self, region: str, nbytes: int) -> None:
         """Counts bytes of storages below `min_bytes` that `region` saved."""
@@ -324,20 +381,25 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------- copies in
 
     def _fetch(self, handle: Handle) -> torch.Tensor:
-        entry, record = handle.entry, handle.record
+        record = handle.record
+        entry = record.entry
         in_backward = self.follow_backward()  # first: a backward that raises has to end as well
-        record.check()
-        if record.alias is None and entry.base is None:
+        if record.alias is not None or record.changed is not None:
+            record.check()
+        if record.alias is None and not entry.is_on_device():
             self._load(entry)
-        if in_backward and entry.ordinal is not None:
-            self._load_ahead(entry.ordinal)
+        if in_backward and entry.ordinals and not self._prefetch.has_passed(entry.ordinals[0]):
+            self._load_ahead(entry.ordinals[0])
         if record.alias is not None:
             return record.alias
         assert record.layout is not None
-        tensor = record.layout.of(self.loader.arrived(entry))
+        if entry.sources:
+            tensor = record.layout.of(entry.sources[record.part])
+        else:
+            tensor = record.layout.of(self.loader.arrived(entry), record.start)
         if in_backward:
-            handle.is_fetched()
-        if not in_backward or all(record.fetched for record in entry.live()):
+            record.unfetched -= 1
+        if not in_backward or entry.is_fetched():
             self.loader.let_go(entry)
         return tensor
 
@@ -348,11 +410,16 @@ class Engine:
         self._prefetch.requested(ordinal, at=self.backend.record())
         for ordinal, seconds in self._prefetch.upcoming():
             candidate = self._moved.get(ordinal)
-            if candidate is not None and candidate.state is State.OFFLOADED and candidate.live():
+            if candidate is not None and candidate.state is State.OFFLOADED and candidate.is_live():
                 try:
                     self._load(candidate, seconds=seconds)
                 except torch.OutOfMemoryError:  # loaded when requested, when it may fit
                     return
+
+    def _before(self, ordinal: int) -> int:
+        """Returns the first guess of what backward requests after `ordinal`: what could move before it."""
+        entry = self._moved.get(ordinal - 1)
+        return entry.ordinals[0] if entry is not None else ordinal - 1
 
     def follow_backward(self) -> bool:
         """Returns whether autograd runs backward in this thread, and registers `_end_backward` once per backward."""
@@ -380,22 +447,23 @@ class Engine:
 
     def drop(self, entry: Entry) -> None:
         """Called when a handle on `entry` is dropped; this may happen inside the engine's own code."""
-        if entry.state is State.DEVICE and entry.records.count(None) < len(entry.records):
+        if entry.is_live() and (entry.state is not State.BACK or not entry.is_fetched()):
             return
         self.finalized.add(entry, self._close)
 
     def _close(self, entry: Entry) -> None:
+        entry = entry.into or entry
         if entry.is_live():
-            if entry.state is State.BACK and all(record.fetched for record in entry.live()):
+            if entry.state is State.BACK and entry.is_fetched():
                 self.loader.let_go(entry)
             return
-        if entry.state is State.DEVICE and entry.ordinal is None:
+        if entry.state is State.DEVICE and not entry.ordinals:
             self._counters.held_bytes += entry.nbytes
             self._counters.met(entry.region, "held", entry.nbytes)
         if self._by_storage.get(entry.key) is entry:
             del self._by_storage[entry.key]
         try:
-            for copy in entry.copies() if entry.base is not None else ():
+            for copy in entry.copies() if entry.is_on_device() else ():
                 self.transfers.no_longer(copy)
         except Exception:  # free the bytes on the tier even so
             self._forget(entry)
@@ -406,7 +474,8 @@ class Engine:
         self.loader.forget(entry)
         if entry.buffer is not None:
             self._free_buffer(entry)
-        if entry.ordinal is not None and self._moved.pop(entry.ordinal, None) is not None and not self._moved:
+        were_known = [self._moved.pop(ordinal, None) is not None for ordinal in entry.ordinals]
+        if any(were_known) and not self._moved:
             self._count_before, self._count = self._count, 0
             self._tail.clear()
 

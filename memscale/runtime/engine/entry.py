@@ -1,17 +1,16 @@
-"""`Entry`, `Record` and `Handle`: the engine's data about a stashed storage, its views, and where its bytes are."""
+"""`Entry`, `Record` and `Handle`: the engine's data about stashed storages, their views, and where the bytes are."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from memscale.core import changed_error, described, found_once, version
-from memscale.runtime.backends.protocol import Event
+from memscale.runtime.backends.protocol import ALIGNMENT, Event
 from memscale.runtime.engine.link import Copy
-from memscale.runtime.engine.loader import ALIGNMENT, Loadable, State
+from memscale.runtime.engine.loader import Loadable, State
 
 
 class Layout(NamedTuple):
@@ -30,38 +29,52 @@ class Layout(NamedTuple):
         offset = int(tensor.storage_offset()) if offset is None else offset
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
-    def of(self, base: torch.Tensor) -> torch.Tensor:
-        """Returns the view of the uint8 tensor `base` with this layout."""
+    def of(self, base: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Returns the view of the uint8 tensor `base` with this layout, from byte `start` on."""
         elements = base.view(self.dtype)
-        tensor = elements.as_strided(self.size, self.stride, elements.storage_offset() + self.offset)
+        first = int(elements.storage_offset()) + start // self.dtype.itemsize + self.offset
+        tensor = elements.as_strided(self.size, self.stride, first)
         tensor = tensor.conj() if self.conjugate else tensor
         return torch._neg_view(tensor) if self.negative else tensor
 
 
 class Record:
-    """A stashed tensor: a detached alias while the bytes are on the device, the layout after the move."""
+    """A stashed tensor: a detached alias while its bytes are where they were, its layout after they have moved.
 
-    __slots__ = ("alias", "changed", "handles", "layout", "times_back", "unfetched", "version")
+    Attributes:
+        alias: None once the bytes have moved, or the handle was dropped.
+        changed: the version when the bytes moved, if it differs from `version`.
+        entry: the bytes; set again when the bytes move together with those of other storages.
+        layout: of the tensor within the bytes of its storage that moved.
+        part: the index of these bytes in `Entry.sources`.
+        start: their first byte in the entry.
+        shares: how many times the handle was given out.
+        unfetched: how many of these have not been fetched since the bytes last came back. Decides how long loaded
+            bytes stay; a race between threads only makes them go early or late.
+    """
 
-    def __init__(self, alias: torch.Tensor, version: int) -> None:
+    __slots__ = (
+        "alias",
+        "changed",
+        "entry",
+        "is_dropped",
+        "layout",
+        "part",
+        "shares",
+        "start",
+        "unfetched",
+        "version",
+    )
+
+    def __init__(self, alias: torch.Tensor, version: int, entry: Entry) -> None:
         self.alias: torch.Tensor | None = alias
         self.version = version
+        self.entry = entry
+        self.is_dropped = False
         self.layout: Layout | None = None
-        self.changed: int | None = None  # the version when the bytes moved, if it differs from `version`
-        # These counts decide how long loaded bytes stay. A race between threads only makes them go early or late.
-        self.handles = 0
-        self.unfetched = 0  # handles that have not fetched since the bytes last came back
-        self.times_back = 0
-
-    @property
-    def fetched(self) -> bool:
-        """Whether every handle has fetched since the bytes last came back."""
-        return self.unfetched <= 0
-
-    def is_gone(self) -> None:
-        """Called when the bytes leave the device."""
-        self.times_back += 1
-        self.unfetched = self.handles
+        self.changed: int | None = None
+        self.part = self.start = 0
+        self.shares = self.unfetched = 1
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, of which this record was made, is on the device and unchanged."""
@@ -75,37 +88,14 @@ class Record:
             and tensor.stride() == alias.stride()
         )
 
-    def extent(self) -> tuple[int, int]:
-        """Returns the first byte of the storage that the tensor covers, and the byte after the last."""
-        alias = self.alias
-        assert alias is not None
-        if alias.numel() == 0:
-            return 0, 0
-        first = int(alias.storage_offset())
-        last = first + sum((size - 1) * stride for size, stride in zip(alias.size(), alias.stride(), strict=True))
-        return first * alias.element_size(), (last + 1) * alias.element_size()
-
-    def bytes_between(self, start: int, stop: int) -> torch.Tensor:
-        """Returns bytes `start` to `stop` of the storage as a uint8 tensor."""
-        alias = self.alias
-        assert alias is not None
-        if alias.is_conj():
-            alias = alias.conj()
-        if alias.is_neg():
-            alias = torch._neg_view(alias)
-        elements = alias.untyped_storage().nbytes() // alias.element_size()
-        # Detached, because a view keeps a reference to its base.
-        return alias.as_strided((elements,), (1,), 0).view(torch.uint8)[start:stop].detach()
-
-    def move_out(self, start: int) -> None:
-        """Drops the alias and keeps its layout, relative to byte `start` of the storage."""
-        alias = self.alias
-        assert alias is not None
-        offset = int(alias.storage_offset()) - start // alias.element_size() if alias.numel() else 0
+    def move_out(self, alias: torch.Tensor, into: Entry, part: Moving, index: int) -> None:
+        """Drops the alias and keeps its layout within `part`, which is number `index` of the entry `into`."""
+        offset = int(alias.storage_offset()) - part.first // alias.dtype.itemsize
         self.layout = Layout.from_tensor(alias, offset)
         # From here on nobody else can reach the storage, so the version read now is final.
-        now = version(alias)
+        now = alias._version if self.version >= 0 else -1
         self.changed = now if now != self.version else None
+        self.part, self.start, self.entry = index, part.start, into
         self.alias = None
 
     def check(self) -> None:
@@ -118,73 +108,51 @@ class Record:
             raise changed_error(kept_tensor(self.layout.dtype, self.layout.size), self.changed, self.version)
 
 
-class _Ownership:
-    """Owns a record, on behalf of all its handles."""
-
-    __slots__ = ("entry", "index")
-
-    def __init__(self, entry: Entry, record: Record) -> None:
-        index = len(entry.records)
-        self.entry, self.index = entry, index
-        entry.records.append(record)  # last: a record without an owner would never free its tensor
-
-    def __del__(self) -> None:
-        if not hasattr(self, "entry"):  # the constructor was interrupted
-            return
-        self.entry.records[self.index] = None  # frees a tensor that never left the device
-        self.entry.engine.drop(self.entry)
-
-
 class Handle:
-    """Owns a stashed tensor; dropping the last handle of a tensor frees its bytes on any tier."""
+    """Owns a stashed tensor; when the last reference to it is dropped, its bytes are freed on any tier."""
 
-    __slots__ = ("__weakref__", "_fetched", "_ownership", "entry")
+    __slots__ = ("__weakref__", "record")
 
-    def __init__(self, entry: Entry, ownership: _Ownership) -> None:
-        self._ownership, self.entry = ownership, entry
-        self._fetched = -1  # the record's `times_back` at this handle's last fetch
-        record = self.record
-        record.handles += 1
-        record.unfetched += 1
+    def __init__(self, record: Record) -> None:
+        self.record = record
 
-    @classmethod
-    def on_new(cls, entry: Entry, record: Record) -> Handle:
-        """Returns the first handle of `record`, and adds the record to `entry`."""
-        return cls(entry, _Ownership(entry, record))
+    @property
+    def entry(self) -> Entry:
+        """The bytes of the tensor, and their place."""
+        return self.record.entry
 
     def again(self) -> Handle:
-        """Returns another handle of the same record."""
-        return Handle(self.entry, self._ownership)
-
-    @property
-    def index(self) -> int:
-        """The index of the record in `entry.records`."""
-        return self._ownership.index
-
-    @property
-    def record(self) -> Record:
-        record = self.entry.records[self._ownership.index]
-        assert record is not None, "a record lives as long as its handles"
-        return record
-
-    def is_fetched(self) -> None:
-        """Called when a backward has fetched through this handle."""
-        record = self.record
-        if self._fetched != record.times_back:
-            self._fetched = record.times_back
-            record.unfetched -= 1
+        """Returns this handle, for a second owner."""
+        self.record.shares += 1
+        self.record.unfetched += 1
+        return self
 
     def __del__(self) -> None:
-        if not hasattr(self, "_fetched"):  # the constructor was interrupted
+        try:
+            record = self.record
+        except AttributeError:  # the constructor was interrupted
             return
-        record = self.entry.records[self._ownership.index]
-        if record is None:  # the garbage collector may finalize objects of a cycle in any order
-            return
-        record.handles -= 1
-        if self._fetched != record.times_back:
-            record.unfetched -= 1
-        if self.entry.state is State.BACK and record.handles > 0:  # the remaining handles may all have fetched
-            self.entry.engine.drop(self.entry)
+        record.is_dropped = True
+        record.alias = None  # frees a tensor that never left the device
+        record.entry.engine.drop(record.entry)
+
+
+class Moving(NamedTuple):
+    """The bytes of one storage that travel in an entry.
+
+    Attributes:
+        aliases: the records of the storage's views, each with its tensor.
+        source: the bytes, a uint8 tensor.
+        first: their first byte in the storage.
+        start: their first byte in the entry.
+        region: the region that saved them.
+    """
+
+    aliases: list[tuple[Record, torch.Tensor]]
+    source: torch.Tensor
+    first: int
+    start: int
+    region: str
 
 
 class Owner(Protocol):
@@ -201,9 +169,33 @@ _Known = tuple["weakref.ref[torch.Tensor]", "weakref.ref[Handle]"]
 
 
 class Entry(Loadable):
-    """A stashed storage: the records of its views, and the place of its bytes."""
+    """Bytes that move as one: of a stashed storage, or of several small ones from their move on.
 
-    __slots__ = ("departure", "engine", "key", "known", "ordinal", "records", "region", "streams", "tier")
+    Attributes:
+        key: the address of the storage, before the move.
+        records: of the views.
+        ordinals: the numbers of the storages in the order in which they could move; empty until then.
+        sources: the bytes of each storage on the device, during the copy out or if it failed.
+        moved_bytes: of the storages that each region saved.
+        is_argument: whether a recompute of a checkpoint gets the tensor.
+        into: the entry that took over the storage of this one.
+    """
+
+    __slots__ = (
+        "departure",
+        "engine",
+        "into",
+        "is_argument",
+        "key",
+        "known",
+        "moved_bytes",
+        "ordinals",
+        "records",
+        "region",
+        "sources",
+        "streams",
+        "tier",
+    )
 
     def __init__(self, engine: Owner, key: int, tier: str, nbytes: int, region: str) -> None:
         super().__init__(nbytes, State.DEVICE)  # nbytes: of the storage, and after the move of the moved bytes
@@ -211,33 +203,49 @@ class Entry(Loadable):
         self.key = key
         self.tier = tier
         self.region = region
-        self.records: list[Record | None] = []
-        self.known: dict[int, _Known] = {}
+        self.records: list[Record] = []
+        self.known: dict[int, _Known] | None = None
         # The compute streams on which it was stashed. Autograd uses and frees the tensor there; the stream that is
         # current when the storage moves may be another one.
         self.streams: tuple[int, ...] = ()
-        self.ordinal: int | None = None
+        self.is_argument = False
+        self.ordinals: tuple[int, ...] = ()
+        self.sources: list[torch.Tensor] = []
+        self.moved_bytes: dict[str, int] = {}
         self.departure: Copy | None = None
+        self.into: Entry | None = None
 
     def remember(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Records that `handle` belongs to `tensor`, for later stashes of the same tensor object."""
+        if self.known is None:
+            self.known = {}
         self.known[id(tensor)] = weakref.ref(tensor), weakref.ref(handle)
 
     def handle_of(self, tensor: torch.Tensor) -> Handle | None:
-        """Returns a new handle of `tensor` if it was stashed before and is unchanged, else None."""
-        found = self.known.get(id(tensor))
+        """Returns the handle of `tensor`, once more, if it was stashed before and is unchanged, else None."""
+        found = None if self.known is None else self.known.get(id(tensor))
         # By object identity: another tensor over the same memory can have a version counter of its own.
         if found is None or found[0]() is not tensor or (handle := found[1]()) is None:
             return None
         return handle.again() if handle.record.is_of(tensor) else None
 
-    def live(self) -> list[Record]:
-        """Returns the records with live handles."""
-        return [record for record in self.records if record is not None]
-
     def is_live(self) -> bool:
         """Whether any handle is alive."""
-        return any(self.records)
+        for record in self.records:  # noqa: SIM110 - a generator would double the time, for every tensor that is dropped
+            if not record.is_dropped:
+                return True
+        return False
+
+    def is_fetched(self) -> bool:
+        """Whether every live handle was fetched since the bytes last came back."""
+        for record in self.records:  # noqa: SIM110 - likewise
+            if record.unfetched > 0 and not record.is_dropped:
+                return False
+        return True
+
+    def is_on_device(self) -> bool:
+        """Whether the moved bytes are on the device too, or about to be."""
+        return self.base is not None or bool(self.sources)
 
     def copies(self) -> tuple[Copy, ...]:
         return tuple(copy for copy in (self.departure, self.arrival) if copy is not None)
@@ -245,26 +253,65 @@ class Entry(Loadable):
     def written(self) -> list[Event]:
         return [] if self.departure is None else [self.departure.need()]
 
+    def is_moving(self) -> bool:
+        entry = self.into or self
+        return entry.is_on_device() and any(copy.is_under_way() for copy in entry.copies())
+
     def is_gone(self) -> None:
         super().is_gone()
-        for record in self.live():
-            record.is_gone()
+        self.sources = []
+        for record in self.records:
+            record.unfetched = record.shares
+
+    def aliases(self) -> list[tuple[Record, torch.Tensor]]:
+        """Returns the live records with their tensors, before the move."""
+        return [(record, alias) for record in self.records if (alias := record.alias) is not None]
 
     def is_last_keeper(self) -> bool:
         """Whether only the records here refer to the storage, so that moving it frees its memory."""
-        held = self.records.copy()  # a handle may be dropped during the count
-        if not any(held):
-            return False
-        return _references(self.key) <= len(held) - held.count(None)
+        held = [alias for record in self.records if (alias := record.alias) is not None]  # kept during the count
+        return bool(held) and _references(self.key) <= len(held)
+
+    def has_floats(self) -> bool:
+        """Whether the storage holds floating-point or complex numbers, rather than integers or flags."""
+        for record in self.records:
+            alias = record.alias
+            if alias is not None and (alias.dtype.is_floating_point or alias.dtype.is_complex):
+                return True
+        return False
+
+    def part(self, start: int) -> Moving | None:
+        """Returns the bytes that the records cover, from byte `start` of an entry on; None if the views are empty."""
+        aliases = self.aliases()
+        extents = [_extent(alias) for _, alias in aliases if alias.numel()]
+        if not extents:
+            return None
+        first, stop = extents[0]
+        for begin, end in extents[1:]:
+            first, stop = min(first, begin), max(stop, end)
+        first -= first % ALIGNMENT
+        return Moving(aliases, _bytes_between(aliases[0][1], first, stop), first, start, self.region)
 
 
-def hull(records: Sequence[Record]) -> tuple[int, int]:
-    """Returns the first and last-plus-one byte of the storage that the records cover, from an aligned start."""
-    extents = [extent for record in records if (extent := record.extent()) != (0, 0)]
-    if not extents:
-        return 0, 0
-    start = min(start for start, _ in extents)
-    return start - start % ALIGNMENT, max(stop for _, stop in extents)
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the first byte of the storage that `tensor`, which has elements, covers, and the byte after the last."""
+    first, nbytes = int(tensor.storage_offset()), tensor.element_size()
+    if tensor.is_contiguous():
+        return first * nbytes, first * nbytes + tensor.nbytes
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return first * nbytes, (last + 1) * nbytes
+
+
+def _bytes_between(alias: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Returns bytes `start` to `stop` of the storage of `alias` as a uint8 tensor."""
+    if alias.is_conj():
+        alias = alias.conj()
+    if alias.is_neg():
+        alias = torch._neg_view(alias)
+    nbytes = alias.untyped_storage().nbytes()
+    whole = alias.as_strided((nbytes // alias.element_size(),), (1,), 0).view(torch.uint8)
+    # Detached, because a view keeps a reference to its base.
+    return (whole if stop - start == nbytes else whole[start:stop]).detach()
 
 
 def kept_tensor(dtype: torch.dtype, size: torch.Size) -> str:

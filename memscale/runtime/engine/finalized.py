@@ -49,7 +49,7 @@ class Finalized:
 
     def collect(self, *, wait: bool = True) -> None:
         """Closes the queued objects; without `wait`, only those whose copies have ended."""
-        if os.getpid() != self._process:  # in a forked process copies in flight never end
+        if not self._items or os.getpid() != self._process:  # in a forked process copies in flight never end
             return
         while self._items:
             # The holder of the lock calls this function after it releases the lock, so giving up here loses nothing; a

@@ -63,7 +63,7 @@ class Link:
     """Schedules the copies of one direction: earliest deadline first.
 
     Activations, parameters and gradients are requested long before they are needed. At most `window` copies are given
-    to the stream at a time; the others wait here, where an urgent copy can overtake them.
+    to the stream at a time; the others are `waiting`, where an urgent copy can overtake them.
 
     >>> class Done:
     ...     def done(self): return False
@@ -81,7 +81,7 @@ class Link:
 
     def __init__(self, window: int = _WINDOW) -> None:
         self._window = window
-        self._waiting: list[tuple[float, int, Copy]] = []
+        self.waiting: list[tuple[float, int, Copy]] = []
         self._under_way: deque[Event] = deque()
         self._count = 0
         self._last: Hashable | None = None  # the group of the copy that was started last
@@ -107,18 +107,18 @@ class Link:
         """
         copy = Copy(self, start, started, owners, group)
         self._count += 1  # makes the heap's tuples unique, because copies cannot be compared
-        heapq.heappush(self._waiting, (deadline, self._count, copy))
+        heapq.heappush(self.waiting, (deadline, self._count, copy))
         return copy
 
     def pump(self) -> None:
         """Starts the copies that fit in the window. Called with every call of the engine."""
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
-        while self._waiting:
-            copy = self._waiting[0][2]
+        while self.waiting:
+            copy = self.waiting[0][2]
             if len(self._under_way) >= self._window and (copy.group is None or copy.group != self._last):
                 return
-            heapq.heappop(self._waiting)
+            heapq.heappop(self.waiting)
             if copy.start is not None:
                 # The caller may have no part in this copy. If starting it fails, `need` tries again and raises there.
                 with contextlib.suppress(MemscaleError, MemoryError, OSError, RuntimeError):

@@ -7,13 +7,9 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from memscale.runtime.backends.protocol import Backend, Buffer, Event
+from memscale.runtime.backends.protocol import ALIGNMENT, Backend, Buffer, Event
 from memscale.runtime.engine.link import Copy
 from memscale.runtime.engine.transfers import Transfers
-
-# Moved bytes start at a multiple of this, in their storage and after they come back: kernels choose their code path,
-# and with it the order of sums, by alignment. The alignment also allows a view of the bytes in any dtype.
-ALIGNMENT = 64
 
 
 class State(enum.Enum):

@@ -64,6 +64,10 @@ class Prefetch(Generic[Key]):
         self._last = self._last_at = None
         self._passed.clear()
 
+    def has_passed(self, key: Key) -> bool:
+        """Whether this pass has requested `key`."""
+        return key in self._passed
+
     def requested(self, key: Key, *, at: Event | None) -> bool:
         """Records a request and its place in the compute stream; returns False if this pass has requested it before."""
         if key in self._passed:

@@ -28,9 +28,9 @@ class Transfers:
         self._out, self._in = Link(), Link()
 
     def ask_out(
-        self, source: torch.Tensor, buffer: Buffer, *, seconds: float, owners: Sequence[int] | None = None
+        self, sources: Sequence[torch.Tensor], buffer: Buffer, *, seconds: float, owners: Sequence[int] | None = None
     ) -> Copy:
-        """Requests a copy of a uint8 device tensor to `buffer`, within `seconds` if possible.
+        """Requests a copy of uint8 device tensors to `buffer`, as by `Backend.gather`, within `seconds` if possible.
 
         The copy starts after the work that is queued on `owners` now. `owners` are the compute streams that made and
         used the tensor; None is the caller's stream.
@@ -39,9 +39,11 @@ class Transfers:
         after = [self._backend.record(stream) for stream in owners]
 
         def start() -> Event:  # a named function: the checker in tests names a hazard by its line
-            return self._backend.copy(source, buffer, "out", after=after)
+            if len(sources) > 1:
+                return self._backend.gather(sources, buffer, after=after)
+            return self._backend.copy(sources[0], buffer, "out", after=after)
 
-        note = partial(self._note, "out", buffer.tier, source.nbytes)
+        note = partial(self._note, "out", buffer.tier, buffer.nbytes)
         return self._out.ask(start, deadline=self._backend.clock() + seconds, started=note, owners=owners)
 
     def ask_in(
@@ -78,12 +80,15 @@ class Transfers:
 
     def pump(self) -> None:
         """Starts the copies that fit in the windows."""
-        self._out.pump()
-        self._in.pump()
+        for link in (self._out, self._in):
+            if link.waiting:
+                link.pump()
 
     def arrive(self, copy: Copy, memory: torch.Tensor) -> Event:
         """Makes the caller's present compute stream wait for a copy to `memory`, and marks the memory as used there."""
         stream = self._backend.compute_stream()
+        if copy.event is not None and stream in copy.behind:
+            return copy.event
         if stream not in copy.owners and stream not in copy.behind:
             self._backend.lend(memory)
         return self._follow(copy, stream)

@@ -59,7 +59,7 @@ class Gradients:
             source = gradient.detach().as_strided((gradient.numel(),), (1,)).view(torch.uint8)
             # Deadline infinity: gradients are read after backward at the earliest, so other copies out go first.
             assert mapped.buffer is not None
-            copy = engine.transfers.ask_out(source, mapped.buffer, seconds=math.inf)
+            copy = engine.transfers.ask_out([source], mapped.buffer, seconds=math.inf)
             mapped.copies.append(copy)
             self._leaving.append(_Gradient(source, target, copy))
             self._arriving[target.untyped_storage()._cdata] = self._leaving[-1]

@@ -49,7 +49,7 @@ class HostCopy:
         source = _flat(dense)
         assert mapped.buffer is not None
         with engine.lock:
-            copy = engine.transfers.ask_out(source, mapped.buffer, seconds=0.0)
+            copy = engine.transfers.ask_out([source], mapped.buffer, seconds=0.0)
             self._out = _Moving(source, copy)
             mapped.copies.append(copy)
             copy.need()  # start now: the host may compute for long without a call that would start waiting copies

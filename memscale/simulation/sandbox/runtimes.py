@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memscale.core import format_bytes
 from memscale.hardware import Direction, assumed_speeds, knows_copies
 from memscale.runtime import HostParameter, HostParameters, Runtime
-from memscale.runtime.backends import Backend, Buffer, CountedBuffer, Event, Stream, TraceBackend, Trims
+from memscale.runtime.backends import (
+    TOGETHER_BYTES,
+    Backend,
+    Buffer,
+    CountedBuffer,
+    Event,
+    Stream,
+    TraceBackend,
+    Trims,
+    one_behind_the_other,
+)
 from memscale.runtime.engine import Engine
 from memscale.runtime.parameters import MappedTensors, is_movable
 from memscale.simulation.dispatch.fake_mode import FakeMode
-from memscale.simulation.dispatch.lazy_values import LazyValue
+from memscale.simulation.dispatch.lazy_values import LazyValue, TooLarge, value_of
 from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
 from memscale.simulation.dispatch.trace_builder import StorageRecord, TraceBuilder
+from memscale.simulation.dispatch.values import guess_of
 from memscale.simulation.process.process_state import patched
 from memscale.simulation.schedule.clock import Clock
 
@@ -102,7 +113,12 @@ class CountingRuntime(Runtime):
         hardware = self._step.clock.hardware
         caps = self._real.caps(hardware.device_type, ram_bytes=hardware.host_memory_bytes)
         known = knows_copies(hardware)
-        backend = ClockedBackend(caps, self._step.clock) if known else TraceBackend(caps)
+        together_bytes = TOGETHER_BYTES if hardware.device_type == "cuda" else 0
+        backend = (
+            ClockedBackend(caps, self._step.clock, together_bytes=together_bytes)
+            if known
+            else TraceBackend(caps, together_bytes=together_bytes)
+        )
         backend.on_trim, backend.on_copy = self._step.mode.storages.trim, self._step.carried.copied
         self._backends.append(backend)
         return backend
@@ -178,14 +194,16 @@ class CarriedValues:
         self._storages = storages
         self._left: weakref.WeakKeyDictionary[Buffer, _Left] = weakref.WeakKeyDictionary()
 
-    def copied(self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer) -> None:
-        """Copies the values of a tensor of bytes and a buffer, from source to target."""
-        if isinstance(source, torch.Tensor):
-            assert not isinstance(target, torch.Tensor)
+    def copied(self, source: torch.Tensor | Buffer | Sequence[torch.Tensor], target: torch.Tensor | Buffer) -> None:
+        """Copies the values of tensors of bytes and a buffer, from source to target."""
+        if isinstance(target, torch.Tensor):
+            assert not isinstance(source, (torch.Tensor, Sequence))
+            self._come_back(source, target)
+        elif isinstance(source, torch.Tensor):
             self._leave(source, target)
         else:
-            assert isinstance(target, torch.Tensor)
-            self._come_back(source, target)
+            assert isinstance(source, Sequence)
+            self._leave_together(source, target)
 
     def _leave(self, tensor: torch.Tensor, buffer: Buffer) -> None:
         record = self._storages.record(tensor)
@@ -195,6 +213,25 @@ class CarriedValues:
             with _disable_current_modes():
                 values = tensor.clone()
         self._left[buffer] = _Left(record.guess, record.later if whole else None, values)
+
+    def _leave_together(self, tensors: Sequence[torch.Tensor], buffer: Buffer) -> None:
+        """Carries the values of integers and flags. Nothing in a backward decides by those of other numbers."""
+        records = [self._storages.record(tensor) for tensor in tensors]
+        if any(getattr(torch, record.dtype).is_floating_point for record in records):
+            return
+        values = torch.zeros(buffer.nbytes, dtype=torch.uint8)
+        are_known = False
+        with _disable_current_modes(), torch.no_grad():
+            for (start, tensor), record in zip(one_behind_the_other(tensors), records, strict=True):
+                found = None if record.later is None and not record.known else tensor
+                if record.later is not None:
+                    with suppress(TooLarge):
+                        found = value_of(tensor, record.later)
+                if found is not None:
+                    values[start : start + tensor.nbytes].copy_(found)
+                    are_known = True
+        if are_known:
+            self._left[buffer] = _Left(guess_of(records), None, values)
 
     def _come_back(self, buffer: Buffer, tensor: torch.Tensor) -> None:
         record = self._storages.record(tensor)
@@ -239,10 +276,11 @@ class ClockedBackend(TraceBackend):
     Args:
         caps: the caps of the tiers, as in `TraceBackend`.
         clock: the clock of the step, shared by all of its engines.
+        together_bytes: as in `TraceBackend`.
     """
 
-    def __init__(self, caps: Mapping[str, int | None], clock: Clock) -> None:
-        super().__init__(caps)
+    def __init__(self, caps: Mapping[str, int | None], clock: Clock, *, together_bytes: int = 0) -> None:
+        super().__init__(caps, together_bytes=together_bytes)
         self._clock = clock
         self._leaving: list[tuple[float, Buffer]] = []  # (time of the last read or write, freed buffer)
         self._trims = Trims() if clock.is_host else None
@@ -280,6 +318,13 @@ class ClockedBackend(TraceBackend):
         self.on_copy(source, target)
         buffer = target if isinstance(source, torch.Tensor) else source
         assert not isinstance(buffer, torch.Tensor)
+        return self._copied(buffer, stream, after)
+
+    def gather(self, sources: Sequence[torch.Tensor], buffer: Buffer, *, after: Sequence[Event]) -> Event:
+        self.on_copy(sources, buffer)
+        return self._copied(buffer, "out", after)
+
+    def _copied(self, buffer: Buffer, stream: Stream, after: Sequence[Event]) -> Event:
         points = tuple(_reached(event).point for event in after)
         return _Reached(self._clock, self._clock.copy(stream, buffer.tier, buffer.nbytes, points))
 

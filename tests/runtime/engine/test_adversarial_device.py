@@ -59,7 +59,7 @@ def mutate(monkeypatch, edits):
         monkeypatch.setattr(owner, method, namespace[method])
 
 
-NO_LIVE_CHECK = ("_load_ahead", " and candidate.live():", ":")
+NO_LIVE_CHECK = ("_load_ahead", " and candidate.is_live():", ":")
 OUT_WAITED = "event = self.transfers.release(departure)\n    while"
 IN_WAITED = "self._transfers.arrive(item.arrival, item.base)"
 LOADER = loader.Loader
@@ -70,7 +70,7 @@ MUTANTS = {
     "memory is freed without waiting": (hazards.SOURCE_FREED, [("_retire", OUT_WAITED, NOT_WAITED)]),
     "a copy out does not wait for the operators before": (
         hazards.READ_EARLY,
-        [(transfers.Transfers, "ask_out", "after=after", "after=()")],
+        [(transfers.Transfers, "ask_out", '"out", after=after', '"out", after=()')],
     ),
     "a slot is given back when its load starts": (
         hazards.SLOT_REUSED,
@@ -99,7 +99,7 @@ MUTANTS = {
         hazards.PREFETCHED_LATE,
         [
             NO_LIVE_CHECK,
-            ("_forget", "self._moved.pop(entry.ordinal, None)", "self._moved.get(entry.ordinal)"),
+            ("_forget", "self._moved.pop(ordinal, None)", "self._moved.get(ordinal)"),
             ("_free_buffer", "buffer, entry.buffer = entry.buffer, None", "buffer = entry.buffer"),
         ],
     ),
@@ -107,9 +107,9 @@ MUTANTS = {
         hazards.DEADLOCK,
         [
             (
-                "_move",
-                "entry.buffer = self._allocate(stop - start, entry.tier)",
-                "while entry.buffer is None: entry.buffer = self._allocate(stop - start, entry.tier)",
+                "_take_out",
+                "into.buffer = self._allocate(nbytes, into.tier)",
+                "while into.buffer is None: into.buffer = self._allocate(nbytes, into.tier)",
             )
         ],
     ),

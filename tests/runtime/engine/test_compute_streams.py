@@ -158,14 +158,14 @@ class Wandering(Engine):
         else:
             self.fake.compute_stream = self.fake.owners[start]
         handle = super().stash(tensor, tier=tier)
-        self.before[id(handle.entry), handle.index] = dict(self.fake.clock(self.fake.compute_stream))
+        self.before[id(handle.record)] = dict(self.fake.clock(self.fake.compute_stream))
         self.wander()
         return handle
 
     def fetch(self, handle):
         self.wander()
         stream = self.fake.compute_stream
-        self.fake.join(self.fake.clock(stream), self.before.get((id(handle.entry), handle.index), {}))
+        self.fake.join(self.fake.clock(stream), self.before.get(id(handle.record), {}))
         tensor = super().fetch(handle)
         start, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         if nbytes:
@@ -262,7 +262,7 @@ def streamed_races_of(seed, tmp_path, monkeypatch):
         return tensor
 
     def compute_and_ask(source, buffer, **options):
-        fake.allocated(source)  # the gradient, made on the stream on which it is sent
+        fake.allocated(*source)  # the gradient, made on the stream on which it is sent
         copy = ask_out(source, buffer, **options)
         engine.wander()
         return copy

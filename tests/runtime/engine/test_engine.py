@@ -320,6 +320,89 @@ def test_the_tail_of_the_forward_stays_from_the_second_step_on():
     assert engine.stats().resident_bytes == 4 * NBYTES
 
 
+# ---------------------------------------------------------------------------------------- small ones travel together
+
+
+def together(bytes_together, depth=0, **caps):
+    device = AdversarialDevice(lambda n: 0, caps or {"pinned": 1 << 20}, together_bytes=bytes_together)
+    return CheckedEngine(Checked(device), depth=depth)
+
+
+def test_small_storages_share_a_copy_each_way_and_come_back_as_they_were():
+    engine = together(NBYTES)
+    expected = [torch.randn(size)[1:].t() for size in range(2, 9)]
+    handles = [engine.stash(tensor.clone()) for tensor in expected]
+    assert out_bytes(engine) == 0, "less than the limit waits for the region's end"
+    engine.look_again()
+    assert len({handle.entry for handle in handles}) == 1
+    assert out_bytes(engine) == 64 * 6 + 4 * 7
+    for handle, tensor in zip(handles, expected, strict=True):
+        found = engine.fetch(handle)
+        assert (bits(found), found.stride(), found.data_ptr() % 64) == (bits(tensor), tensor.stride(), 0)
+    assert sum(engine.stats().in_bytes.values()) == 7 * out_bytes(engine), "outside of backward each fetch loads all"
+    del handles[1:], handle
+    assert sum(engine.stats().live_bytes.values()) == out_bytes(engine), "the first one still needs the buffer"
+    assert bits(engine.fetch(handles[0])) == bits(expected[0])
+    handles.clear()
+    assert engine.backend.finish() == []
+    assert (engine._moved, engine._by_storage, engine.stats().live_bytes) == ({}, {}, {"pinned": 0})
+
+
+def test_what_is_stashed_leaves_once_the_limit_is_reached():
+    engine = together(NBYTES)
+    # Every fourth one reaches the limit, and is in use as yet.
+    handles = [engine.stash(torch.ones(NBYTES // 16)) for _ in range(9)]
+    assert [handle.record.alias is None for handle in handles] == [True] * 7 + [False] * 2
+    entries = [handle.entry for handle in handles]
+    assert [entries.count(entry) for entry in dict.fromkeys(entries)] == [3, 3, 1, 1, 1], "with their gaps, three fit"
+
+
+def test_integers_travel_apart_and_arguments_alone():
+    """By their values a recompute may decide, or the sizes of a backward, and simulations carry values by buffer."""
+    engine = together(NBYTES)
+    arguments = [torch.ones(8), torch.ones(8)]
+    handles = engine.stash_all(arguments)
+    handles += [engine.stash(torch.ones(8, dtype=dtype)) for dtype in (torch.float32, torch.int64, torch.bool)]
+    handles.append(engine.stash(torch.ones(8, dtype=torch.complex64)))
+    arguments.clear()
+    engine.look_again()
+    first, second, floats, integers, flags, complexes = (handle.entry for handle in handles)
+    assert len({first, second, floats, integers}) == 4
+    assert (flags, complexes) == (integers, floats)
+
+
+def test_one_that_changed_in_place_does_not_blame_its_companions():
+    engine = together(NBYTES)
+    tensor = torch.ones(4)
+    changed, unchanged = engine.stash(tensor), engine.stash(torch.ones(5))
+    tensor.add_(1)
+    del tensor
+    engine.look_again()
+    assert changed.entry is unchanged.entry
+    assert bits(engine.fetch(unchanged)) == bits(torch.ones(5))
+    with pytest.raises(ms.CorrectnessError, match=r"float32\[4\], is at version 1"):
+        engine.fetch(changed)
+
+
+def test_without_room_or_after_a_failure_all_of_them_stay():
+    full = together(NBYTES, pinned=64)
+    handles = [full.stash(torch.ones(16)), full.stash(torch.zeros(16)), full.stash(torch.ones(64))]
+    with pytest.warns(RuntimeWarning, match="no tier of"):
+        full.look_again()
+    assert [float(full.fetch(handle).sum()) for handle in handles] == [16.0, 0.0, 64.0]
+    assert full.stats().by_region == {"": {"no room": 384}}
+    failures = [OSError(28, "No space left on device")]
+    device = AdversarialDevice(lambda n: 0, {"disk": 1 << 16}, fails=lambda: failures[0], together_bytes=NBYTES)
+    broken = CheckedEngine(Checked(device), depth=0)
+    handles = [broken.stash(torch.ones(16)), broken.stash(torch.zeros(16))]
+    with pytest.warns(RuntimeWarning, match="the copy failed"):
+        broken.look_again()
+    assert [float(broken.fetch(handle).sum()) for handle in handles] == [16.0, 0.0]
+    assert broken.stats().by_region == {"": {"moved": 0, "no room": 128}}
+    handles.clear()
+    assert broken.backend.finish() == []
+
+
 # ------------------------------------------------------------------------------------------- other backends, reports
 
 

@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -121,6 +121,7 @@ class Checked:
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.tiers = inner.tiers
+        self.together_bytes = inner.together_bytes
         self.lend, self.compute_stream, self.trim = inner.lend, inner.compute_stream, inner.trim
         self.hazards: list[Hazard] = []
         self.observed: Clock = {}  # what the host knows to be done
@@ -179,23 +180,47 @@ class Checked:
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> CheckedEvent:
-        clock = self._clocks[stream]
-        join(clock, self.observed)
-        for event in after:
-            assert isinstance(event, CheckedEvent)
-            join(clock, event.clock)
-        clock[stream] = time = clock.get(stream, 0) + 1
         tensor = source if isinstance(source, torch.Tensor) else target
         buffer = target if isinstance(source, torch.Tensor) else source
         assert isinstance(tensor, torch.Tensor)
         assert isinstance(buffer, CheckedBuffer)
         out = tensor is source
-        _LOG.debug("%s: %d bytes, %s, for %s", stream, buffer.nbytes, buffer.tier, _site())
-        self._check_copy(tensor, buffer, clock, out=out)
         inner_source, inner_target = (source, buffer.inner) if out else (buffer.inner, target)
-        inner = self.inner.copy(inner_source, inner_target, stream, after=[event.inner for event in after])  # type: ignore[attr-defined]
+        return self._checked(
+            [tensor],
+            buffer,
+            stream,
+            after,
+            lambda events: self.inner.copy(inner_source, inner_target, stream, after=events),
+        )
+
+    def gather(self, sources: Sequence[torch.Tensor], buffer: Buffer, *, after: Sequence[Event]) -> CheckedEvent:
+        assert isinstance(buffer, CheckedBuffer)
+        return self._checked(
+            sources, buffer, "out", after, lambda events: self.inner.gather(sources, buffer.inner, after=events)
+        )
+
+    def _checked(
+        self,
+        tensors: Sequence[torch.Tensor],
+        buffer: CheckedBuffer,
+        stream: Stream,
+        after: Sequence[Event],
+        copy: Callable[[list[Event]], Event],
+    ) -> CheckedEvent:
+        clock, out = self._clocks[stream], stream == "out"
+        join(clock, self.observed)
+        for event in after:
+            assert isinstance(event, CheckedEvent)
+            join(clock, event.clock)
+        clock[stream] = time = clock.get(stream, 0) + 1
+        _LOG.debug("%s: %d bytes, %s, for %s", stream, buffer.nbytes, buffer.tier, _site())
+        for tensor in tensors:
+            self._check_on_device(tensor, buffer, clock, out=out)
+        self._check_on_tier(buffer, clock, out=out)
+        inner = copy([event.inner for event in after])  # type: ignore[attr-defined]
         done = CheckedEvent(inner, dict(clock), self)
-        self._note_copy(tensor, buffer, stream, time, done, out=out)
+        self._note_copy(tensors, buffer, stream, time, done, out=out)
         return done
 
     def wait(self, event: Event, stream: int | None = None) -> None:
@@ -273,13 +298,15 @@ class Checked:
 
     # ---------------------------------------------------------------------------------------------------- rules
 
-    def _check_copy(self, tensor: torch.Tensor, buffer: CheckedBuffer, clock: Clock, *, out: bool) -> None:
-        what = str(buffer)
+    def _check_on_device(self, tensor: torch.Tensor, buffer: CheckedBuffer, clock: Clock, *, out: bool) -> None:
         for access in self._accesses(tensor):
             if not access.before(clock) and access.kind == "write" and out:
-                self._report(READ_EARLY, access.site, what)
+                self._report(READ_EARLY, access.site, str(buffer))
             elif not access.before(clock) and not out:
-                self._report(RELOAD_OVERWRITTEN, access.site, what)
+                self._report(RELOAD_OVERWRITTEN, access.site, str(buffer))
+
+    def _check_on_tier(self, buffer: CheckedBuffer, clock: Clock, *, out: bool) -> None:
+        what = str(buffer)
         if buffer.freed is not None:
             self._report(SLOT_REUSED if out else PREFETCHED_LATE, buffer.freed, what)
         if out:
@@ -299,7 +326,14 @@ class Checked:
                 self._report(SLOT_REUSED, access.site, str(buffer))
 
     def _note_copy(
-        self, tensor: torch.Tensor, buffer: CheckedBuffer, stream: Stream, time: int, event: Event, *, out: bool
+        self,
+        tensors: Sequence[torch.Tensor],
+        buffer: CheckedBuffer,
+        stream: Stream,
+        time: int,
+        event: Event,
+        *,
+        out: bool,
     ) -> None:
         site = _site()
         space, start, stop = buffer.place
@@ -308,11 +342,12 @@ class Checked:
             self._on_tiers.forget(space, start, stop)
             buffer.written = on_tier
         self._on_tiers.add(space, on_tier, self._clocks[stream])
-        first = int(tensor.storage_offset())
-        on_device = Access("read" if out else "write", first, first + tensor.nbytes, stream, time, site, event)
-        self._accesses(tensor).append(on_device)
+        for tensor in tensors:
+            first = int(tensor.storage_offset())
+            on_device = Access("read" if out else "write", first, first + tensor.nbytes, stream, time, site, event)
+            self._accesses(tensor).append(on_device)
         if not out:
-            key = tensor.untyped_storage()._cdata
+            key = tensors[0].untyped_storage()._cdata
             buffer.loading[key] = site
             self._loading[key] = buffer
 
