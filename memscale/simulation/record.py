@@ -224,20 +224,19 @@ def _simulated(
 ) -> Trace:
     """Returns the trace of `steps`."""
     functions, kernels = steps.functions, target.kernels
-    try:
-        with simulation, drawing(draws) as is_drawn:
-            for function in functions:
-                simulation.step(function)
-            # One more step where two differ: a policy may change after an in-place write, and DDP rebuilds its buckets.
-            is_one = all(each is functions[-1] for each in functions)
-            if not simulation.mode.recorder.settled or (is_one and not simulation.mode.builder.repeats()):
-                simulation.step(functions[-1])
-            measuring = () if target.times is None else _timed(simulation, functions[-1], target)
-            drawn, cached = is_drawn(), about_key_values(steps.kept)
-            simulation.let_go(steps.kept)
-    finally:
-        steps.kept.clear()
-        kernels.save()
+    with simulation, drawing(draws) as is_drawn, ExitStack() as stack:
+        # Before the simulation ends, which looks for all that is left of it: an output holds the graph of its step.
+        stack.callback(steps.kept.clear)
+        stack.callback(kernels.save)
+        for function in functions:
+            simulation.step(function)
+        # One more step where two differ: a policy may change after an in-place write, and DDP rebuilds its buckets.
+        is_one = all(each is functions[-1] for each in functions)
+        if not simulation.mode.recorder.settled or (is_one and not simulation.mode.builder.repeats()):
+            simulation.step(functions[-1])
+        measuring = () if target.times is None else _timed(simulation, functions[-1], target)
+        drawn, cached = is_drawn(), about_key_values(steps.kept)
+        simulation.let_go(steps.kept)
     builder, values = simulation.mode.builder, simulation.mode.values
     builder.add_in_place()
     found = (

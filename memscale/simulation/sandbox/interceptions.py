@@ -56,13 +56,14 @@ def calls_followed(recorder: StepRecorder, paths: dict[int, str]) -> Iterator[No
             calls("region")
         return forward(method, *args, **kwargs)
 
-    def pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        @functools.wraps(pack)
-        def packing(tensor: torch.Tensor) -> Any:
-            calls("saved")
-            return pack(tensor)
+    def packed(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        calls("saved")
+        return pack(tensor)
 
-        packing.__self__ = getattr(pack, "__self__", None)  # type: ignore[attr-defined]  # which a region reads
+    def pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        # No closure: the frames of an error's traceback keep their functions, and so a failed step's tensors.
+        packing: Any = functools.update_wrapper(functools.partial(packed, pack), pack)
+        packing.__self__ = getattr(pack, "__self__", None)  # which a region reads
         calls("region")
         push(packing, unpack)
 
