@@ -81,3 +81,17 @@ def test_a_step_that_fails_in_backward_leaves_nothing_that_would_be_looked_for(m
     with pytest.raises(ms.ConfigError, match="ArithmeticError: on purpose"):
         ms.plan(Model(), torch.ones(2, 8), budget="1GiB", loss=lambda y, _: y.mean(), hardware="h100")
     assert not searched
+
+
+def test_a_recompute_that_fails_leaves_nothing_that_would_be_looked_for(monkeypatch):
+    class Unequal(nn.Module):
+        def forward(self, x):
+            runs_again = torch._C._current_graph_task_id() != -1
+            return torch.sin(x[0])[None].cos() if runs_again else torch.sin(x).cos()
+
+    blocks = [nn.Sequential(nn.Linear(8, 8), Unequal() if at == 1 else nn.Tanh()) for at in range(3)]
+    searched = []
+    monkeypatch.setattr(gc, "get_referrers", lambda *things: searched.append(things) or [])
+    with pytest.raises(ms.CorrectnessError, match="the recompute differs from the run"):
+        ms.profile(nn.Sequential(*blocks), torch.ones(1, 8), loss=total, plan={"*": ms.checkpoint()}, hardware="h100")
+    assert not searched
