@@ -244,7 +244,7 @@ def test_only_the_parts_that_need_a_name_are_refused(monkeypatch):
     ms.cast()
     with pytest.raises(ms.RuntimeUnavailable) as refused:
         ms.offload()
-    assert "torch._C._storage_Use_Count (that nobody else keeps a moved storage)" in str(refused.value)
+    assert "torch._C._storage_Use_Count (the number of references to a storage)" in str(refused.value)
     assert "_swap_tensor_impl" not in str(refused.value)
     with pytest.raises(ms.RuntimeUnavailable, match=r"\(inspection\).*torch\._C\._swap_tensor_impl"):
         internals.needs("inspection")
