@@ -95,7 +95,7 @@ def test_a_profile_loads_the_reports_when_it_is_printed(loaded):
     assert loaded[4] == ["False", "True"]
 
 
-def test_type_checkers_are_told_the_same_homes():
+def test_type_checkers_see_the_same_modules():
     told = {}
     for node in ast.parse(Path(ms.__file__).read_text()).body:
         if isinstance(node, ast.If):

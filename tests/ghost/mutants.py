@@ -10,22 +10,22 @@ def no_wait(self, event, stream=None):
         event.wait()
 
 
-def no_order(self, lane, after):
+def no_order(self, stream, after):
     """A copy does not wait for what computes its source, nor for who had its target before."""
     for event in after:
         if not isinstance(event, CudaEvent):
             event.wait()
 
 
-def end_elsewhere(self, lane, pairs, *, out):
+def end_elsewhere(self, stream, pairs, *, out):
     """The event that ends a copy is recorded on the stream of the caller."""
-    moved = _MOVE(self, lane, pairs, out=out)
+    moved = _MOVE(self, stream, pairs, out=out)
     return CudaEvent(self, moved._begin, self._recorded(self.compute_stream()))
 
 
-def end_too_early(self, lane, pairs, *, out):
+def end_too_early(self, stream, pairs, *, out):
     """The event that ends a copy is recorded in front of it."""
-    moved = _MOVE(self, lane, pairs, out=out)
+    moved = _MOVE(self, stream, pairs, out=out)
     return CudaEvent(self, moved._begin, moved._begin)
 
 

@@ -109,7 +109,7 @@ def test_a_row_of_single_operations_is_cut_behind_convolutions():
     assert plan.evidence.planned.taken_bytes <= plan.evidence.budget_bytes
 
 
-def test_a_stretch_of_a_convnet_begins_in_one_module_and_ends_in_the_next():
+def test_a_segment_of_a_convnet_begins_in_one_module_and_ends_in_the_next():
     """What a convolution gives is worth keeping, and is inside a module: plans ran every second one again, for 1.12."""
 
     def layer(cin, cout):

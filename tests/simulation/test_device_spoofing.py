@@ -236,7 +236,7 @@ def test_autocast_of_the_cpu_is_noted():
     assert simulated(forward, hardware="cpu").notes == ()
 
 
-def test_deferred_logits_stay_deferred_when_their_device_is_asked_and_they_are_cast():
+def test_lazy_logits_stay_lazy_when_their_device_is_read_and_they_are_cast():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

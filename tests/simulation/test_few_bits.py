@@ -94,10 +94,10 @@ QUICK = [("gemma", "nf4, doubly", "cpu"), ("qwen2", "nf4, doubly", "t4"), ("qwen
     [(*case, hardware) for case in CASES for hardware in ("cpu", "t4")] if DEEP else QUICK,
 )
 def test_a_model_on_meta_has_the_bytes_of_one_with_numbers(name, kind, hardware):
-    hollow = in_few_bits(name, kind, "meta", prepares=kind != "int8")  # which would cast what is not packed yet
-    before = {path: (id(each), each.shape, each.dtype) for path, each in hollow.named_parameters()}
-    found = profiled(hollow, hardware)
-    assert before == {path: (id(each), each.shape, each.dtype) for path, each in hollow.named_parameters()}
+    on_meta = in_few_bits(name, kind, "meta", prepares=kind != "int8")  # which would cast what is not packed yet
+    before = {path: (id(each), each.shape, each.dtype) for path, each in on_meta.named_parameters()}
+    found = profiled(on_meta, hardware)
+    assert before == {path: (id(each), each.shape, each.dtype) for path, each in on_meta.named_parameters()}
     assert not bnb.functional.name2qmap["dynamic"].is_meta
     real = in_few_bits(name, kind, "cpu", prepares=kind != "int8")
     expected = profiled(real, hardware)
@@ -166,10 +166,10 @@ def test_plans_of_a_model_on_meta_keep_their_budget_with_numbers(kind):
         model = in_few_bits("llama", kind, device, prepares=kind != "int8")
         return model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
 
-    hollow, optimizer = step("meta")
+    on_meta, optimizer = step("meta")
     options = {"hardware": "cpu", "keeps_output": False}
-    plain = ms.profile(hollow, BATCH, optimizer=optimizer, **options).taken_bytes
-    plan = ms.plan(hollow, BATCH, budget=plain * 9 // 10, optimizer=optimizer, **options)
+    plain = ms.profile(on_meta, BATCH, optimizer=optimizer, **options).taken_bytes
+    plan = ms.plan(on_meta, BATCH, budget=plain * 9 // 10, optimizer=optimizer, **options)
     real, optimizer = step("cpu")
     assert 0 < ms.profile(real, BATCH, optimizer=optimizer, plan=plan, **options).taken_bytes <= plain * 9 // 10
     assert plan.rules

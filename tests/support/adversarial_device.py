@@ -58,7 +58,7 @@ class DeviceEvent:
 
 @dataclasses.dataclass(eq=False)
 class _Job:
-    lane: str  # jobs of one lane run in order
+    stream: str  # jobs of one stream run in order
     after: Sequence[DeviceEvent]
     run: Callable[[], None]
     seconds: float
@@ -304,19 +304,19 @@ class AdversarialDevice:
             pass
 
     def _run_some(self) -> bool:
-        lanes: set[str] = set()
+        streams: set[str] = set()
         runnable = []
         for job in self._jobs:
-            if job.lane not in lanes and all(event.finished is not None for event in job.after):
+            if job.stream not in streams and all(event.finished is not None for event in job.after):
                 runnable.append(job)
-            lanes.add(job.lane)
+            streams.add(job.stream)
         if not runnable:
             return False
         job = runnable[self._choose(len(runnable))]
         self._jobs.remove(job)
         ready = [event.finished[1] for event in job.after if event.finished is not None]
-        start = max([self._free_at.get(job.lane, 0.0), *ready])
-        self._free_at[job.lane] = start + job.seconds
+        start = max([self._free_at.get(job.stream, 0.0), *ready])
+        self._free_at[job.stream] = start + job.seconds
         job.run()
         job.event.finished = (start, start + job.seconds)
         return True

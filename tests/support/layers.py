@@ -45,7 +45,7 @@ def moved(runtime):
     return tuple(sum(counter.values()) for counter in (stats.in_bytes, stats.out_bytes, stats.live_bytes))
 
 
-def at_home(model):
+def names_on_host(model):
     return [name for name, parameter in model.named_parameters() if host_parameter_of(parameter) is not None]
 
 

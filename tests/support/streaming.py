@@ -1,6 +1,6 @@
 """Random models whose parameters live elsewhere, and a caller who trains them at random on a simulated device.
 
-A case is a number, as in `schedules`. The CPU really changes what lives at home at every moment at which it may, and
+A case is a number, as in `schedules`. The CPU really changes what lives on the host whenever allowed, and
 lets queued copies run meanwhile: one that reads or writes those bytes then shows in the results.
 """
 
@@ -306,8 +306,8 @@ class Tiers:
         if buffer is None or buffer.freed is not None:
             return
         # A region that was expected and did not run: a change is noticed by the version, and the load not used.
-        home = host_parameter_of(tensor)
-        if home is not None and home in self._mover._awaited:
+        host = host_parameter_of(tensor)
+        if host is not None and host in self._mover._awaited:
             return
         self._engine.backend.touched(buffer, write=write)
         if write:

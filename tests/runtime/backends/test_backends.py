@@ -334,7 +334,7 @@ def test_pinned_memory_that_is_mapped_is_copied_by_the_device_alone(cupy, tmp_pa
     out = backend.copy(source, buffer, "out", after=[back])
     assert isinstance(back, CudaEvent)
     assert isinstance(out, CudaEvent)
-    queues = {name: cupy.queues[lane.stream.ptr] for name, lane in backend._copy_streams.items()}
+    queues = {name: cupy.queues[each.stream.ptr] for name, each in backend._copy_streams.items()}
     copies = {name: [job[1:] for job in queue if job[0] == "copy"] for name, queue in queues.items()}
     assert copies == {
         "in": [(target.data_ptr(), array.ctypes.data, 1000)],

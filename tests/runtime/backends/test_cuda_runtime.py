@@ -206,9 +206,9 @@ def test_the_time_for_which_the_thread_waits_is_exposed(cupy, tmp_path):
     parameters = [nn.Parameter(torch.ones(100)) for _ in range(3)]
     like = torch.empty(0, dtype=torch.uint8)
     mover = HostParameters(engine, {})
-    homes = [mover.place(parameter, "auto", like) for parameter in parameters]
+    hosts = [mover.place(parameter, "auto", like) for parameter in parameters]
     visit = Residency()
-    mover.enter(visit, homes)
+    mover.enter(visit, hosts)
     assert engine.stats().exposed_seconds == 0.0
     mover.exit(visit)
     assert engine.stats().exposed_seconds == 3.0

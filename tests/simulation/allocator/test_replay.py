@@ -462,7 +462,7 @@ SETTINGS = st.builds(
 SIZES = st.one_of(st.integers(1, 3 * KIB), st.integers(1, 2 * MIB), st.integers(1, 60 * MIB))
 
 
-def stretches(allocator, live):
+def segment_ranges(allocator, live):
     """All addresses the allocator holds as (address, size, mapped, in use), by walking each block's segment."""
     starts = {}
     pools = [pool for pair in allocator.pools.values() for pool in pair]
@@ -506,7 +506,7 @@ def test_blocks_never_overlap_and_every_byte_is_accounted_for(settings, capacity
                 break
             assert block.size >= settings.rounded_bytes(nbytes) >= nbytes
             live[index] = block
-        memory = stretches(allocator, live)
+        memory = segment_ranges(allocator, live)
         ends = [address + size for address, size, *_ in memory]
         assert all(end <= start for end, (start, *_) in zip(ends, memory[1:], strict=False))
         assert sum(size for _, size, mapped, _ in memory if mapped) == allocator.reserved

@@ -88,7 +88,7 @@ def test_the_update_of_parameters_of_one_shape_runs_once(programs):
     assert len(updates) <= 3  # one in the middle, and the first or the last
 
 
-def test_measured_seconds_are_remembered_for_a_while(programs, monkeypatch):
+def test_measured_seconds_are_cached_for_a_while(programs, monkeypatch):
     model = nn.Sequential(Block(), Block())
     first = profiled(model).step_seconds
     assert programs

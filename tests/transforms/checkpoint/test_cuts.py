@@ -56,7 +56,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("policy", [ms.policies.nothing_saveable, ms.policies.dots_saveable])
-def test_stretches_compute_what_the_row_does(policy):
+def test_segments_compute_what_the_row_does(policy):
     model = row()
     fit = ms.transform(row(), {"": ms.checkpoint(policy=policy, cuts=CUTS)})
     for _ in range(2):  # the second time regions know themselves
@@ -66,7 +66,7 @@ def test_stretches_compute_what_the_row_does(policy):
 
 
 @pytest.mark.parametrize("cuts", [((0, 1), (2, 1), (2, 2)), (1, (2, 0, 1), (3, 1))])
-def test_a_stretch_begins_in_one_row_and_ends_in_the_next(cuts):
+def test_a_segment_begins_in_one_row_and_ends_in_the_next(cuts):
     model = rows_in_a_row()
     fit = ms.transform(rows_in_a_row(), {"": ms.checkpoint(cuts=cuts)})
     assert fit.state_dict().keys() == model.state_dict().keys()
@@ -103,7 +103,7 @@ def test_behind_a_cut_its_layers_output_is_kept_and_nothing_else():
     assert kept(fit) == 4 * one  # the outputs of three layers, and behind the last cut what two operators keep
 
 
-def test_transforms_of_functions_go_through_stretches():
+def test_transforms_of_functions_go_through_segments():
     layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     fit, x = ms.transform(layers, {"": ms.checkpoint(cuts=(1,))}), torch.rand(5, 3)
     fn, state = ms.functional(fit)
@@ -133,7 +133,7 @@ def test_what_cannot_be_cut_is_told_before_it_runs():
             ms.transform(nn.ModuleDict({"a": module}), {"a": how})
 
 
-def test_a_compiler_recomputes_each_stretch():
+def test_a_compiler_recomputes_each_segment():
     rows = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh()) for _ in range(3)]
     layers, x = nn.Sequential(*rows), torch.rand(64, 8)
     how = ms.checkpoint(cuts=((0, 1), (1, 1), (2, 1)))

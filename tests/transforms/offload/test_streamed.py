@@ -262,7 +262,7 @@ def check_the_earliest_deadline_goes_first():
     assert engine.stats().exposed_seconds == pytest.approx(0.0)
 
 
-def check_memory_of_a_home_waits_for_the_load_that_reads_it():
+def check_memory_of_a_host_parameter_waits_for_the_load_that_reads_it():
     """The compute stream has waited for the load, and the host has not, when the last owner of the weight goes."""
     events, freed = [], []
 

@@ -25,11 +25,11 @@ from tests.support.layers import (
     LAYERS,
     PARAMS,
     WIDTH,
-    at_home,
     gradients,
     layers,
     loss_of,
     moved,
+    names_on_host,
     rows,
     runtime_of,
     same,
@@ -123,7 +123,7 @@ def test_distributed_data_parallel(tmp_path, bucket_view):
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        assert len(at_home(same(train))) == 2 * LAYERS
+        assert len(names_on_host(same(train))) == 2 * LAYERS
     finally:
         dist.destroy_process_group()
 
@@ -214,7 +214,7 @@ def test_a_region_that_uses_a_transform_of_torch_func_is_refused_by_name():
         fit(rows())
 
 
-def test_a_region_that_is_the_whole_model_is_at_home_when_a_profile_begins():
+def test_the_parameters_of_a_region_of_the_whole_model_are_on_the_host_when_a_profile_begins():
     found = []
     for path in ("0", ""):
         fit = ms.transform(nn.Sequential(nn.Linear(WIDTH, WIDTH)), {path: PARAMS}, runtime=runtime_of())

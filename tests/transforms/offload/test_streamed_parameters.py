@@ -25,10 +25,10 @@ from tests.support.layers import (
     SMALL,
     WEIGHT,
     WIDTH,
-    at_home,
     gradients,
     layers,
     moved,
+    names_on_host,
     rows,
     runtime_of,
     streamed,
@@ -48,7 +48,7 @@ def test_parameters_keep_their_identity_values_and_versions():
     fit = ms.transform(model, {"*": PARAMS}, runtime=runtime)
     assert fingerprint(model) == before, "nothing moves before the first call"
     trained(fit)
-    assert at_home(fit) == at_home(model) == list(objects)
+    assert names_on_host(fit) == names_on_host(model) == list(objects)
     for name, parameter in fit.named_parameters():
         assert parameter is objects[name]
         assert type(parameter) is nn.Parameter
@@ -58,9 +58,9 @@ def test_parameters_keep_their_identity_values_and_versions():
         assert parameter.grad.device == parameter.device
     assert bits(fit.state_dict()) == bits(plain.state_dict())
     assert list(fit.state_dict()) == list(plain.state_dict())
-    homes = [parameter.data_ptr() for parameter in fit.parameters()]
+    addresses = [parameter.data_ptr() for parameter in fit.parameters()]
     trained(fit)
-    assert [parameter.data_ptr() for parameter in fit.parameters()] == homes
+    assert [parameter.data_ptr() for parameter in fit.parameters()] == addresses
     assert trained(model) == trained(plain, 3), "the argument trains as before"
 
 
@@ -103,7 +103,7 @@ def test_a_model_that_is_gone_by_backward_leaves_its_weights_to_the_graph():
 def stays(make, expected, plan=None):
     fit, _ = streamed(model=make(), plan=plan)
     assert trained(fit, 2) == trained(make(), 2)
-    assert at_home(fit) == expected
+    assert names_on_host(fit) == expected
 
 
 class Tied(nn.Module):
@@ -156,7 +156,7 @@ def test_without_room_parameters_stay_with_one_warning():
         found = trained(fit, 3)
     assert len(caught) == 1
     assert found == trained(layers(), 3)
-    assert at_home(fit) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert names_on_host(fit) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 def test_a_tier_that_does_not_map_is_as_one_without_room(monkeypatch):
@@ -167,7 +167,7 @@ def test_a_tier_that_does_not_map_is_as_one_without_room(monkeypatch):
     fit, runtime = streamed()
     with pytest.warns(RuntimeWarning, match="has room"):
         assert trained(fit) == trained(layers())
-    assert at_home(fit) == []
+    assert names_on_host(fit) == []
     assert moved(runtime) == (0, 0, 0)
 
 
@@ -181,7 +181,7 @@ def test_memory_that_is_shared_with_other_processes_is_the_parameters_own():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
     assert trained(fit) == trained(plain)
-    assert at_home(fit) == []
+    assert names_on_host(fit) == []
 
 
 # ------------------------------------------------------------------------------------- copies, and other contents
@@ -199,7 +199,7 @@ def test_copies_are_independent_and_stream_too():
         plain.load_state_dict(other.state_dict())
         other.zero_grad()
         assert trained(other) == trained(plain)
-        assert at_home(other) == at_home(fit)
+        assert names_on_host(other) == names_on_host(fit)
     del other
     fit.zero_grad()
     gc.collect()
@@ -265,7 +265,7 @@ def check_other_contents_between_steps(change, how, depth):
         del alive
         found.append(results)
     assert found[0] == found[1]
-    assert change is CHANGES["vector"] or len(at_home(model)) == 2 * LAYERS
+    assert change is CHANGES["vector"] or len(names_on_host(model)) == 2 * LAYERS
 
 
 @taking_turns(change=CHANGES, how=HOWS, depth={"0": 0, "2": 2})
@@ -341,7 +341,7 @@ def test_another_type(dtype):
         model(rows().to(dtype)).sum().backward()
         found.append(bits(gradients(model)))
     assert found[0] == found[1]
-    assert len(at_home(fit)) == 2 * LAYERS
+    assert len(names_on_host(fit)) == 2 * LAYERS
 
 
 class Clipped(nn.Module):

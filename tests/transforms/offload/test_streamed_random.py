@@ -73,7 +73,7 @@ EFFECTS = {
     ),
     "a parameter may be written while it is read, after backward": (
         test_streamed.check_parameters_may_be_written_after_each_pass,
-        [(host_parameters.HostParameters, "_come_home", "self._finish_reading(list(self._reading))", "pass")],
+        [(host_parameters.HostParameters, "_finish_copies", "self._finish_reading(list(self._reading))", "pass")],
     ),
     "an old copy is used after a change that no counter sees": (
         functools.partial(
@@ -127,7 +127,7 @@ EFFECTS = {
         [(snapshot.Snapshot, "conclude", "self._let_go_of_stand_ins()", "pass")],
     ),
     "the memory of a home is given back at once": (
-        test_streamed.check_memory_of_a_home_waits_for_the_load_that_reads_it,
+        test_streamed.check_memory_of_a_host_parameter_waits_for_the_load_that_reads_it,
         [(mapped.Mapped, "give_back", "after=[*after, *copied]", "after=copied")],
     ),
 }

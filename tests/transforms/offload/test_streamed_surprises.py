@@ -21,9 +21,9 @@ from tests.support.layers import (
     PARAMS,
     WEIGHT,
     WIDTH,
-    at_home,
     layers,
     moved,
+    names_on_host,
     rows,
     runtime_of,
     streamed,
@@ -77,7 +77,7 @@ def test_a_first_call_in_inference_mode(how):
     fit, plain = streamed(how)[0], layers()
     with torch.inference_mode():
         assert bits(fit(rows())) == bits(plain(rows()))
-    assert len(at_home(fit)) == 2 * LAYERS
+    assert len(names_on_host(fit)) == 2 * LAYERS
     assert not any(parameter.is_inference() for parameter in fit.parameters())
     assert trained(fit) == trained(plain)
     loss = fit(rows()).square().sum()
@@ -102,7 +102,7 @@ def test_a_region_without_gradients_takes_the_kernels_of_one_that_stays(mode):
     assert ran == [{"aten::mm"}] * 3
 
 
-def test_a_parameter_at_home_in_another_runtime_is_streamed_by_that_one():
+def test_a_parameter_of_another_runtime_is_streamed_by_that_runtime():
     model = layers()
     _, first = streamed(model=model)
     fit, second = streamed(model=model)
@@ -175,4 +175,4 @@ def test_two_rules_for_one_module_leave_alone_what_others_use():
     rules = [("embedding", PARAMS), ("*embedding", offload(what="params", tier="disk"))]
     fit = ms.transform(Tied(), rules, runtime=runtime_of())
     fit(torch.arange(4)).sum().backward()
-    assert at_home(fit) == []
+    assert names_on_host(fit) == []

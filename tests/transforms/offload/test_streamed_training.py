@@ -16,11 +16,11 @@ from tests.support.layers import (
     LAYERS,
     PARAMS,
     WIDTH,
-    at_home,
     gradients,
     layers,
     loss_of,
     moved,
+    names_on_host,
     rows,
     runtime_of,
     same,
@@ -55,7 +55,7 @@ def test_optimizers(make, set_to_none):
 
         return [optimizer.step(closure) for _ in range(3)]
 
-    assert len(at_home(same(train))) == 2 * LAYERS
+    assert len(names_on_host(same(train))) == 2 * LAYERS
 
 
 def test_a_gradient_of_before_the_first_call_moves_too():
@@ -269,7 +269,7 @@ def test_a_region_may_return_and_store_its_weight(how):
             optimizer.zero_grad()
         assert model.first.kept is model.first.weight
 
-    assert at_home(same(train, UsesKept, {"*": how})) == ["first.weight", "second.weight"]
+    assert names_on_host(same(train, UsesKept, {"*": how})) == ["first.weight", "second.weight"]
 
 
 class Words(nn.Module):
@@ -284,7 +284,7 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize("how", [how for how in HOWS.values() if "checkpoint" not in repr(how)], ids=repr)
 @pytest.mark.parametrize("path", ["*", ""])
-def test_what_a_region_changes_in_its_weights_comes_home(path, how):
+def test_what_a_region_changes_in_its_weights_comes_back(path, how):
     words = torch.tensor([1, 2, 3, 1])
 
     def train(model):
@@ -338,10 +338,10 @@ def test_sparse_gradients():
         assert found.is_sparse
         return found.to_dense()
 
-    assert at_home(same(train, lambda: Words(sparse=True), {"*": PARAMS}))[0] == "words.weight"
+    assert names_on_host(same(train, lambda: Words(sparse=True), {"*": PARAMS}))[0] == "words.weight"
 
 
-def test_a_tile_whose_first_piece_gives_the_parameters_their_homes():
+def test_a_tile_whose_first_piece_places_the_parameters():
     x = rows()
     plain = layers(2)  # a weight that backward needs: the tile held it where it was until its second piece
     fit, _ = streamed(model=layers(2), plan={"": compose(tile(chunks=3), PARAMS)})
@@ -349,7 +349,7 @@ def test_a_tile_whose_first_piece_gives_the_parameters_their_homes():
     plain(x).square().sum().backward()
     for found, expected in zip(gradients(fit), gradients(plain), strict=True):
         torch.testing.assert_close(found, expected)
-    assert at_home(fit) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert names_on_host(fit) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 def test_gradients_accumulate_where_they_are():

@@ -186,7 +186,7 @@ class _Share(nn.Linear):
         return super().forward(x) / x.shape[0]
 
 
-def test_a_projection_that_computes_with_their_number_is_not_deferred():
+def test_a_projection_that_computes_with_the_number_of_rows_is_not_lazy():
     x, head = torch.randn(6, WIDTH), _Share(WIDTH, 5)
     assert type(ms.tile(chunks=2)(nn.Linear(WIDTH, 5))(x)) is not torch.Tensor
     assert type(ms.tile(chunks=2)(head)(x)) is torch.Tensor

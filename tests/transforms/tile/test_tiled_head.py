@@ -60,8 +60,8 @@ def tiled(model, chunks=5):
     return ms.transform(model, {"head": tile(chunks=chunks)})
 
 
-def check(loss, *leading, model=None, bound=ULPS, deferred=True):
-    """The loss and every gradient of the tiled model are those of the model; `deferred`: and it made no logits."""
+def check(loss, *leading, model=None, bound=ULPS, lazy=True):
+    """The loss and every gradient of the tiled model are those of the model; `lazy`: and it made no logits."""
     model = Head() if model is None else model
     x, y = inputs(*leading)
     fit = tiled(model)
@@ -76,7 +76,7 @@ def check(loss, *leading, model=None, bound=ULPS, deferred=True):
         patch.setattr(factory, "defer", spy)
         actual = results(fit, x, lambda logits: loss(logits, y))
     assert len(made) == 1
-    assert made[0].recipe.projection.computed != deferred
+    assert made[0].recipe.projection.computed != lazy
     close(results(model, x, lambda logits: loss(logits, y)), actual, bound)
 
 
@@ -192,7 +192,7 @@ USES = {
 
 @pytest.mark.parametrize("loss", USES.values(), ids=USES)
 def test_any_other_use_makes_the_logits_and_is_right(loss):
-    check(loss, deferred=False)
+    check(loss, lazy=False)
 
 
 def test_looking_at_the_logits():
@@ -265,7 +265,7 @@ def test_a_metric_under_no_grad_does_not_cut_the_graph():
             (logits * 2).softmax(-1)
         return F.cross_entropy(logits, y)
 
-    check(loss, model=model, deferred=False)
+    check(loss, model=model, lazy=False)
     x, y = inputs()
     logits = tiled(model)(x)
     with torch.no_grad():
@@ -349,7 +349,7 @@ HEADS = {
 @pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("loss", [LOSSES["mean"], LOSSES["none"], USES["z-loss"]], ids=["mean", "none", "z-loss"])
 def test_heads(make, loss):
-    check(loss, model=make(), deferred=loss is not USES["z-loss"])
+    check(loss, model=make(), lazy=loss is not USES["z-loss"])
 
 
 LINEAR = nn.Linear(WIDTH, CLASSES)
@@ -407,7 +407,7 @@ NOT_PROJECTIONS = {
 
 
 @pytest.mark.parametrize("make", NOT_PROJECTIONS.values(), ids=NOT_PROJECTIONS)
-def test_what_only_looks_like_a_projection_is_not_deferred(make):
+def test_what_only_looks_like_a_projection_is_not_lazy(make):
     fn = make()
     x, _ = inputs(4, fn.positions.shape[0] if isinstance(fn, Positions) else 3)
     torch.manual_seed(1)
@@ -650,7 +650,7 @@ def test_mutant_a_head_that_never_splits(monkeypatch):
         test_the_logits_never_exist()
 
 
-def test_mutant_a_head_that_is_not_deferred(monkeypatch):
+def test_mutant_a_head_that_is_not_lazy(monkeypatch):
     monkeypatch.setattr(factory, "is_projection", lambda *_: False)
     with pytest.raises(AssertionError):
         test_the_loss_without_the_logits(LOSSES["mean"])
