@@ -117,8 +117,8 @@ __all__ = [
 # Each name is imported on first use, since a training run needs few of them, and the command's help none. The branch
 # for type checkers above has the same names; a test compares the two.
 _LOADED_WHEN_ASKED = {
-    name: f"memscale.{home}"
-    for home, names in {
+    name: f"memscale.{door}"
+    for door, names in {
         "algebra": "Plan Transform compose functional identity transform",
         "config": "Config OptimizationMode",
         "core": "BudgetError ConfigError CorrectnessError MemscaleError PlanError PolicyFallbackNeeded "
@@ -154,10 +154,10 @@ def __getattr__(name: str) -> Any:
             return importlib.import_module(f"memscale.{name}")
         from memscale.core import internals
 
-        home = _LOADED_WHEN_ASKED[name]
-        if (part := home.split(".")[1]) in internals.PARTS:
+        door = _LOADED_WHEN_ASKED[name]
+        if (part := door.split(".")[1]) in internals.PARTS:
             internals.needs(part)
-        value = getattr(importlib.import_module(home), name)
+        value = getattr(importlib.import_module(door), name)
     finally:
         if collecting:
             gc.enable()

@@ -122,7 +122,7 @@ class Config:
     `False`. ``repr`` shows the fields that the caller set, as Python that makes an equal config.
 
     `dataclasses.replace` keeps what the caller set. It cannot tell a value that equals the present one from no value: a
-    switch that is to stay as it is under every mode is set in ``Config(...)`` itself.
+    switch that is to be the same under every mode is set in ``Config(...)`` itself.
 
     Args:
         mode: an :class:`OptimizationMode` or its name in any case; balanced by default.

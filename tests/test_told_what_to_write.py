@@ -127,7 +127,7 @@ TOLD = {
     "a container": (lambda: plan(1.0, nn.ModuleList([layer()])), "ModuleList has no forward of its own"),
     "a module of Lightning": (
         lambda: plan(1.0, Training(layer())),
-        "this Training has no forward of its own, .* a training_step is none$",
+        "this Training has no forward of its own, .* a training_step does not count$",
     ),
     "no parameters": (lambda: plan(1.0, nn.ReLU()), "this ReLU has no parameters, .* pass what trains$"),
     "a plan for verify": (lambda: ms.verify(layer(), ms.Plan(), torch.ones(1, 4)), r"write transform\(model, plan\)$"),

@@ -307,11 +307,11 @@ def _warn_of_own_checkpointing(modules: Modules) -> None:
         made_of = assembled_in(region.__dict__.get("forward"))
         if not any(isinstance(part, Transformed) and part.keeps_inputs_only for part in made_of):
             continue
-        beside = [own[id(module)] for module in region.modules() if id(module) in own]
-        beside += [each for each in own.values() if not each or f"{path}.".startswith(f"{each}.")]
-        if beside:
+        owners = [own[id(module)] for module in region.modules() if id(module) in own]
+        owners += [each for each in own.values() if not each or f"{path}.".startswith(f"{each}.")]
+        if owners:
             warnings.warn(
-                f"the model's own activation checkpointing is on (at {beside[0]!r}), in or around the region {path!r}: "
+                f"the model's own activation checkpointing is on (at {owners[0]!r}), in or around the region {path!r}: "
                 "one of the two has no effect, and memscale's checks of recomputes do not cover the model's own; call "
                 "model.gradient_checkpointing_disable() before transform()",
                 RuntimeWarning,

@@ -93,7 +93,7 @@ def _check_known(model: nn.Module, optimizer: torch.optim.Optimizer, paths: dict
         total = sum(len(group["params"]) for group in optimizer.param_groups)
         raise TransformError(
             f"this {type(optimizer).__name__} has {len(unknown)} of {total} parameters that the {type(model).__name__} "
-            f"lacks, so that no rule can name them: {', '.join(unknown[:5])}"
+            f"lacks, so no rule can name these: {', '.join(unknown[:5])}"
             f"{', ...' if len(unknown) > 5 else ''}; build it on this model's parameters, or apply the transform to "
             "the optimizer itself, as in step_in_backward()(optimizer)"
         )

@@ -91,7 +91,7 @@ def plans(model: nn.Module, subject: Subject) -> dict[str, Plan]:
     def plan(how: Transform, stepping: Transform) -> Plan:
         rules: list[tuple[str, Transform]] = [(path, how) for path in blocks]
         rules += [(f"{path}.{subject.inner}", cut) for path in blocks if subject.inner is not None]
-        rules += [(path, checkpoint()) for path in subject.beside]
+        rules += [(path, checkpoint()) for path in subject.others]
         return Plan([*rules, (subject.head, tile(chunks=_CHUNKS)), ("", stepping)])
 
     return {

@@ -25,7 +25,7 @@ class Subject:
         head: the path of the linear layer of the loss.
         device: the card.
         inner: the path, within a block, of a module that works on each position separately; None without such a module.
-        beside: the paths of modules besides the blocks that are worth recomputing.
+        others: the paths of modules besides the blocks that are worth recomputing.
         published_bytes: the peak of the closed tool of the same name (AGGRESSIVE, bf16 and 8-bit Adam); None if
             unpublished.
         published_plain_bytes: the peak of the model without that tool, from the same source.
@@ -39,7 +39,7 @@ class Subject:
     head: str
     device: str = _CARD
     inner: str | None = None
-    beside: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     published_bytes: int | None = None
     published_plain_bytes: int | None = None
     columns: tuple[str, ...] = ("exact", "bf16 + 8-bit", "everything")
@@ -134,9 +134,9 @@ _BY_SIZE = ("fastest", "smallest")
 def _published(
     title: str, make: Callable[[], nn.Module], batch: int, length: int, head: str, figure: float, plain: float | None
 ) -> Subject:
-    inner, beside = ("mlp", ()) if head == "lm_head" else (None, ("bert.embeddings", "cls.predictions.transform"))
+    inner, others = ("mlp", ()) if head == "lm_head" else (None, ("bert.embeddings", "cls.predictions.transform"))
     plain_bytes = None if plain is None else _gigabytes(plain)
-    return Subject(title, make, batch, length, head, _CARD, inner, beside, _gigabytes(figure), plain_bytes)
+    return Subject(title, make, batch, length, head, _CARD, inner, others, _gigabytes(figure), plain_bytes)
 
 
 def _today(title: str, make: Callable[[], nn.Module], batch: int, device: str, *columns: str) -> Subject:

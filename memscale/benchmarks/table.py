@@ -1,4 +1,4 @@
-"""The rows of the table: each subject simulated as it is and in each column; and the differences of two tables."""
+"""The rows of the table: each subject simulated as written and in each column; and the differences of two tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 
 
 def row(subject: Subject, say: Say) -> dict[str, Any]:
-    """Returns the figures of `subject` as it is and in each column, as JSON data."""
+    """Returns the figures of `subject` as written and in each column, as JSON data."""
     began = time.perf_counter()
     hardware = Hardware.named(subject.device)
     first = COLUMNS[subject.columns[0]].dtype
@@ -109,16 +109,16 @@ def _name(dtype: torch.dtype) -> str:
 
 def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the rows as a Markdown table."""
-    lines = ["| model | card | as it is | published | column | peak | of published | step | over as it is |"]
+    lines = ["| model | card | plain | published | column | peak | of published | step | over plain |"]
     lines.append("|---|---|---:|---:|---|---:|---:|---:|---:|")
     for each in rows:
         plain = each["plain"]
-        there = f"{_gb(plain['peak_bytes'])}{'' if plain['fits'] else ' (does not fit)'}, {_in_ms(plain)}"
+        plain_text = f"{_gb(plain['peak_bytes'])}{'' if plain['fits'] else ' (does not fit)'}, {_in_ms(plain)}"
         for title, found in each["columns"].items():
             published = each["published_bytes"]
             share = "" if published is None else f"{found['peak_bytes'] / published:.2f}"
             lines.append(
-                f"| {each['title']} | {each['device']} | {there} | {'' if published is None else _gb(published)} "
+                f"| {each['title']} | {each['device']} | {plain_text} | {'' if published is None else _gb(published)} "
                 f"| {title}{'' if found['fits'] else ' (does not fit)'} | {_gb(found['peak_bytes'])} | {share} "
                 f"| {_in_ms(found)} | × {found['over_plain']:.2f} |"
             )
@@ -140,7 +140,7 @@ def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) 
         if (was := before.get((each["title"], each["device"]))) is None:
             yield f"{each['title']}: new"
             continue
-        parts = [("as it is", was["plain"], each["plain"])]
+        parts = [("plain", was["plain"], each["plain"])]
         parts += [(title, was["columns"].get(title, {}), now) for title, now in each["columns"].items()]
         for title, one, other in parts:
             for key in DETERMINISTIC:

@@ -14,8 +14,8 @@ from memscale.cli.options import add
 from memscale.cli.running import run_app
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         print(f"memscale {ms.__version__}")
         raise typer.Exit
 
@@ -23,7 +23,7 @@ def _version(asked: bool) -> None:
 def memscale(
     version: Annotated[bool, typer.Option("--version", help="The version.", callback=_version, is_eager=True)] = False,
 ) -> None:
-    """Train in less memory, to the same numbers."""
+    """Train PyTorch models in less memory, with the same numbers."""
 
 
 # The help text of each command; its first sentence is at most 65 columns, so that `memscale --help` shows it whole. The

@@ -44,5 +44,5 @@ def cards(options: CardsOptions) -> int:
         speeds = (card.tflops[dtype], card.memory_gb_per_second, card.host_gb_per_second)
         sizes = (f"{nbytes / 2**30:.2f}" for nbytes in (hardware.memory_bytes, hardware.usable_bytes))
         rows.append((card.name, *sizes, dtype, *("shared" if speed is None else f"{speed:.4g}" for speed in speeds)))
-    show("\n".join([*aligned(rows, "<>><>>>"), "where each figure is from: memscale cards --json"]))
+    show("\n".join([*aligned(rows, "<>><>>>"), "sources of the figures: memscale cards --json"]))
     return 0

@@ -19,7 +19,7 @@ from torch import nn
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import File, OptionRule, Options, at_least, count
+from memscale.cli.options import SIZE, File, OptionRule, Options, at_least, count
 from memscale.cli.subject import offline
 from memscale.cli.terminal import Progress, progress, show, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
@@ -60,6 +60,7 @@ class DemoOptions(Options):
     budget: Annotated[
         str | None,
         Option(metavar="SIZE", help="Memory of a step, such as 300MiB; by default 2/5 of the step without a plan."),
+        SIZE,
     ] = None
     out: Annotated[Path, Option(help="File of the picture, a .png."), File((".png",))] = Path("memscale-demo.png")
 
@@ -106,7 +107,7 @@ def demo(options: DemoOptions) -> int:
         screen.print(f"NOT EQUAL: {', '.join(different)} differ from the baseline's", style="bold red")
     too_large = planned.trace.peak_bytes > plan.evidence.budget_bytes
     if too_large:
-        screen.print("OVER BUDGET: the measured peak is above what was asked for", style="bold red")
+        screen.print("OVER BUDGET: the measured peak is above the budget", style="bold red")
     return 1 if different or too_large else 0
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 import memscale as ms
-from memscale.cli.options import SIZES, Html, count
+from memscale.cli.options import SIZE, SIZES, Html, count
 from memscale.cli.step import StepOptions, TrainingOptions, batch_of, read_step
 from memscale.cli.terminal import show, write
 from memscale.core import ConfigError
@@ -26,7 +26,7 @@ class ExplainOptions(TrainingOptions):
     hf: Annotated[
         str | None, Option(metavar="CONFIG|MODULE:FACTORY", help="The model, to find the plan that would have fit.")
     ] = None
-    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Memory for its step: {SIZES}.")] = None
+    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Memory for its step: {SIZES}."), SIZE] = None
 
     def check(self) -> None:
         if self.hf is None and self.budget is not None:
@@ -63,5 +63,5 @@ def explain(options: ExplainOptions) -> int:
     show(str(found))
     if step_options is None:
         show(f"next: memscale explain {shlex.quote(str(options.snapshot))} --hf CONFIG --batch N --gpu NAME")
-        show("  simulates the step of your model, and says what would have fitted")
+        show("  simulates the step of your model and finds what would have fitted")
     return 0

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from memscale.core import ConfigError, package
+from memscale.core import ConfigError, budget_bytes, package
 
 _T = TypeVar("_T")
 
@@ -125,7 +125,15 @@ def file(text: str) -> Any:
     return typer.Option(metavar="FILE", help=text)
 
 
+def _is_size(text: str) -> bool:
+    try:
+        return budget_bytes(text, 1 << 60) > 0
+    except ConfigError:
+        return False
+
+
 SIZES = "6GiB, 6GB, bytes, or a share: 0.9 or 90%"
+SIZE = OptionRule(_is_size, SIZES)
 Shorthand = Annotated[
     str | None,
     typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import SIZES, Html, Json, Options, Plot, Python, Seconds, at_least, count, one_of
+from memscale.cli.options import SIZE, SIZES, Html, Json, Options, Plot, Python, Seconds, at_least, count, one_of
 from memscale.cli.price import PriceOptions, axis_of, cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step import RankOptions, Step, batch_of, read_step
@@ -111,7 +111,7 @@ _Stepping = Annotated[
 class PlanOptions(SearchOptions):
     """The command line of ``memscale plan``, as typed."""
 
-    budget: Annotated[str, Option(metavar="SIZE", help=f"Memory for the step: {SIZES}.")]
+    budget: Annotated[str, Option(metavar="SIZE", help=f"Memory for the step: {SIZES}."), SIZE]
     auto: Annotated[bool, Option("--auto", help="Let a policy choose the techniques that are tried first.")] = False
     stepping: _Stepping = None
 
@@ -120,7 +120,7 @@ class PlanOptions(SearchOptions):
 class FrontierOptions(SearchOptions):
     """The command line of ``memscale frontier``, as typed."""
 
-    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Plan for this too, with reasons: {SIZES}.")] = None
+    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Plan for this, too: {SIZES}."), SIZE] = None
     points: Annotated[int, count("N", "Budgets to plan for."), at_least(2)] = 12
     stepping: _Stepping = None
 
@@ -240,7 +240,7 @@ def _engine(
         began = time.monotonic()
         yield engine, step
     took = format_seconds(time.monotonic() - began)
-    print(f"memscale: planned in {took}, {engine.simulations} steps simulated", file=sys.stderr)
+    print(f"memscale: planned in {took}; steps simulated: {engine.simulations}", file=sys.stderr)
 
 
 def nothing_fits(error: BudgetError, *, steps: bool = False) -> int:

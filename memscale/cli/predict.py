@@ -14,6 +14,7 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import (
+    SIZE,
     SIZES,
     File,
     Html,
@@ -51,7 +52,7 @@ class PredictOptions(Options):
     step: RankOptions
     prices: PriceOptions
     plan: Shorthand = None
-    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Memory for the step: {SIZES}.")] = None
+    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Memory for the step: {SIZES}."), SIZE] = None
     largest: Annotated[
         str | None,
         Option(metavar="batch|seq|grid", help="Also find the largest batch or sequence that fits, or a table."),
@@ -133,10 +134,10 @@ def read_plan(text: str, model: nn.Module, hardware: Hardware) -> ms.Plan:
 
     if Path(text).is_file():
         return ms.Plan.from_json(Path(text).read_text(encoding="utf-8"))
-    asked = [name.partition(":") for name in text.lower().split("+")]
+    given = [name.partition(":") for name in text.lower().split("+")]
     rules = shorthands(model, hardware)
-    names = [name for name, _, _ in asked]
-    if wrong := [name + sep + dtype for name, sep, dtype in asked if sep and (name != "cast" or dtype not in DTYPES)]:
+    names = [name for name, _, _ in given]
+    if wrong := [name + sep + dtype for name, sep, dtype in given if sep and (name != "cast" or dtype not in DTYPES)]:
         raise ConfigError(
             f"--plan {text!r}: {', '.join(map(repr, wrong))} is wrong; only cast takes a dtype, as in cast:fp16"
         )
@@ -145,11 +146,11 @@ def read_plan(text: str, model: nn.Module, hardware: Hardware) -> ms.Plan:
             f"--plan {text!r}: {', '.join(map(repr, unknown))} is no file, and nothing that this model can have on "
             f"{hardware.name}; it can have {', '.join(rules) or 'nothing'}, joined by +, or the file of Plan.to_json()"
         )
-    wished = {name: {"": ms.cast(compute=DTYPES[dtype])} for name, _, dtype in asked if dtype}
+    wished = {name: {"": ms.cast(compute=DTYPES[dtype])} for name, _, dtype in given if dtype}
     return planned({name: wished.get(name, rules[name]) for name in names})
 
 
-def check_axis(option: str, asked: str, wanted: list[str], subject: Subject, batch: int, seq: int) -> None:
+def check_axis(option: str, given: str, wanted: list[str], subject: Subject, batch: int, seq: int) -> None:
     """Raises an error if the search is over an axis along which the subject's batches do not grow."""
     from memscale.planning import parts_of
 
@@ -160,7 +161,7 @@ def check_axis(option: str, asked: str, wanted: list[str], subject: Subject, bat
         other = {"--objective": "sequence" if axes == ["seq"] else "batch"}.get(option, axes[0] if axes else "")
         remedy = f"use {option} {other}" if axes else "let its batch_fn use its arguments"
         raise ConfigError(
-            f"{option} {asked}: the batches of this model are the same for any {' and '.join(missing)}; {remedy}"
+            f"{option} {given}: the batches of this model are the same for any {' and '.join(missing)}; {remedy}"
         )
 
 

@@ -132,5 +132,5 @@ def line_of(prices: PriceOptions, cost: Cost | None) -> str:
     """Returns the line to print for a cost; empty without a price and an amount."""
     if cost is not None:
         return str(cost)
-    asked = prices.price is not None or prices.tokens is not None
-    return "cost: unknown, like the time of a step on this device" if asked else ""
+    wanted = prices.price is not None or prices.tokens is not None
+    return "cost: unknown, like the time of a step on this device" if wanted else ""

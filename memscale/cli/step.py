@@ -157,7 +157,7 @@ def read_step(options: StepOptions) -> Step:
     if options.amp is not None:
         autocasting(subject.model, hardware.device_type, DTYPES[options.amp.lower()])
         precision = (
-            f"note: --amp {options.amp} is autocast around weights as they are, outputs in float32, as a Trainer's"
+            f"note: --amp {options.amp} is autocast around unchanged weights, with outputs in float32, as a Trainer's"
         )
     elif options.dtype is not None and DTYPES[options.dtype.lower()] is not torch.float32:
         other = f"a Trainer's {options.dtype}=True is --amp {options.dtype}"
@@ -191,7 +191,7 @@ def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
     kind, _, loop = name.lower().partition("-")
     if kind not in known or loop not in ("", "fused", "foreach"):
         near = difflib.get_close_matches(kind, known, n=1, cutoff=0)
-        raise ConfigError(f"--optimizer {name!r} is none; the nearest is {near[0]!r}, and there are {', '.join(known)}")
+        raise ConfigError(f"--optimizer must be one of {', '.join(known)}, got {name!r}; the nearest is {near[0]!r}")
     try:
         made: torch.optim.Optimizer = known[kind](
             (each for each in model.parameters() if each.requires_grad), **({loop: True} if loop else {})

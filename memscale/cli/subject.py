@@ -56,17 +56,17 @@ class Subject:
     longest: int | None = None
     code: str = ""
 
-    def seq(self, asked: int | None) -> int:
-        """Returns the sequence length: `asked`, else 1024 or the model's positions if these are fewer.
+    def seq(self, wanted: int | None) -> int:
+        """Returns the sequence length: `wanted`, else 1024 or the model's positions if these are fewer.
 
         Raises:
             ConfigError: the model has fewer positions.
         """
-        if asked is None:
+        if wanted is None:
             return min(_DEFAULT_SEQ, self.longest or _DEFAULT_SEQ)
-        if self.longest is not None and asked > self.longest:
-            raise ConfigError(f"--seq {asked} is longer than the {self.longest} positions that the model has")
-        return asked
+        if self.longest is not None and wanted > self.longest:
+            raise ConfigError(f"--seq {wanted} is longer than the {self.longest} positions that the model has")
+        return wanted
 
 
 def read_subject(source: str, dtype: torch.dtype | None) -> Subject:

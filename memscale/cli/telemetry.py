@@ -79,7 +79,7 @@ def switch_off() -> int:
 
 @TELEMETRY.command("show")
 def show(
-    week: Annotated[str | None, Option(metavar="YYYY-Www", help="One week, as it is so far.")] = None,
+    week: Annotated[str | None, Option(metavar="YYYY-Www", help="One week, also the present one.")] = None,
     as_json: Annotated[bool, Option("--json", help="Laid out for reading.")] = False,
 ) -> int:
     """Print the exact bytes that `send` would send."""

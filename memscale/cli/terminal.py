@@ -40,8 +40,8 @@ def simulations() -> Iterator[Progress]:
             nonlocal said
             if time.monotonic() - said >= _QUIET_SECONDS:
                 said = time.monotonic()
-                count = f"{done}/{total}" if total else f"{done}"
-                print(f"simulated {count} steps in {said - began:.0f} s; now: {what}", file=sys.stderr, flush=True)
+                count = f"{done}/{total} steps" if total else f"{done} step{'s' * (done != 1)}"
+                print(f"{count} simulated after {said - began:.0f} s; now: {what}", file=sys.stderr, flush=True)
 
         yield say
         return

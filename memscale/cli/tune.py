@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import SIZES, at_least, count, one_of
+from memscale.cli.options import SIZE, SIZES, at_least, count, one_of
 from memscale.cli.plan import SearchOptions, nothing_fits
 from memscale.cli.predict import check_axis
 from memscale.cli.price import cost_of, line_of
@@ -36,7 +36,7 @@ class TuneOptions(SearchOptions):
         one_of(*_AXES),
     ] = "throughput"
     budget: Annotated[
-        str | None, Option(metavar="SIZE", help=f"What a step may take: {SIZES}; by default 95 % of the device.")
+        str | None, Option(metavar="SIZE", help=f"What a step may take: {SIZES}; by default 95 % of the device."), SIZE
     ] = None
     at_least: Annotated[int, count("N", "The smallest size to try."), at_least(1)] = 1
     at_most: Annotated[int | None, count("N", "The largest size to try."), at_least(1)] = None

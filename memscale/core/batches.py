@@ -82,7 +82,7 @@ def call(model: Callable[..., Any], batch: Any) -> Any:
 def _no_forward(module: Any) -> ConfigError:
     return ConfigError(
         f"this {type(module).__name__} has no forward of its own, so there is no step; pass the module that calls its "
-        "children, or give it a forward: a training_step is none"
+        "children, or give it a forward: a training_step does not count"
     )
 
 

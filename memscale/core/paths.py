@@ -102,7 +102,7 @@ def row_label(paths: Sequence[str]) -> str:
     >>> row_label(["layers.2"]), row_label(["layers.0", "layers.1", "layers.2"]), row_label(["a.0.mlp", "a.1.mlp"])
     ('layers.2', 'layers.0 to 2', 'a.0.mlp to a.1.mlp')
     """
-    first, last = written(paths[0]) or "(outside)", written(paths[-1])
+    first, last = written(paths[0]) or "(the rest)", written(paths[-1])
     if len(paths) == 1:
         return first
     head, _, tail = last.rpartition(".")

@@ -95,7 +95,7 @@ class Explanation:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan under which the simulated step fits; `None` if there is none, or no model was given."""
+        """The plan under which the simulated step fits; `None` if no plan fits, or no model was given."""
         recommended = () if self.prediction is None else self.prediction.recommendations
         capacity = 0 if self.prediction is None else self.prediction.capacity_bytes
         return next((each.plan for each in recommended if each.plan and each.peak_bytes <= capacity), None)
@@ -116,7 +116,7 @@ class Explanation:
         if left:
             text += f" and the device had {format_bytes(left)} left"
         if left is not None and left > self.requested_bytes:
-            return f"{text}, which is enough: the process had a limit below the device, to be passed as budget"
+            return f"{text}, which is enough: the process had a limit below the device's memory; pass it as budget"
         if self.fragmentation_bytes:
             largest = self.largest_free_bytes
             size = "is smaller" if largest is None else f"has {format_bytes(largest)}"
@@ -130,15 +130,17 @@ class Explanation:
             ConfigError: the suffix is not ``.html``, or the folder does not exist.
         """
         target = checked_target(path, "Explanation.html", PAGES, "print it for a text")
-        write_page(target, "held.html", it=self, notes=[*self._advice(), *self.notes])
+        write_page(target, "held.html", it=self, simulated=self._simulated(), remedies=self._remedies())
 
-    def _advice(self) -> list[str]:
+    def _simulated(self) -> list[str]:
+        return [] if self.prediction is None else [f"simulated: {self.prediction.message}"]
+
+    def _remedies(self) -> list[str]:
         lines = []
         if self.fragmentation_bytes:
-            lines.append("against fragmentation: run with PYTORCH_ALLOC_CONF=expandable_segments:True")
+            lines.append("PYTORCH_ALLOC_CONF=expandable_segments:True joins the free pieces")
         if self.prediction is None:
             return lines
-        lines.append(f"simulated: {self.prediction.message}")
         for each in self.prediction.recommendations:
             fits = "fits" if each.peak_bytes <= self.prediction.capacity_bytes else "does not fit"
             lines.append(f"{each.action}: peak {format_bytes(each.peak_bytes)}, {fits}")
@@ -148,17 +150,20 @@ class Explanation:
         lines = self.message.split("; ")
         if self.reserved_bytes is not None and self.available_bytes is not None:
             lines.append(
-                f"the allocator held {format_bytes(self.reserved_bytes)} of the {format_bytes(self.available_bytes)} "
-                "that it could have"
+                f"the allocator had reserved {format_bytes(self.reserved_bytes)} of at most "
+                f"{format_bytes(self.available_bytes)}"
             )
         lines += [
             f"  {category:<16} {format_bytes(nbytes):>10}"
             for category, nbytes in sorted(self.by_category.items(), key=lambda item: -item[1])
         ]
         if self.holders:
-            lines.append("asked for by")
+            lines.append("allocated by")
         for each in self.holders[:_ROWS]:
             lines.append(f"  {format_bytes(each.nbytes):>10} in {each.count:>4}  {each.where or '(no stack)'}")
         if (rest := self.holders[_ROWS:]) and (nbytes := sum(each.nbytes for each in rest)):
             lines.append(f"  {format_bytes(nbytes):>10} elsewhere, by {len(rest)} more lines")
-        return "\n".join([*lines, *self._advice(), *(f"note: {note}" for note in self.notes)])
+        lines += self._simulated()
+        if remedies := self._remedies():
+            lines += ["what would help", *(f"  {each}" for each in remedies)]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

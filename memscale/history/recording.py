@@ -37,7 +37,7 @@ def record(
 ) -> Run | None:
     """Adds a run to the history and returns it, or None if there is no history or it cannot be written.
 
-    A history that cannot be written is logged, and the script goes on.
+    A history that cannot be written is logged, and the script continues.
 
     >>> import torch, memscale as ms
     >>> profile = ms.profile(torch.nn.Linear(64, 64), torch.ones(8, 64), loss=lambda y, _: y.sum())

@@ -81,7 +81,7 @@ class Remote:
             ConfigError: there is no token, or the address is a team's.
             RuntimeUnavailable: the server cannot be reached.
         """
-        return bool(self._asked("POST", f"{self._in_project}/runs", document_of(run))["new"])
+        return bool(self._request("POST", f"{self._in_project}/runs", document_of(run))["new"])
 
     def baseline(self, label: str, like: Run) -> Run | None:
         """Returns the baseline run for the name and device of `like` under a label, or None.
@@ -92,8 +92,8 @@ class Remote:
             RuntimeUnavailable: the server cannot be reached.
         """
         query = urlencode({"name": like.name, "card": like.hardware})
-        found = self._asked("GET", f"{self._in_project}/baselines/{quote(label, safe='')}?{query}")
-        return run_of(self._asked("GET", f"{self._in_project}/runs/{found[0]['run']}"), like) if found else None
+        found = self._request("GET", f"{self._in_project}/baselines/{quote(label, safe='')}?{query}")
+        return run_of(self._request("GET", f"{self._in_project}/runs/{found[0]['run']}"), like) if found else None
 
     def set_baseline(self, label: str, run: Run) -> None:
         """Sends a run and makes it the baseline of its name and device under a label.
@@ -104,7 +104,7 @@ class Remote:
             RuntimeUnavailable: the server cannot be reached.
         """
         self.send(run)
-        self._asked("PUT", f"{self._in_project}/baselines/{quote(label, safe='')}", {"run": run.id})
+        self._request("PUT", f"{self._in_project}/baselines/{quote(label, safe='')}", {"run": run.id})
 
     def plan(self, name: str) -> Plan:
         """Returns the plan with a hash such as ``"plan:9f3c..."``, given by at least eight digits.
@@ -118,7 +118,7 @@ class Remote:
         digits = name.removeprefix("plan:")
         if not re.fullmatch("[0-9a-f]{8,64}", digits):
             raise ConfigError(f"the plan {name!r} must be plan: and 8 to 64 hexadecimal digits of its hash")
-        plan = Plan.from_json(json.dumps(self._asked("GET", f"{self._team}/plans/{digits}").get("plan")))
+        plan = Plan.from_json(json.dumps(self._request("GET", f"{self._team}/plans/{digits}").get("plan")))
         if not plan.hash.startswith(digits):
             raise PlanError(f"the server sent a plan of the hash {plan.hash} for {name!r}; it is not to be trusted")
         return plan
@@ -129,7 +129,7 @@ class Remote:
             raise ConfigError(f"{self.url} is a team's page; pass a project's, such as {self.url}project/")
         return self._project
 
-    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         headers = {"Authorization": f"Bearer {token()}", "User-Agent": "memscale", "Content-Type": "application/json"}
         scheme, _, host = self._site.partition("://")
         kind = http.client.HTTPSConnection if scheme.lower() == "https" else http.client.HTTPConnection

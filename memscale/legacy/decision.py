@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import BudgetError, batches, format_bytes, format_unlike, tensors
+from memscale.core import BudgetError, batches, format_bytes, format_unlike, tensors, wrapped
 from memscale.hardware import Hardware, knows_copies
 from memscale.history import Run, keep
 from memscale.legacy.huggingface import checkpointing_off, checkpointing_on
@@ -161,7 +161,7 @@ def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, l
     except BudgetError as error:
         # Training may still succeed: real tensors may be smaller, and the limit is below the device's memory.
         plan, planned_bytes = error.plan or Plan(), error.peak_bytes
-        LOG.warning("%s\n  the model runs under the smallest plan, above %s", error, said)
+        LOG.warning("%s\n  the model runs under the smallest plan, above %s", wrapped(str(error)), said)
     if not plan:
         return Verdict(plan, profile, step_bytes, "no transform that the config allows lowers the peak of the step")
     return Verdict(plan, profile, step_bytes, limit_bytes=limit, planned_bytes=planned_bytes)

@@ -243,7 +243,7 @@ class Executor:
         return f"Executor({self._kind}, {self.plan!r})"
 
     def __str__(self) -> str:
-        verdict = str(self.plan) if self.skipped is None else f"skipped: {self.skipped}"
+        verdict = str(self.plan) if self.skipped is None else wrapped(f"unchanged: {self.skipped}")
         lines = [f"{self._kind} on {self.hardware}", wrapped(self.step_text()), *planned_text(self._verdict), verdict]
         if self._looked and (text := self.idle_text()) is not None:
             lines.append(text)
@@ -259,7 +259,14 @@ class Executor:
         say(self.config, message)
 
     def report(self) -> None:
-        """Logs what is in force, and prints a line if it differs from the last printed one."""
+        """Logs what is in force, and prints a line if it differs from the last printed one.
+
+        The first training call of a model without a `sample_input` plans, so before that call no line is printed.
+        """
+        if self._plans is not None and self._plans.present is None:
+            state = "stays unchanged" if self.skipped is not None else f"runs under {self.plan!r}"
+            self.say(f"{self._kind} {state} until its first training call, which plans for its batch")
+            return
         line = headline(self.model, self._verdict, self._installation.seen)
         if line not in (None, self._headline):
             announce(self.config, str(line))

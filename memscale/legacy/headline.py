@@ -39,7 +39,8 @@ def planned_text(verdict: Verdict) -> list[str]:
     if verdict.planned_bytes is None or verdict.limit_bytes is None:
         return []
     takes, allowed = format_unlike(verdict.planned_bytes, verdict.limit_bytes)
-    return [f"step with the plan: {takes} of {allowed} allowed{_times(verdict.plan)}"]
+    of = "of" if verdict.planned_bytes <= verdict.limit_bytes else "above"
+    return [f"step with the plan: {takes} {of} {allowed} allowed{_times(verdict.plan)}"]
 
 
 def _times(plan: Plan) -> str:

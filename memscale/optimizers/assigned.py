@@ -73,11 +73,11 @@ def one_of_each(outer: Transform, inner: Transform) -> Transform:
     Raises:
         TransformError: both contain the same kind of transform, with different options.
     """
-    there = {type(each): each for each in chain(inner)}
+    by_type = {type(each): each for each in chain(inner)}
     for each in chain(outer):
-        if (other := there.get(type(each), each)) != each:
+        if (other := by_type.get(type(each), each)) != each:
             raise TransformError(f"an optimizer under {other!r} cannot be put under {each!r} too; choose one")
-    return compose(*(each for each in chain(outer) if type(each) not in there), inner)
+    return compose(*(each for each in chain(outer) if type(each) not in by_type), inner)
 
 
 def assigned_by_rules(rules: Sequence[tuple[str, torch.Tensor, Sequence[Transform]]]) -> Assigned:

@@ -203,7 +203,7 @@ class _InBackward(StepPart):
     def _check_gradients(self) -> None:
         """Raises `CorrectnessError` where the plain step would see another gradient than backward has stepped with.
 
-        A loop that goes on after an error calls `zero_grad`, which removes all gradients: this case is accepted.
+        A loop that continues after an error calls `zero_grad`, which removes all gradients: this case is accepted.
         """
         stepped = [parameter for parameter in self._parameters if id(parameter) in self.stepped]
         wrong = [parameter for parameter in stepped if not isinstance(parameter.grad, SpentGradient)]
@@ -240,7 +240,7 @@ class _InBackward(StepPart):
         if gradient.layout is not torch.strided:
             return f"the gradient of {title} is {gradient.layout}; give such parameters an optimizer of their own"
         if gradient.requires_grad:
-            return f"the gradient of {title} has a graph, which needs the parameter as it is; leave out create_graph"
+            return f"the gradient of {title} has a graph that needs the parameter unchanged; leave out create_graph"
         hooks: Any = parameter._post_accumulate_grad_hooks
         others = [each for each in hooks.values() if each is not hook]
         if any(isinstance(each, _Hook) and each.part() is not None for each in others):

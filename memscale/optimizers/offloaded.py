@@ -128,8 +128,8 @@ class _Offloaded(StepPart):
         self._place(parameters)
 
     def below(self) -> list[torch.Tensor]:
-        there = [tensor for states in self._placed.values() for tensor in states.values()]
-        return [tensor for tensor in there if tensor.nbytes >= _LEAST_BYTES]
+        states_below = [tensor for states in self._placed.values() for tensor in states.values()]
+        return [tensor for tensor in states_below if tensor.nbytes >= _LEAST_BYTES]
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
         return self.inner.ask(parameters)

@@ -205,9 +205,9 @@ class OnDisk(StepPart):
             return
         stored = self._stored_for(parameter, large)
         memory = self._take_memory(stored, parameter) if stored.memory is None else stored.memory
-        for name, there in stored.states().items():
+        for name, kept in stored.states().items():
             if stored.views.get(name) is not large[name]:  # the state is new, or the step has replaced it
-                there.copy_(large[name].detach())
+                kept.copy_(large[name].detach())
         stored.views = {}
         stored.moving = stored.engine.backend.copy(memory, stored.buffer, "out", after=[])
         self._written.append(stored)

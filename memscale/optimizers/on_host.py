@@ -128,9 +128,9 @@ class StepOnHost(StepPart):
     def _advance_over_the_link(self, group: Group) -> None:
         optimizer, parameters = self.optimizer, group["params"]
         state: Any = optimizer.state
-        there = {"capturable": False} if "capturable" in group else {}
+        options = {"capturable": False} if "capturable" in group else {}
         if issubclass(optimizer._own_class, _FUSED_ON_CPU):
-            there |= {"foreach": False, "fused": True}
+            options |= {"foreach": False, "fused": True}
         self._arrive()  # first: stepped weights that have been copied back still occupy device memory for staging
         self.ask(parameters)
         coming = [self._coming[id(parameter)] for parameter in parameters]
@@ -141,7 +141,7 @@ class StepOnHost(StepPart):
             before.append(state.get(parameter, {}))
             optimizer._twins[id(twin)] = parameter
             twins.append(twin)
-        now = {**group, **there}
+        now = {**group, **options}
         try:
             after = self.advance_twins(now, twins, before)
         finally:
@@ -155,7 +155,7 @@ class StepOnHost(StepPart):
             self._going.append((parameter, weights))
             if states:
                 state[parameter] = states
-        group.update({key: value for key, value in now.items() if key not in there})
+        group.update({key: value for key, value in now.items() if key not in options})
 
     def _arrive(self) -> None:
         """Writes the stepped values to their parameters."""

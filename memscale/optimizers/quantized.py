@@ -17,7 +17,7 @@ from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, check_wh
 from memscale.optimizers.separability import Moment
 from memscale.optimizers.transformed import OptimizerTransform
 
-_LEAST = 4096  # states of fewer numbers stay as they are: the saving would not be worth the rounding
+_LEAST = 4096  # states of fewer numbers stay in full: the saving would not be worth the rounding
 # Bytes of parameters whose moments are restored at once: 1/_SHARE of all, within [_LEAST_BYTES, _MOST_BYTES], and at
 # most 1/_FEWEST of all for small models.
 _LEAST_BYTES, _MOST_BYTES, _SHARE, _FEWEST = 2**20, 2**24, 64, 4
@@ -63,7 +63,7 @@ def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
     code again, so a `state_dict` loses nothing.
 
     A moment is a state of its parameter's shape that stays zero while gradients are zero; a trial on small parameters
-    finds them when the transform is applied. Other states (counts, factors, copies of weights) stay as they are, and so
+    finds them when the transform is applied. Other states (counts, factors, copies of weights) stay in full, and so
     do states of parameters with fewer than 4096 numbers. ``print(optimizer.report())`` lists them.
 
     Args:
@@ -136,14 +136,14 @@ class _Quantized(StepPart):
             if not codes:
                 stay.setdefault(self._why_not(parameter, states), []).append(places[id(parameter)][1])
         lines = [f"{self.how!r}: moments of {number} parameters, {format_bytes(before)} in {format_bytes(after)}"]
-        return lines + [f"  as they are, {why}: {', '.join(titles)}" for why, titles in stay.items()]
+        return lines + [f"  in full, {why}: {', '.join(titles)}" for why, titles in stay.items()]
 
     def _why_not(self, parameter: torch.Tensor, states: dict[str, Any]) -> str:
         if not states:
-            return "for it has not stepped yet"
+            return "since they have not stepped yet"
         if not self._moments(parameter):
-            return "for no state is a moment"
-        return f"for fewer than {_LEAST} numbers" if parameter.numel() < _LEAST else "for its type or layout"
+            return "since no state is a moment"
+        return f"since they have fewer than {_LEAST} numbers" if parameter.numel() < _LEAST else "by type or layout"
 
     # ------------------------------------------------------------------------------------------------------ stepping
 

@@ -360,7 +360,7 @@ def _small(parameter: torch.Tensor, random: torch.Generator, large: bool) -> tor
 
 
 def _rate_like(rate: Any) -> Any:
-    """Returns the learning rate of a trial as a number or tensor like `rate`; other kinds are returned as they are."""
+    """Returns the learning rate of a trial as a number or tensor like `rate`; other kinds are returned unchanged."""
     if isinstance(rate, torch.Tensor):
         return torch.full_like(rate, _RATE)
     return _RATE if isinstance(rate, (int, float)) and not isinstance(rate, bool) else rate

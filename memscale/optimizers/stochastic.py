@@ -49,7 +49,7 @@ def round_stochastically(*, seed: int = 0) -> OptimizerTransform:
 
     The contract: each step is the optimizer's own in float32, over the bfloat16 numbers. Afterwards parameters, and
     moments that the optimizer keeps in bfloat16, are rounded to one of their two bfloat16 neighbours; the mean of the
-    result is the float32 number. Numbers that bfloat16 represents exactly, infinity and NaN stay as they are. The
+    result is the float32 number. Numbers that bfloat16 represents exactly, infinity and NaN stay unchanged. The
     random numbers depend only on `seed`, the index of the parameter in the optimizer and its number of steps: PyTorch's
     generators are untouched, and a run resumed from a `state_dict` equals the uninterrupted run, bit for bit.
     Parameters of other types step as usual.

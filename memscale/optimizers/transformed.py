@@ -239,7 +239,7 @@ def _revived(
     return made
 
 
-_LITTLE_LEFT = "step_in_backward() has stepped in backward: what is left to step() is no work for a compiler"
+_LITTLE_LEFT = "step_in_backward() has stepped in backward, so step() has next to nothing to compile"
 _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(TransformedOptimizer.step)
 
 

@@ -28,7 +28,7 @@ from memscale.planning.search.found import Found, Proven, fastest_of, smallest_o
 from memscale.planning.search.search import Search, leaves_margin
 from memscale.planning.speeds import dtypes_of, link_rates, timed
 from memscale.planning.step_simulator import OutOfTime, Progress, StepSimulator, limited, reason
-from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, loop_share, ways
+from memscale.planning.stepping import Strategy, checked, held_by_phase, hows, least_held, loop_share, strategies
 from memscale.planning.trials.trials import Trials
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
 from memscale.simulation import Parallel, ParallelKind, Profile, Target, Trace, TrainingStep, analyse, hardware_for
@@ -151,16 +151,16 @@ class DecisionEngine:
         self.made_for = step.parallel or Parallel.of_distributed(step.model)
         # FSDP2 and DDP manage the parameters: a plan must not stream them.
         self.streams = streams and self.made_for is None
-        self._searches: dict[tuple[frozenset[str], Way | None], list[Search]] = {}
-        self._ways: list[Way] | None = None
+        self._searches: dict[tuple[frozenset[str], Strategy | None], list[Search]] = {}
+        self._strategies: list[Strategy] | None = None
         self.stepping = dict.fromkeys(self.config.eligible() & {"quantize_states"}) | checked(stepping)
-        asked = hardware_for(step.model, hardware)
-        self.steps = StepSimulator(step, Target.of(timed(asked, dtypes_of(self.model))), progress)
+        requested = hardware_for(step.model, hardware)
+        self.steps = StepSimulator(step, Target.of(timed(requested, dtypes_of(self.model))), progress)
         self.plain_step = self.steps.as_it_is()
         self.hardware = self.steps.hardware
         self._link = link_rates(self.hardware, self.config)
         self._loop_share = loop_share(step.optimizer, self.hardware)
-        self._nominal = self.hardware != asked
+        self._nominal = self.hardware != requested
         self.plain = analyse(self.plain_step)
         self._plan_cache: PlanCache[DecisionEngine] = PlanCache()
 
@@ -224,7 +224,7 @@ class DecisionEngine:
         if all(each.taken_bytes > limit for each in shown):
             if isinstance(end, KeyboardInterrupt):
                 raise end
-            least = min(self.ways, key=least_held, default=None)
+            least = min(self.strategies, key=least_held, default=None)
             shown += [search.least() for search in self._searches_among(self._techniques(self.config), least)]
         return shown
 
@@ -248,17 +248,17 @@ class DecisionEngine:
             OutOfTime, KeyboardInterrupt: the search ended early.
         """
         limit = self._budget_bytes(budget)
-        asked = self._select(limit)
+        policy = self._select(limit)
         if leaves_margin(self.plain.taken_bytes, limit):
-            return self._unchanged(limit, asked)
+            return self._unchanged(limit, policy)
         self._check_link()
 
         def find(engine: DecisionEngine) -> Answer:
             found, decision = None, None
             floor = engine._floor_bytes()
             if floor <= limit:
-                found, decision = (engine._fastest(limit), None) if asked is None else engine._by_policy(limit, asked)
-            widest = engine.config if asked is None else everything(engine.config)
+                found, decision = (engine._fastest(limit), None) if policy is None else engine._by_policy(limit, policy)
+            widest = engine.config if policy is None else everything(engine.config)
             smallest = engine._smallest(widest, floor if floor > limit else 0, limit) if found is None else None
             if smallest is not None and smallest.proven.taken_bytes <= limit:
                 found = smallest
@@ -267,7 +267,7 @@ class DecisionEngine:
                 return Answer(fault=engine._refusal().error(smallest.proven, limit, with_remedies=with_remedies))
             return Answer((engine._proven_plan(found, limit, decision),))
 
-        request = f"plan {limit}" if asked is None else f"plan {limit} {asked.to_json()}"
+        request = f"plan {limit}" if policy is None else f"plan {limit} {policy.to_json()}"
         request += "" if with_remedies else ", no more"
         return self._plan_cache.answer(self, request, find).plan()
 
@@ -324,7 +324,7 @@ class DecisionEngine:
             **fingerprint(self.step, self.config, self.hardware),
             # The digest of the simulated step covers inputs that `fingerprint` does not read, such as hooks and flags.
             "step": f"{self.plain_step.digest()} {Figures.of(self.plain)}",
-            "asked": f"{self.step.loop!r} {self.streams} {self._nominal} {stepping} {self.made_for}",
+            "requested": f"{self.step.loop!r} {self.streams} {self._nominal} {stepping} {self.made_for}",
         }
 
     @property
@@ -336,7 +336,7 @@ class DecisionEngine:
         """Returns the proofs of cached plans, on the engine's step."""
 
         def simulate(plan: Plan) -> Profile:
-            self.steps.say("an earlier plan")
+            self.steps.say("a cached plan")
             return self.steps.profile(plan)
 
         config = everything(self.config) if self.config.auto_policy else self.config
@@ -351,10 +351,10 @@ class DecisionEngine:
         """
         return self._searches_among(self._techniques(self.config))
 
-    def _searches_among(self, among: frozenset[str], way: Way | None = None) -> list[Search]:
-        """Returns the searches among the techniques `among`, for a step with the optimizer strategy `way`."""
-        if (among, way) not in self._searches:
-            if way is None:
+    def _searches_among(self, among: frozenset[str], strategy: Strategy | None = None) -> list[Search]:
+        """Returns the searches among the techniques `among`, for a step with the optimizer strategy `strategy`."""
+        if (among, strategy) not in self._searches:
+            if strategy is None:
                 menu = Menu.of(among, narrow_dtype(self.hardware), self.step.batch)
                 found = [self._search(menu, plain=self.plain_step)]
                 if "cast" in self.config.eligible():
@@ -364,14 +364,14 @@ class DecisionEngine:
                 found = [
                     self._search(
                         each.menu,
-                        always=(*each.always, *way.rules),
-                        plain=None if each.always else way.plain,
-                        trials=each.trials if way.keeps_trials else None,
+                        always=(*each.always, *strategy.rules),
+                        plain=None if each.always else strategy.plain,
+                        trials=each.trials if strategy.keeps_trials else None,
                     )
                     for each in self._searches_among(among)
                 ]
-            self._searches[among, way] = found  # assigned once, so that a stopped search leaves no partial list
-        return self._searches[among, way]
+            self._searches[among, strategy] = found  # assigned once, so that a stopped search leaves no partial list
+        return self._searches[among, strategy]
 
     def _search(
         self, menu: Menu, *, always: Rules = (), plain: Trace | None = None, trials: Trials | None = None
@@ -388,23 +388,23 @@ class DecisionEngine:
         )
 
     @property
-    def ways(self) -> list[Way]:
+    def strategies(self) -> list[Strategy]:
         """Returns the allowed optimizer strategies that lower a phase of the step, the fastest first."""
-        if self._ways is None:
+        if self._strategies is None:
             found = hows(self.step.optimizer, self.stepping, moves=self._link is not None)
-            self._ways = ways(found, self.plain_step, self.steps.simulate)
-        return self._ways
+            self._strategies = strategies(found, self.plain_step, self.steps.simulate)
+        return self._strategies
 
     def _check_link(self) -> None:
-        asked = self.config.enable_offloading and not self.config.given.isdisjoint(
+        requested = self.config.enable_offloading and not self.config.given.isdisjoint(
             ("enable_offloading", "async_offload")
         )
-        if asked and self.hardware.unified_memory:
+        if requested and self.hardware.unified_memory:
             raise ConfigError(
-                f"the config asks for offloading, and {self.hardware.name} has no memory but its host's, so nothing "
-                "becomes free by it; leave enable_offloading to the mode, or offload to the disk by hand"
+                f"the config asks for offloading, and {self.hardware.name} shares its host's memory, so offloading "
+                "frees nothing; leave enable_offloading to the mode, or offload to the disk by hand"
             )
-        if asked and not knows_copies(self.hardware):
+        if requested and not knows_copies(self.hardware):
             raise ConfigError(
                 f"the config asks for offloading, and {self.hardware.name} does not say how fast its link is; give "
                 "Hardware(...) host_to_device_bytes_per_second and device_to_host_bytes_per_second, pass "
@@ -428,15 +428,15 @@ class DecisionEngine:
         """Returns the fastest plan for `limit` bytes under a config, by default the engine's; None if no plan fits."""
         among = self._techniques(config or self.config)
         found = [best for search in self._searches_among(among) if (best := search.fastest(limit)) is not None]
-        for way in self.ways:
-            seconds = analyse(way.plain).step_seconds or 0.0
+        for strategy in self.strategies:
+            seconds = analyse(strategy.plain).step_seconds or 0.0
             # A strategy that alone is slower than a plan found is skipped: transforms of the model only add time.
             if "cast" in self.config.eligible() or all(seconds < each.proven.seconds for each in found):
-                searches = self._searches_among(among, way)
+                searches = self._searches_among(among, strategy)
                 found += [best for search in searches if (best := search.fastest(limit)) is not None]
         return fastest_of(found)
 
-    # -- with a policy in front ----------------------------------------------------------------------------------------
+    # -- with a policy -------------------------------------------------------------------------------------------------
 
     def _select(self, limit: int) -> StrategyDecision | None:
         """Returns the policy's decision; None without ``auto_policy`` and on a CPU, where the config decides."""
@@ -451,15 +451,15 @@ class DecisionEngine:
         context = StrategyContext.of(self.plain, self.hardware, limit, self.config) if asks else None
         return select(context, self.config)
 
-    def _by_policy(self, limit: int, asked: StrategyDecision) -> tuple[Found | None, StrategyDecision]:
+    def _by_policy(self, limit: int, policy: StrategyDecision) -> tuple[Found | None, StrategyDecision]:
         """Returns the fastest plan of the policy's techniques, and the decision.
 
         The techniques are widened step by step while no plan fits, or while the plan may be slower than others.
         """
         context = StrategyContext.of(self.plain, self.hardware, limit, self.config)
         best: Found | None = None
-        for widened, config in widenings(asked, context, self.config):
-            decision = dataclasses.replace(asked, widened=widened, config=config)
+        for widened, config in widenings(policy, context, self.config):
+            decision = dataclasses.replace(policy, widened=widened, config=config)
             found = self._fastest(limit, config)
             if found is not None and (best is None or found.proven.seconds < best.proven.seconds):
                 best = found
@@ -473,7 +473,7 @@ class DecisionEngine:
         Exact transforms only add time; `cast` and optimizer strategies may save time, and their steps are included.
         """
         casting = self.searches[1:] if "cast" in self.config.eligible() else []
-        steps = [self.plain_step, *(each.plain for each in casting), *(way.plain for way in self.ways)]
+        steps = [self.plain_step, *(each.plain for each in casting), *(strategy.plain for strategy in self.strategies)]
         return min(analyse(step).step_seconds or 0.0 for step in steps)
 
     def _floor_bytes(self) -> int:
@@ -483,13 +483,13 @@ class DecisionEngine:
         """
         if self.streams:
             return 0
-        steps = [self.plain_step, *(way.plain for way in self.ways)]
+        steps = [self.plain_step, *(strategy.plain for strategy in self.strategies)]
         return min(held_by_phase(analyse(step)).get("optimizer", 0) for step in steps)
 
     def _smallest(self, config: Config | None = None, floor_bytes: int = 0, enough_bytes: int = 0) -> Found:
         # `least` is the strategy with the fewest bytes that no plan for the model frees.
-        least, among = min(self.ways, key=least_held, default=None), self._techniques(config or self.config)
-        searches = [each for way in dict.fromkeys((None, least)) for each in self._searches_among(among, way)]
+        least, among = min(self.strategies, key=least_held, default=None), self._techniques(config or self.config)
+        searches = [each for strategy in dict.fromkeys((None, least)) for each in self._searches_among(among, strategy)]
         return smallest_of([search.smallest(floor_bytes, enough_bytes) for search in searches], enough_bytes)
 
     # -- evidence ------------------------------------------------------------------------------------------------------

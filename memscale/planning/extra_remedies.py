@@ -100,8 +100,8 @@ def lighter_update(profile: Profile, limit: int, optimizer: torch.optim.Optimize
     if not said:
         return None
     return (
-        f"parameters move because while the optimizer steps {format_bytes(held)} are held, of a budget of "
-        f"{format_bytes(limit)}; it is less with {' or '.join(map(str, said))}"
+        f"parameters move because the optimizer's step holds {format_bytes(held)}, and the budget is "
+        f"{format_bytes(limit)}; {' or '.join(map(str, said))} would hold less"
     )
 
 

@@ -164,7 +164,7 @@ def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, seen: _Seen) 
 def _option(value: Any, seen: _Seen) -> Any:
     """Returns the description of a hyper-parameter; a float is described by whether the float is 0.
 
-    An optimizer has fewer states where the momentum, for example, is 0; other floats leave sizes as they are.
+    An optimizer has fewer states where the momentum, for example, is 0; other floats do not change sizes.
     """
     if isinstance(value, tuple):
         return [_option(each, seen) for each in value]

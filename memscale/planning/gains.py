@@ -36,8 +36,8 @@ def logits_of_head(model: nn.Module, hardware: Hardware, found: Proven) -> str:
         if logits >= _WORTH_TELLING * found.taken_bytes:
             tiled = summary(Plan({path: how}))
             return (
-                f"the peak has {format_bytes(logits)} of logits: with rounding allowed (exact=False, --allow-rounding) "
-                f"a plan may have {tiled}, which holds a part of them at a time; its sums are in another order"
+                f"logits take {format_bytes(logits)} of the peak; exact=False (--allow-rounding) allows {tiled}, "
+                "which holds a part of the logits at a time and sums in another order"
             )
     return ""
 
@@ -47,4 +47,4 @@ def kept_output(profile: Profile, loop: Loop) -> str:
     if not loop.keeps_output:
         return ""
     kept_bytes = sum(int(profile.timeline.live_bytes[each][-1]) for each in _MADE)
-    return f"; written inline, as loss(model(x)), the step holds up to {format_bytes(kept_bytes)} less"
+    return f"; loss(model(x)) would hold up to {format_bytes(kept_bytes)} less"

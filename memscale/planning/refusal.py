@@ -40,7 +40,7 @@ class _Remedy:
         lowered, *_ = format_unlike(self.peak_bytes, peak_bytes, limit)
         fits = ", which fits" if self.peak_bytes <= limit else ""
         named = " and ".join(map(str, self.arguments))
-        return f"{named} would lower it to {lowered} ({self.peak_bytes} bytes){self.changes}{fits}"
+        return f"{named} would lower it to {lowered}{self.changes}{fits}"
 
 
 class Refusal:
@@ -49,7 +49,7 @@ class Refusal:
     Args:
         steps: the simulator of the step.
         config: the config that the plans were searched under.
-        own: the search in the model as it is.
+        own: the search in the model as written.
         techniques: returns the techniques that a config allows for the model.
     """
 
@@ -73,9 +73,9 @@ class Refusal:
         """
         least = smallest.taken_bytes
         budget, reached = format_unlike(limit, least)
-        budget = f"{budget} ({limit} bytes) on {self.steps.hardware.name}"
+        budget = f"{budget} on {self.steps.hardware.name}"
         said = f"no plan that fits {budget} was found: {stopped}" if stopped else f"no plan fits {budget}"
-        tried = " and ".join(sorted(self.own.menu.techniques)) or "no transform"
+        tried = (", ".join(sorted(self.own.menu.techniques)) or "no transform").replace("stream", "offloaded weights")
         peak = f"the smallest peak {'so far' if stopped else 'within reach'} is {reached} ({least} bytes)"
         model = self.steps.step.module
         assert model is not None, "a function is not planned"

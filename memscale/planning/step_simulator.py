@@ -40,8 +40,8 @@ def limited(progress: Progress | None, seconds: float | None) -> Progress | None
     >>> try:
     ...     say("a plan", 1, None)
     ... except OutOfTime:
-    ...     say("what is told at the end", 1, None)
-    what is told at the end 1 None
+    ...     say("the result", 1, None)
+    the result 1 None
     """
     if seconds is None:
         return progress
@@ -51,7 +51,7 @@ def limited(progress: Progress | None, seconds: float | None) -> Progress | None
         nonlocal until
         if until is not None and time.monotonic() >= until:
             until = None
-            raise OutOfTime(f"stopped after {seconds:g} s (allow more seconds)")
+            raise OutOfTime(f"stopped after {seconds:g} s (seconds= or --seconds allows more)")
         if progress is not None:
             progress(what, done, total)
 
@@ -90,7 +90,7 @@ class StepSimulator:
         Raises:
             TransformError: parts are to be left out of a model that is distributed already.
         """
-        self.say("the step as written" if not rules else "candidates" if not updates else "a plan")
+        self.say("the step as written" if not rules else "trials of candidates" if not updates else "a plan")
         self.count += 1
         step = self.step
         if left_out:
@@ -142,7 +142,7 @@ class StepSimulator:
 
     def other(self, plan: Plan, parallel: Parallel | None) -> Profile:
         """Returns the profile of a step outside the engine's search; the simulation is counted and reported."""
-        self.say("another step")
+        self.say("a remedy")
         self.count += 1
         return self.profile(plan, parallel)
 

@@ -34,7 +34,7 @@ _LEAST_GAIN = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class Strategy:
     """An optimizer strategy: a transform of the optimizer, simulated.
 
     Attributes:
@@ -124,7 +124,7 @@ def loop_share(optimizer: torch.optim.Optimizer | None, hardware: Hardware) -> f
     return min(1.0, _OF_ONE * max(nbytes, default=1) / max(1, sum(nbytes)))
 
 
-def ways(hows: Iterable[Transform], plain: Trace, simulate: Callable[[Rules, bool], Trace]) -> list[Way]:
+def strategies(hows: Iterable[Transform], plain: Trace, simulate: Callable[[Rules, bool], Trace]) -> list[Strategy]:
     """Returns the strategies that lower the most bytes held in at least one phase of the step, the fastest first.
 
     Args:
@@ -136,22 +136,22 @@ def ways(hows: Iterable[Transform], plain: Trace, simulate: Callable[[Rules, boo
     before = held_by_phase(analyse(plain))
     for how in hows:
         try:
-            way = Way(how, simulate((("", how),), True))
+            strategy = Strategy(how, simulate((("", how),), True))
         except MemscaleError:  # for example on FSDP2's shards, or an update in backward before DDP's all-reduce
             continue
-        after = held_by_phase(analyse(way.plain))
+        after = held_by_phase(analyse(strategy.plain))
         if any(after.get(phase, 0) < (1 - _LEAST_GAIN) * nbytes for phase, nbytes in before.items()):
-            found.append(way)
-    return sorted(found, key=lambda way: (analyse(way.plain).step_seconds or 0.0, len(repr(way.how))))
+            found.append(strategy)
+    return sorted(found, key=lambda strategy: (analyse(strategy.plain).step_seconds or 0.0, len(repr(strategy.how))))
 
 
-def least_held(way: Way) -> tuple[int, ...]:
+def least_held(strategy: Strategy) -> tuple[int, ...]:
     """Returns the key that orders strategies by the smallest peak that a plan can reach with each of them.
 
     The key is (bytes that no plan for the model frees, bytes that the step takes as written). The first are the bytes
     held at the end of the step, which are parameters and states, and the gradients held at the peak.
     """
-    profile = analyse(way.plain)
+    profile = analyse(strategy.plain)
     return int(profile.timeline.total_bytes[-1]) + profile.by_category.get("gradient", 0), profile.taken_bytes
 
 

@@ -99,11 +99,11 @@ class StrategyDecision:
         """Returns a few lines about what was chosen and why."""
         lines = [f"policy: {self}"]
         if self.artifact:
-            said = f"is {self.confidence:.0%} sure" if self.decision_source == "ml" else "could not say"
-            lines.append(f"  asked: the artifact {self.artifact[:12]}, which {said}")
+            answer = f"{self.confidence:.0%} sure" if self.decision_source == "ml" else "without an answer"
+            lines.append(f"  artifact {self.artifact[:12]}: {answer}")
         if self.widened != "no":
-            beside = "those of the rules beside them" if self.widened == "rules" else "all that are eligible"
-            lines.append(f"  that lost time or did not fit, so that the plan was made with {beside}")
+            more = "the rules' techniques, too" if self.widened == "rules" else "all eligible techniques"
+            lines.append(f"  planned with {more}, since these techniques alone cost time or did not fit")
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -35,7 +35,7 @@ NOTHING = nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
 _grad = operator.attrgetter("grad")
 _attributes = operator.attrgetter("__dict__")
-_is_there = partial(operator.is_not, None)
+_exists = partial(operator.is_not, None)
 _LARGEST_STATISTIC = 1 << 16  # elements
 
 
@@ -116,7 +116,7 @@ class Snapshot:
         self.graded: list[torch.Tensor] = []
         self._leaves = [each for each in compress(everything, trained) if each.is_leaf]
         self._grads = list(map(_grad, self._leaves))
-        self._grad_versions = versions(list(filter(_is_there, self._grads))) if any(map(_is_there, self._grads)) else []
+        self._grad_versions = versions(list(filter(_exists, self._grads))) if any(map(_exists, self._grads)) else []
         if effects is None:
             self._take_all()
         else:
@@ -273,7 +273,7 @@ class Snapshot:
 
     def _find_graded(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
         """Returns the leaves whose `.grad` the run has replaced by those in `grads`, or changed in place."""
-        now = iter(versions(list(filter(_is_there, self._grads))))
+        now = iter(versions(list(filter(_exists, self._grads))))
         then = iter(self._grad_versions)
         found = []
         for leaf, grad, before in zip(self._leaves, grads, self._grads, strict=True):

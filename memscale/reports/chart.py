@@ -83,9 +83,9 @@ def _areas(up: Axis, cut: Columns, shown: Sequence[str], scale: int) -> Iterator
     below = np.zeros(_COLUMNS)
     for category in shown:
         above = below + cut.live_bytes[category] / scale
-        there = "".join(f"V{height}H{right}" for height, right in _runs(up.at(above), edges[1:]))
+        forth = "".join(f"V{height}H{right}" for height, right in _runs(up.at(above), edges[1:]))
         back = "".join(f"V{height}H{left}" for height, left in _runs(up.at(below)[::-1], edges[-2::-1]))
-        yield category, f"M{_LEFT},{up.place(float(below[0]))}{there}{back}Z"
+        yield category, f"M{_LEFT},{up.place(float(below[0]))}{forth}{back}Z"
         below = above
 
 

@@ -153,9 +153,9 @@ class HooksAmongHostParameters(Hooks):
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Packs several tensors: host parameters one by one, all others together."""
         hosts = [is_plain(tensor) and host_parameter_on_device(tensor) is not None for tensor in tensors]
-        others = iter(super().pack_all([each for each, is_home in zip(tensors, hosts, strict=True) if not is_home]))
+        others = iter(super().pack_all([each for each, is_host in zip(tensors, hosts, strict=True) if not is_host]))
         return [
-            self.pack(each.detach()) if is_home else next(others) for each, is_home in zip(tensors, hosts, strict=True)
+            self.pack(each.detach()) if is_host else next(others) for each, is_host in zip(tensors, hosts, strict=True)
         ]
 
 

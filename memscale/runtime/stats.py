@@ -29,7 +29,7 @@ class Stats:
         resident_bytes: total bytes that stayed on the device and could have moved: the last tensors of a forward, which
             backward needs at once, and tensors for which no tier had room.
         exposed_seconds: how long calling threads were blocked by copies. Stalls of a device stream that waits for a
-            copy are not included, because the caller goes on.
+            copy are not included, because the caller continues.
         by_region: for each region of ``offload()``, by module, how many saved bytes met which of the `FATES`.
     """
 

@@ -32,11 +32,11 @@ def timeline_chart(timeline: Mapping[str, Any], peak_bytes: int) -> SafeString:
     below = [0.0] * count
     for category, values in live.items():
         above = [low + value for low, value in zip(below, values, strict=True)]
-        there = "".join(f"V{up.place(y / nbytes)}H{x:.1f}" for y, x in zip(above, edges[1:], strict=True))
+        forth = "".join(f"V{up.place(y / nbytes)}H{x:.1f}" for y, x in zip(above, edges[1:], strict=True))
         back = "".join(
             f"V{up.place(y / nbytes)}H{x:.1f}" for y, x in zip(reversed(below), reversed(edges[:-1]), strict=True)
         )
-        outline = f"M{_LEFT},{up.place(below[0] / nbytes)}{there}{back}Z"
+        outline = f"M{_LEFT},{up.place(below[0] / nbytes)}{forth}{back}Z"
         parts.append(f'<path class="{CLASSES.get(category, "c-other")}" d="{outline}"/>')
         below = above
     phases = [(name, begin / scale) for name, begin in timeline["phases"]]

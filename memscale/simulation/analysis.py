@@ -87,13 +87,13 @@ def memory(
             if bounded.retries:
                 often = "once, which" if bounded.retries == 1 else f"{bounded.retries} times, each of which"
                 notes.append(
-                    f"it fits because PyTorch gives back cached memory when the device is full, here {often} waits for "
-                    f"the device; with more memory it would reserve {format_bytes(found.reserved_peak_bytes)}"
+                    f"the step fits because PyTorch frees cached memory when the device is full, here {often} waits "
+                    f"for the device; with more memory it would reserve {format_bytes(found.reserved_peak_bytes)}"
                 )
             found = bounded
         elif found.reserved_peak_bytes <= capacity_bytes:
             notes.append(
-                f"it does not fit: the allocator's per_process_memory_fraction:{settings.memory_fraction} leaves it "
+                f"the step does not fit: per_process_memory_fraction:{settings.memory_fraction} allows "
                 f"{format_bytes(settings.memory_fraction * capacity_bytes)}"
             )
     blocks = found.block_bytes

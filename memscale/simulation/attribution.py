@@ -358,17 +358,17 @@ def given_bytes(trace: Trace, paths: Sequence[str]) -> list[int]:
             firsts.setdefault(part, at)
     given = [0] * len(paths)
     waiting = sorted(((at, part) for part, at in firsts.items()), reverse=True)
-    there: dict[int, None] = {}
+    alive: dict[int, None] = {}
     for event, now in zip(trace.events[begin:], trace.event_ops[begin:], strict=True):
         while waiting and now >= waiting[-1][0]:
-            made = [trace.storages[number] for number in there]
+            made = [trace.storages[number] for number in alive]
             last = max((storage.op for storage in made), default=-1)
             # The largest result is the value: an operator may return indices or statistics besides.
             given[waiting.pop()[1]] = max((storage.nbytes for storage in made if storage.op == last), default=0)
         number = abs(event) - 1
         storage = trace.storages[number]
         if event < 0:
-            there.pop(number, None)
+            alive.pop(number, None)
         elif "float" in storage.dtype and owners.of(storage.path) != OUTSIDE:
-            there[number] = None
+            alive[number] = None
     return given

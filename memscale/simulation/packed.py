@@ -85,7 +85,7 @@ def about_experts(model: nn.Module | None) -> tuple[str, ...]:
     dtype = str(first.dtype).removeprefix("torch.")
     return (
         f"{format_bytes(whole_bytes)} of the weights are not packed and stay in {dtype}, such as {name!r}: "
-        "bitsandbytes packs linear layers, and fused experts are none",
+        "bitsandbytes packs linear layers only, not fused experts",
     )
 
 

@@ -33,8 +33,8 @@ class Loop:
 
     Args:
         accumulate: forward and backward passes for each optimizer step.
-        keeps_output: whether the model's output lives until the next output takes its place, as
-            ``output = model(x)`` has it; otherwise it dies before backward, as in ``loss(model(x)).backward()``.
+        keeps_output: whether the loop keeps the model's output until the next output replaces it, as
+            ``output = model(x)`` does; otherwise the output dies before backward, as in ``loss(model(x)).backward()``.
     """
 
     accumulate: int = 1
@@ -42,10 +42,10 @@ class Loop:
 
     def __str__(self) -> str:
         if self.keeps_output:
-            return "keeps the model's output until the next one takes its place, as output = model(x) does"
+            return "output = model(x) keeps the model's output until the next output replaces it"
         return (
-            "lets go of the model's output before backward, as loss(model(x)).backward() does; a loop that names the "
-            "output needs keeps_output=True"
+            "loss(model(x)).backward() frees the model's output before backward; for output = model(x) pass "
+            "keeps_output=True"
         )
 
 
@@ -262,9 +262,9 @@ def check_call(model: Any, batch: Any) -> None:
     for tensor in (*batches.tensors(batch), *model.buffers()):
         if tensor.layout is not torch.strided and not is_sparse(tensor):
             raise ConfigError(
-                f"the step has a tensor of layout {tensor.layout} and shape {list(tensor.shape)}, which is several "
-                "in one, of sizes that its values decide: its memory is neither simulated nor measured; profile "
-                "and plan with a dense or a sparse one (COO, CSR) in its place"
+                f"the step has a tensor of layout {tensor.layout} and shape {list(tensor.shape)}, whose size depends "
+                "on its values, so that its memory is unknown; profile and plan with a dense or a sparse tensor (COO, "
+                "CSR) in its place"
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         none_at_all = not any(True for _ in model.parameters())

@@ -122,8 +122,8 @@ def test_a_transform_that_disturbs_dropout_is_caught(
         (["--out", "memory.jpg"], "--out must end in .png, got 'memory.jpg'"),
         (["--out", "no/such/folder/memory.png"], "--out 'no/such/folder/memory.png' must be in a folder that exists"),
         (["--layers", "many"], "--layers': must be a whole number, got 'many'"),
-        (["--budget", "lots"], "budget='lots' must be bytes"),
-        (["--budget", "-3"], "budget=-3 is -3 bytes and must be at least 1"),
+        (["--budget", "lots"], "--budget must be 6GiB, 6GB, bytes, or a share: 0.9 or 90%, got 'lots'"),
+        (["--budget", "-3"], "or a share: 0.9 or 90%, got '-3'"),
         (["--wings", "2"], "No such option: --wings"),
     ],
 )

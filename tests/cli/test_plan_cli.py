@@ -210,12 +210,13 @@ def test_a_terminal_gets_a_bar_and_no_lines(folder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["plan", "--budget", "-5"], "budget=-5 is -5 bytes and must be at least 1"),
-        (["plan", "--budget", "0"], "budget=0 is 0 bytes and must be at least 1"),
-        (["plan", "--budget", "lots"], "budget='lots' must be bytes"),
-        (["plan", "--budget", "6P"], "a string such as '6GiB' or '6GB'"),
-        (["plan", "--budget", "nan"], "budget='nan' must be bytes"),
-        (["frontier", "--budget", "1.5"], "budget=1.5 must be bytes"),
+        (["plan", "--budget", "-5"], "--budget must be 6GiB, 6GB, bytes, or a share: 0.9 or 90%, got '-5'"),
+        (["plan", "--budget", "0"], "--budget must be 6GiB, 6GB, bytes, or a share: 0.9 or 90%, got '0'"),
+        (["plan", "--budget", "80"], "or a share: 0.9 or 90%, got '80'"),
+        (["plan", "--budget", "lots"], "or a share: 0.9 or 90%, got 'lots'"),
+        (["plan", "--budget", "6P"], "or a share: 0.9 or 90%, got '6P'"),
+        (["plan", "--budget", "nan"], "or a share: 0.9 or 90%, got 'nan'"),
+        (["frontier", "--budget", "1.5"], "or a share: 0.9 or 90%, got '1.5'"),
         (["plan"], "Missing option '--budget'; memscale plan --help shows what it takes"),
         (["plan", "--mode", "brave"], "--mode must be one of conservative, balanced, aggressive, got 'brave'"),
         (["plan", "--allow", "magic"], "--allow must be one of checkpoint, offload, tile, cast, got 'magic'"),
@@ -284,7 +285,7 @@ def test_a_limit_of_seconds_keeps_the_best_so_far(folder, capsys):
     assert command("plan", *STEP, "--budget", "1.3MiB", "--seconds", 0) == 0
     shown = capsys.readouterr().out
     assert re.match(f"{VERDICT}\n", shown)
-    assert "note: stopped after 0 s (allow more seconds): the fastest of the plans that" in shown
+    assert "note: stopped after 0 s (seconds= or --seconds allows more): the fastest of the" in shown
     assert command("plan", *STEP, "--budget", "100KiB", "--seconds", 0) == 3
     shown = capsys.readouterr()
     assert "above the budget of 100 KiB" in shown.out

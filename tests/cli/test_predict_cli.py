@@ -375,8 +375,8 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--seq", "-3"], "--seq must be at least 1, got -3"),
         (["--seq", "257"], "--seq 257 is longer than the 256 positions that the model has"),
         (["--accumulate", "0"], "--accumulate must be at least 1, got 0"),
-        (["--optimizer", "adanw"], "--optimizer 'adanw' is none; the nearest is 'adamw', and there are "),
-        (["--optimizer", "lbfgs"], "--optimizer 'lbfgs' is none"),
+        (["--optimizer", "adanw"], ", got 'adanw'; the nearest is 'adamw'"),
+        (["--optimizer", "lbfgs"], ", got 'lbfgs'; the nearest is 'sgd'"),
         (["--optimizer", "muon"], "--optimizer muon: "),
         (["--gpu", "h10"], "no card is called 'h10'; the nearest are 'h100'"),
         (["--dtype", "fp8"], "--dtype must be one of fp32, float32, bf16, bfloat16, fp16, float16, got 'fp8'"),
@@ -386,8 +386,8 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
             "'offload' is no file, and nothing that this model can have on",
         ),
         (["--plan", "gpt2.json"], "the plan has schema version None"),
-        (["--budget", "6P"], "budget='6P' must be bytes as an int, a string such as '6GiB' or '6GB'"),
-        (["--budget", "1.5"], "budget=1.5 must be bytes"),
+        (["--budget", "6P"], "--budget must be 6GiB, 6GB, bytes, or a share: 0.9 or 90%, got '6P'"),
+        (["--budget", "1.5"], "or a share: 0.9 or 90%, got '1.5'"),
         (["--largest", "width"], "--largest must be one of batch, seq, grid, got 'width'"),
         (
             ["--hf", "vit.json", "--largest", "seq"],
@@ -551,6 +551,6 @@ def test_a_limit_of_seconds_keeps_what_was_found(folder, capsys):
     assert predict(*step, "--seconds", 0) == 3
     shown = capsys.readouterr().out
     assert shown.startswith("CRITICAL: the step does not fit")
-    stopped = "note: stopped after 0 s (allow more seconds), while simulating: checkpointed blocks"
+    stopped = "note: stopped after 0 s (seconds= or --seconds allows more), while simulating: checkpointed blocks"
     assert stopped in " ".join(shown.split())
     assert "what would free memory" not in shown

@@ -40,7 +40,7 @@ def test_a_plan_offloads_nothing():
 
 
 def test_a_config_that_asks_for_offloading_is_told_why_not():
-    with pytest.raises(ms.ConfigError, match="no memory but its host's"):
+    with pytest.raises(ms.ConfigError, match="shares its host's memory"):
         ms.plan(stack(), BATCH, "10MiB", loss=loss, hardware=SPARK, config=ms.Config(enable_offloading=True))
 
 

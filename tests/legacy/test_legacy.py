@@ -228,8 +228,9 @@ def test_reasons_to_leave_a_model_alone(make, config, reason, caplog):
     executor = model._memscale_executor
     assert len(executor.plan) == 0
     assert reason.split(":")[0] in executor.skipped
-    assert f"stays unchanged: {executor.skipped}" in caplog.text
-    assert str(executor).endswith(f"skipped: {executor.skipped}")
+    waits = reason.startswith("the step fits")  # only a batch shows what activations take
+    assert f"stays unchanged{' until its first' if waits else f': {executor.skipped}'}" in caplog.text
+    assert " ".join(str(executor).split()).endswith(f"unchanged: {executor.skipped}")
     assert all("forward" not in module.__dict__ for module in list(model.modules())[1:])
 
 
@@ -302,8 +303,8 @@ def test_the_log_and_its_file(tmp_path, caplog):
     detach(model)
     text = path.read_text()
     assert text.startswith("earlier\n")
-    for message in caplog.messages:
-        assert f" {message}\n" in text
+    for record in caplog.records:
+        assert record.name != "memscale" or f" {record.getMessage()}\n" in text
     assert "transformer.h.*  exact    checkpoint()" in table
     for part in (
         f"hardware: {Hardware.detect('cpu').name}",

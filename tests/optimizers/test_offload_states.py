@@ -237,7 +237,7 @@ def test_a_step_that_must_run_for_real_is_not_profiled_with_states_on_disk():
     optimizer = DISK(ADAMW(model.parameters()))
     train(model, optimizer, [0])
     before = numbers(model, optimizer)
-    with pytest.raises(ms.ConfigError, match="would change states that are on disk, which cannot be put back"):
+    with pytest.raises(ms.ConfigError, match="would change states that are on disk, which cannot be restored"):
         ms.profile(model, batch(0), optimizer=optimizer, loss=lambda y, _: y[y > y.mean()].sum())
     assert numbers(model, optimizer) == before
 

@@ -105,14 +105,14 @@ def test_a_large_parameter_steps_in_slices_to_the_same_numbers(monkeypatch):
 def test_what_is_small_or_no_moment_stays_and_the_report_says_which():
     model = nn.Sequential(nn.Embedding(300, 64), nn.Linear(64, 64), nn.LayerNorm(64))
     optimizer = HOW(torch.optim.Adam(model.parameters()))
-    assert "as they are, for it has not stepped yet: parameter 0 of group 0" in optimizer.report()
+    assert "in full, since they have not stepped yet: parameter 0 of group 0" in optimizer.report()
     model(torch.arange(8)).sum().backward()
     optimizer.step()
     kept = [name for name, each in model.named_parameters() if optimizer.state[each]["exp_avg"].dtype == torch.float32]
     assert kept == ["1.bias", "2.weight", "2.bias"]
     text = optimizer.report()
     assert "quantize_states(): moments of 2 parameters, 182 KiB in 46.2 KiB" in text
-    assert "as they are, for fewer than 4096 numbers: parameter 2 of group 0 [64], parameter 3" in text
+    assert "in full, since they have fewer than 4096 numbers: parameter 2 of group 0 [64], parameter 3" in text
     unused = model[0].weight[8:].detach().clone()
     model(torch.arange(8)).sum().backward()
     optimizer.step()
@@ -143,7 +143,7 @@ def test_states_that_an_optimizer_has_in_8_bits_itself_stay_as_they_are(dtype, l
 
     expected, _ = stepped(ms.identity, torch.float32)
     weight, optimizer = stepped(ms.compose(HOW, ms.compensate_rounding()), dtype)
-    assert "as they are, for no state is a moment: parameter 0" in optimizer.report()
+    assert "in full, since no state is a moment: parameter 0" in optimizer.report()
     assert ((weight - expected).abs() <= last_place * expected.abs()).all()
 
 

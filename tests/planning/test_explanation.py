@@ -76,11 +76,11 @@ def test_a_part_has_its_rule_its_numbers_and_its_runner_up(plan):
     assert one.runner_up_peak_bytes > plan.evidence.planned.taken_bytes
     assert plan.explain(f"{one.path}.0") == text, "a module inside of it"
     assert plan.explain("layers") == plan.explain("layers.*")
-    assert "(outside)" in plan.explain("")
+    assert "(the rest)" in plan.explain("")
 
 
 def test_what_was_not_decided_is_refused_with_what_was(plan, engine):
-    with pytest.raises(ms.PlanError, match=r"about 'head'; the parts of this plan are layers\.0 to 5, \(outside\)"):
+    with pytest.raises(ms.PlanError, match=r"about 'head'; the parts of this plan are layers\.0 to 5, \(the rest\)"):
         plan.explain("head")
     with pytest.raises(ms.PlanError, match="the step fits unchanged"):
         engine.plan("1GiB").explain("layers.0")

@@ -63,7 +63,7 @@ class Planned:
     @property
     def known(self):
         """Whether all that was asked was answered from disk."""
-        return set(self.said) == {"the step as written", "an earlier plan"}
+        return set(self.said) == {"the step as written", "a cached plan"}
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_the_second_time_a_plan_is_only_proven(unkept):
     plans = first.plan(), second.plan()
     assert not first.known
     assert second.known
-    assert second.said == ["the step as written", "an earlier plan"]
+    assert second.said == ["the step as written", "a cached plan"]
     assert plans[0], "there is something to decide"
     assert plans[0].to_json() == plans[1].to_json() == unkept().to_json()
 

@@ -109,8 +109,8 @@ def test_ways_to_step_that_shards_do_not_go_are_not_taken():
     model, step = made()
     ranks = {"parallel": "fsdp2", "world": 8}
     names = ("quantize_states", "offload_states", "step_in_groups")
-    ways = ms.DecisionEngine(model, batch(8), stepping=names, **step, **ranks).ways
-    assert ["step_in_groups" in repr(way.how) for way in ways] == [True]
+    strategies = ms.DecisionEngine(model, batch(8), stepping=names, **step, **ranks).strategies
+    assert ["step_in_groups" in repr(each.how) for each in strategies] == [True]
     for how in (ms.quantize_states(), ms.round_stochastically(), ms.offload_states()):
         with pytest.raises(ms.TransformError, match="is a DTensor"):
             ms.profile(model, batch(8), plan={"": how}, **step, **ranks)

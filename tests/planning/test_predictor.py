@@ -545,7 +545,7 @@ def test_no_simulation_begins_after_the_last_second():
     prediction = predictor(hardware=box(1)).predict(torch.ones(8, 4), seconds=0)
     assert not prediction.fits
     assert not prediction.recommendations
-    assert prediction.notes[-1].startswith("stopped after 0 s (allow more seconds), while simulating: ")
+    assert prediction.notes[-1].startswith("stopped after 0 s (seconds= or --seconds allows more), while simulating: ")
 
 
 @pytest.mark.deep

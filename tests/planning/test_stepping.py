@@ -87,11 +87,11 @@ def test_8_bit_states_are_for_those_who_allow_them(alone):
 
 def test_two_passes_that_clip_are_for_those_who_write_such_a_loop():
     made = engine((ms.step_in_backward(max_norm=0.01),))
-    [way] = made.ways
-    plan = ms.Plan(way.rules)
+    [strategy] = made.strategies
+    plan = ms.Plan(strategy.rules)
     assert plan == ms.Plan({"": ms.step_in_backward(max_norm=0.01)})
     # The second backward is in its time.
-    assert 1.3 * made.plain.step_seconds < analyse(way.plain).step_seconds
+    assert 1.3 * made.plain.step_seconds < analyse(strategy.plain).step_seconds
     model, optimizer = copy.deepcopy((made.model, made.step.optimizer))
     fit, stepping = ms.transform(made.model, plan, optimizer=made.step.optimizer)
     for _ in range(2):
@@ -118,8 +118,8 @@ def test_plans_go_around_how_an_optimizer_rounds(rounds):
     (model, optimizer), batch = made(ms.identity), torch.ones(8, 256, dtype=torch.bfloat16)
     step = {"optimizer": optimizer, "loss": loss, "hardware": CARD, "stepping": EXACT}
     asked = ms.DecisionEngine(model, batch, **step, config=ms.Config(mode="conservative"), streams=False)
-    assert {repr(way.how) for way in asked.ways} >= {"step_in_backward()", "offload_states()"}
-    plan = ms.Plan(asked.ways[0].rules)
+    assert {repr(each.how) for each in asked.strategies} >= {"step_in_backward()", "offload_states()"}
+    plan = ms.Plan(asked.strategies[0].rules)
     [rule] = plan.rules
     fit, stepping = ms.transform(model, plan, optimizer=optimizer)
     other, expected = made(rule.transform)  # the plan's rule by hand
@@ -131,7 +131,7 @@ def test_plans_go_around_how_an_optimizer_rounds(rounds):
     assert bits(dict(fit.state_dict())) == bits(dict(other.state_dict()))
     # Whoever has chosen how to step already is left alone.
     model, chosen = made(ms.step_in_groups(group_bytes=1))
-    assert not ms.DecisionEngine(model, batch, **step | {"optimizer": chosen}).ways
+    assert not ms.DecisionEngine(model, batch, **step | {"optimizer": chosen}).strategies
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_plan_that_has_to_move_parameters_for_the_update_says_what_else_would_
     budget = int(ms.profile(model, x, optimizer=usual, **step).reserved_peak_bytes * 0.9)
     plan = ms.plan(model, x, budget=budget, optimizer=usual, **step)
     (note,) = (each for each in plan.evidence.notes if "optimizer steps" in each)
-    assert note.endswith("it is less with AdamW(fused=True) or plan(stepping=('step_in_groups',))")
+    assert note.endswith("AdamW(fused=True) or plan(stepping=('step_in_groups',)) would hold less")
     for optimizer, stepping in ((torch.optim.AdamW(model.parameters(), fused=True), ()), (usual, "step_in_groups")):
         other = ms.plan(model, x, budget=budget, optimizer=optimizer, stepping=stepping, **step)
         assert other.evidence.planned.step_seconds < plan.evidence.planned.step_seconds

@@ -332,7 +332,7 @@ def test_bad_steps():
 def test_after_the_last_second_the_best_so_far_is_returned():
     fits = tuning(900_000, objective="throughput", at_most=MOST, seconds=0)
     assert (fits.size, fits.interrupted) == (1, False)
-    assert fits.notes[0] == "stopped after 0 s (allow more seconds): other sizes may do better"
+    assert fits.notes[0] == "stopped after 0 s (seconds= or --seconds allows more): other sizes may do better"
     assert not fits.complete
     assert "(stopped: the best so far)" in " ".join(str(fits).split())
     small = tuning("1GiB", at_least=4, at_most=4).plan.evidence.plain.taken_bytes - 1

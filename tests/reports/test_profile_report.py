@@ -68,7 +68,7 @@ def shown(**changes):
     transient = [(category(name), BY_CATEGORY[name]) for name in ("activation", "temporary")]
     fields = {
         "method": "static",
-        "notes": ("aten::topk in net chooses by activations: random ones were assumed",),
+        "notes": ("aten::topk in net chooses by activations: random activations were assumed",),
         "hardware": CARD,
         "peak_bytes": PEAK,
         "first_step_peak_bytes": PEAK - 100 * MIB,
@@ -135,7 +135,7 @@ largest tensors at the peak
    1 × 40.0 MiB  temporary   float32[2048, 5120]  (top level): nll_loss_backward
    1 × 30.0 MiB  parameter   float32[7680, 1024]  net.embed.weight
   1+ × 8.00 MiB  parameter   float32[2048, 1024]  net.layers.*.mlp.weight
-note: aten::topk in net chooses by activations: random ones were assumed"""
+note: aten::topk in net chooses by activations: random activations were assumed"""
     )
 
 

@@ -104,7 +104,7 @@ def test_what_follows_from_a_choice_is_noted_at_any_size():
     model = Forward(forward, layer=nn.Linear(8, 8))
     for rows in (48, 1 << 18):
         profile = ms.profile(model, torch.zeros(rows, 8, dtype=torch.long), loss=mean)
-        assert any("random ones were assumed" in note for note in profile.notes)
+        assert any("random activations were assumed" in note for note in profile.notes)
 
 
 def test_a_batch_on_meta_is_said_to_be_zeros_where_the_step_fails_of_it():

@@ -329,7 +329,7 @@ def test_what_cannot_be_taken_out_is_refused_by_name():
             self.find["closed"]._tensor = y.detach()
             return y
 
-    with pytest.raises(ms.ConfigError, match="only simulated in a Closed"):
+    with pytest.raises(ms.ConfigError, match="which has no values, in a Closed"):
         ms.profile(Keeps(), torch.ones(2, 8), loss=mean)
 
 

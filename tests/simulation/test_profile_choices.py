@@ -52,7 +52,7 @@ def test_a_mixture_is_routed_at_random_and_says_so(how):
     training = train(model, x(ROWS, 48))
     profile = training.profile()
     assert profile.method == "static"
-    assert any("random ones were assumed" in note for note in profile.notes), profile.notes
+    assert any("random activations were assumed" in note for note in profile.notes), profile.notes
     _, steady = real_peaks(training.step, model, training.optimizer, training.batch)
     assert abs(profile.peak_bytes - steady) < 0.1 * steady  # the routes differ, their number does not
 

@@ -43,7 +43,7 @@ CASES = {
 def test_valid_arguments_are_assumed_and_it_says_so(case):
     model = Forward(lambda m, y: case(m.net(y)), net=mlp())
     profile = assert_exact(train(model, x(ROWS, 48)))
-    assert any("torch.distributions: valid ones were assumed" in note for note in profile.notes), profile.notes
+    assert any("torch.distributions: valid arguments were assumed" in note for note in profile.notes), profile.notes
 
 
 def test_a_model_that_decides_by_a_number_itself_is_still_measured():

@@ -166,7 +166,7 @@ def test_where_collections_are_off_cycles_stay_as_they_do_in_reality():
 
 OTHER = {
     "gradients": False,
-    "how often it comes": (100, 5, 5),
+    "garbage collection thresholds": (100, 5, 5),
     "threads": 1 + torch.get_num_threads() % 2,
 }
 

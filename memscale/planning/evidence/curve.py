@@ -110,8 +110,8 @@ class Frontier(Sequence[Point]):
         fitting = [point for point in self._points if point.peak_bytes <= limit]
         if not fitting:
             least = self._points[0]
-            asked, smallest = format_unlike(limit, least.peak_bytes)
-            error = BudgetError(f"no point fits {asked}: the smallest takes {smallest}")
+            budget_text, smallest = format_unlike(limit, least.peak_bytes)
+            error = BudgetError(f"no point fits {budget_text}: the smallest takes {smallest}")
             error.peak_bytes, error.plan = least.peak_bytes, least.plan
             raise error
         return fitting[-1]

@@ -25,7 +25,7 @@ def decisions_of(best: Found) -> tuple[Decision, ...]:
         if row in covered or (members and not number) or (is_whole and row == len(costs.parts)):
             continue
         now, before = effects[number], effects[0]
-        # The effect of a group's candidate is the addition to the members as they are: bytes and seconds of the members
+        # The effect of a group's candidate is an addition to the unchanged members: bytes and seconds of the members
         # come on top.
         inside = [costs.effects[member][0] for member in members]
         kept = sum(int(each.held_bytes[turn]) for each in inside)
@@ -101,7 +101,7 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
         trace.append(f"link: {out} can be copied out during forward, {back} back during backward")
     if stepping := Plan(found.always).of_optimizers():
         trace.append(f"the optimizer: {', '.join(repr(rule.transform) for rule in stepping)}")
-    trace.append(f"estimate: a step takes at least {format_seconds(best.bound_seconds)} by the costs of the candidates")
+    trace.append(f"estimate: no choice of candidates takes less than {format_seconds(best.bound_seconds)}")
     trace.append(
         f"proof: the simulated step takes {format_bytes(taken)}, {taken / limit:.1%} of the budget, in "
         f"{format_seconds(found.seconds)}, {found.seconds / (plain.step_seconds or found.seconds):.2f} × the step as "

@@ -22,7 +22,7 @@ def explanation(evidence: Evidence) -> str:
         for line, row in zip(others, rows, strict=True):
             texts = (row[0].chosen, *reasons(row, evidence))
             lines += [line, *(wrapped(f"    {text}") for text in texts)]
-        lines.append("(keeps: bytes held until backward; time: of its operators, both directions)")
+        lines.append("(keeps: bytes held until backward; time: operators, forward and backward)")
     lines += [""] * bool(evidence.rejected or evidence.notes)
     for reason in dict.fromkeys(evidence.rejected.values()):
         which = "; ".join(candidate for candidate, its in evidence.rejected.items() if its == reason)

@@ -110,8 +110,8 @@ class ProvenPlan(Plan):
                 for rule in self
                 if not rule.pattern and repr(rule.transform) not in decided
             ]
-            asked = self.decision.decision_source != "user_config"
-            policy = [f"{self.decision.explain()}\n"] if asked else []
+            by_policy = self.decision.decision_source != "user_config"
+            policy = [f"{self.decision.explain()}\n"] if by_policy else []
             return "".join([*policy, *whole, explanation(evidence)])
         return about_parts(self._about(path), evidence)
 

@@ -53,20 +53,20 @@ class _Row:
     def best(self, limit: float) -> tuple[Cut, ...] | None:
         """Returns the cuts of least time with which the row holds at most `limit` bytes; None if no cuts do."""
         count = len(self.cuts)
-        ways: dict[int, list[tuple[int, float, tuple[Cut, ...]]]] = {0: [(0, 0.0, ())]}
+        front: dict[int, list[tuple[int, float, tuple[Cut, ...]]]] = {0: [(0, 0.0, ())]}
         by_region = _OF_REGION * float(self.again.sum())
         least: tuple[float, tuple[Cut, ...]] | None = None
         for begin in self.places[:-1]:
             highest = np.maximum.accumulate(self.takes[begin])
-            for kept, seconds, cuts in _fewest(ways.get(begin, [])):
+            for kept, seconds, cuts in _fewest(front.get(begin, [])):
                 for end in self.places:
                     if end <= begin or kept + highest[end - 1] > limit:
                         continue
                     if end == count:
-                        least = min(least or (seconds, cuts), (seconds, cuts), key=lambda way: way[0])
+                        least = min(least or (seconds, cuts), (seconds, cuts), key=lambda partial: partial[0])
                         continue
                     taken = float(self.again[begin:end].sum()) - self.ends[end - 1] + by_region
-                    ways.setdefault(end, []).append((kept + self.given[end], seconds + taken, (*cuts, self.cuts[end])))
+                    front.setdefault(end, []).append((kept + self.given[end], seconds + taken, (*cuts, self.cuts[end])))
         return least and least[1]
 
 
@@ -87,12 +87,12 @@ def cuts_of_row(module: nn.Module, path: str, step: Trace) -> Iterator[tuple[Cut
     yield from dict.fromkeys(cuts for cuts in found if cuts)
 
 
-def _fewest(ways: list[tuple[int, float, tuple[Cut, ...]]]) -> list[tuple[int, float, tuple[Cut, ...]]]:
-    """Returns the Pareto front of `ways` in bytes and seconds, thinned evenly to at most `_WAYS` entries."""
+def _fewest(partials: list[tuple[int, float, tuple[Cut, ...]]]) -> list[tuple[int, float, tuple[Cut, ...]]]:
+    """Returns the Pareto front of `partials` in bytes and seconds, thinned evenly to at most `_WAYS` entries."""
     found: list[tuple[int, float, tuple[Cut, ...]]] = []
-    for way in sorted(ways, key=lambda way: way[:2]):
-        if not found or way[1] < found[-1][1]:
-            found.append(way)
+    for partial in sorted(partials, key=lambda partial: partial[:2]):
+        if not found or partial[1] < found[-1][1]:
+            found.append(partial)
     return found if len(found) <= _WAYS else [found[at * (len(found) - 1) // (_WAYS - 1)] for at in range(_WAYS)]
 
 

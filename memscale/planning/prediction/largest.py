@@ -46,9 +46,9 @@ class LargestBatch:
         elif self.too_large is not None:
             beyond = f"{self.too_large} does not"
         else:
-            beyond = "the largest so far" if self.interrupted else "the most that was asked for"
+            beyond = "the largest so far" if self.interrupted else "larger sizes were not searched"
         beyond += ", stopped" if self.interrupted else ""
-        return f"{self.n} fits: {peak} of {capacity}; {beyond} ({self.simulations} sizes simulated)"
+        return f"{self.n} fits: {peak} of {capacity}; {beyond} (sizes simulated: {self.simulations})"
 
 
 def largest_fitting(

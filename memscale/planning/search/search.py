@@ -120,8 +120,8 @@ class Search:
         self.notes: tuple[str, ...] = ()
         if self.patience < _ROUNDS:
             self.notes = (
-                f"a step of {operators} operators takes long to simulate, so that {self.patience} choices were tried; "
-                "one that was not may be better",
+                f"a step of {operators} operators takes long to simulate: {self.patience} choices were tried, and "
+                "another may be better",
             )
         self._link, self._loop_share = link, loop_share
         self._proofs: dict[Assignment, Proven] = {}
@@ -149,9 +149,9 @@ class Search:
             menus.append(by_family[part.alike])
         menus.append(self.menu.for_outside(self._model, self.parts, self.plain))
 
-        def simulate(rules: Rules, away: frozenset[str]) -> Trace:
+        def simulate(rules: Rules, omitted: frozenset[str]) -> Trace:
             self._trial_steps += 1
-            return self._simulate(self._with(rules), False, away)
+            return self._simulate(self._with(rules), False, omitted)
 
         def menu_of(group: Part) -> tuple[Candidate, ...]:
             inside = [self.parts[row].path for row in group.members if row < len(self.parts)]
@@ -215,9 +215,9 @@ class Search:
         A set with moves or groups may miss the best plan of a smaller set, since costs of moves and groups add up less
         exactly.
         """
-        there = frozenset(each for menu in self.costs.candidates for candidate in menu for each in candidate.techniques)
+        used = frozenset(each for menu in self.costs.candidates for candidate in menu for each in candidate.techniques)
         grouped = GROUPED if self.costs.groups else frozenset()
-        return list(dict.fromkeys([(there | grouped) - MOVES, there | grouped, there]))
+        return list(dict.fromkeys([(used | grouped) - MOVES, used | grouped, used]))
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -288,8 +288,8 @@ class Search:
         """Returns the steps of the descent from `start`, and the number of simulations."""
         if start.assignment not in self._descents:
 
-            def simulate(rules: Rules, away: frozenset[str]) -> Trace:
-                return self._simulate(self._with(self._cast(rules)), False, away)
+            def simulate(rules: Rules, omitted: frozenset[str]) -> Trace:
+                return self._simulate(self._with(self._cast(rules)), False, omitted)
 
             descent = Descent(self._model, self.plain, self.menu, simulate)
             steps = descent.run(self.costs.rules(start.assignment), floor_bytes)

@@ -375,7 +375,7 @@ class Chooser:
         """Adds an integer variable for each family of alike parts: how many of them stream; returns these columns.
 
         Branching on the count is what makes the search fast: one more streaming part costs more than all else, and
-        after a branch on the binary of one part, an alike part takes its place at the same cost.
+        after a branch on the binary of one part, an alike part replaces it at the same cost.
         """
         counts = []
         for rows in self._families.values():

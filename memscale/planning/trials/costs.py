@@ -74,7 +74,7 @@ class Costs:
     Attributes:
         intervals: the intervals of the step.
         parts: the parts to decide about, in the order of the step, then the groups. A group is a part around other
-            parts, its members. A candidate of a group other than `AS_IT_IS` requires that the members are as they are,
+            parts, its members. A candidate of a group other than `AS_IT_IS` requires that the members are unchanged,
             and its effect is the addition to the members' effects.
         candidates: the candidates of each part, and last of the rest of the model.
         effects: the effects of the candidates, in the same order.
@@ -272,8 +272,8 @@ def _effect(
             if found is not base:
                 held[at] += int(stays * base.states_bytes[row]) - found.states_bytes[source]
         # Each part has the slack of its own intervals, and the rest of the model has the slack of those outside.
-        answers = interval.outside if number == OUTSIDE else (interval.part == number and not interval.outside)
-        if answers and match is not None:
+        matching = interval.outside if number == OUTSIDE else (interval.part == number and not interval.outside)
+        if matching and match is not None:
             slack[at] = found.slack_bytes[match]
     taken = np.maximum(0.0, found.seconds[source] + base.seconds[row] - base.seconds[source])
     return Effect(held, slack, float(taken[0]), float(taken[1]), waits_seconds=float(found.waits_seconds[source]))
@@ -292,7 +292,7 @@ def _no_faster(effect: Effect, as_it_is: Effect) -> Effect:
 
 
 def _extra_bytes(base: Attribution, row: int, source: int, number: int, source_number: int) -> Bytes:
-    """Returns [interval] the bytes of the part in `row` less those of the alike part `source`, both as they are.
+    """Returns [interval] the bytes of the part in `row` less those of the alike part `source`, both unchanged.
 
     Alike parts differ a little at their borders, under any candidate: the input of the first block, for example, may be
     the batch, which does not count to the block.
@@ -319,24 +319,24 @@ def _owed(base: Attribution, found: Attribution, source: int, tried: frozenset[i
     owed = np.zeros(len(found.intervals), dtype=np.int64)
     columns = {interval: at for at, interval in enumerate(base.intervals)}
     known = [(at, columns[interval]) for at, interval in enumerate(found.intervals) if interval in columns]
-    there, here = (np.array(each, dtype=np.int64) for each in zip(*known, strict=True))
+    in_trial, in_base = (np.array(each, dtype=np.int64) for each in zip(*known, strict=True))
     outside = len(base.held_bytes) - 1
     for pair in sorted({*found.handed_bytes, *base.handed_bytes}):
         holder, maker = pair
         if source not in pair or maker not in tried:
             continue
         now, before = found.handed_bytes.get(pair), base.handed_bytes.get(pair)
-        more = (0 if now is None else now[there]) - (0 if before is None else before[here])
+        more = (0 if now is None else now[in_trial]) - (0 if before is None else before[in_base])
         if holder in tried:
             more = np.maximum(0, more)  # a holder with a trial holds less due to its own candidate
         if holder == outside:
             # The gradient of a residual stream is summed in place into the tensor of the block that made one last, and
             # counts to the rest of the model, where the sum ends: the rest holds no more unless its own bytes rise.
-            held = found.held_bytes[outside, there] - found.states_bytes[outside]
-            rise = np.maximum(0, held - base.held_bytes[outside, here] + base.states_bytes[outside])
-            turn = [_is_turn(found.intervals[at], source) for at in there]  # both tensors are held in the source's turn
+            held = found.held_bytes[outside, in_trial] - found.states_bytes[outside]
+            rise = np.maximum(0, held - base.held_bytes[outside, in_base] + base.states_bytes[outside])
+            turn = [_is_turn(found.intervals[at], source) for at in in_trial]  # both are held in the source's turn
             more = np.where(turn, more, np.minimum(more, rise))
-        owed[there] += more if maker == source else -more
+        owed[in_trial] += more if maker == source else -more
     return owed
 
 
@@ -364,24 +364,24 @@ def _matches(
             continue
         if part == source:
             by_key = {found[at]: at for at in others}
-            there = [by_key.get(wanted[at]) for at in rows]
-            for place, match in enumerate(there):
+            nearest = [by_key.get(wanted[at]) for at in rows]
+            for place, match in enumerate(nearest):
                 if match is None:  # not in the trial step: the neighbour at which the source holds less
-                    ways = there[:place][::-1], there[place:]
-                    around = [at for way in ways for at in [each for each in way if each is not None][:1]]
+                    sides = nearest[:place][::-1], nearest[place:]
+                    around = [at for side in sides for at in [each for each in side if each is not None][:1]]
                     match = min(around, key=held.__getitem__, default=others[0])
                 matches.append(match)
             continue
         own = next((place for place, at in enumerate(rows) if _is_turn(wanted[at], part)), 0)
         turn = next((place for place, at in enumerate(others) if _is_turn(found[at], source)), 0)
         for place in range(len(rows)):
-            away = place - own
+            distance = place - own
             # Past the end of the source's intervals: between the turns of forward and backward the kept bytes are those
             # of the last interval, and before forward and after backward the candidate has no effect.
-            if not -turn <= away < len(others) - turn:
-                kept = (away > 0) == (phase is Phase.FORWARD)
-                away = max(-turn, min(away, len(others) - 1 - turn)) if kept else 0
-            matches.append(others[turn + away] if away or place == own else None)
+            if not -turn <= distance < len(others) - turn:
+                kept = (distance > 0) == (phase is Phase.FORWARD)
+                distance = max(-turn, min(distance, len(others) - 1 - turn)) if kept else 0
+            matches.append(others[turn + distance] if distance or place == own else None)
     order = [at for phase in Phase for at, interval in enumerate(wanted) if interval.phase is phase]
     placed: list[int | None] = [None] * len(wanted)
     for at, match in zip(order, matches, strict=True):

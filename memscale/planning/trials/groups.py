@@ -1,4 +1,4 @@
-"""The costs of candidates for groups, as additions to a step in which the members of the group are as they are.
+"""The costs of candidates for groups, as additions to a step in which the members of the group are unchanged.
 
 A group is tried as a part of its own, in a coarser division of the model; disjoint groups are tried in the same steps.
 The bytes that a group holds in its turn are counted in each turn of its members.
@@ -129,14 +129,14 @@ def _added_bytes(costs: Costs, coarse: Costs, row: int, now: Bytes) -> Bytes:
         if turn is None:
             continue
         # Behind its last member a group may go on or be done: the larger value of both cases counts.
-        there: dict[int, list[int]] = {}
+        columns_at: dict[int, list[int]] = {}
         for at, interval in enumerate(costs.intervals):
             if interval.phase is phase:
                 number = OUTSIDE if interval.part == OUTSIDE else owner[costs.parts[interval.part].path]
                 same = columns.get(Interval(phase, number, interval.outside), turn)
-                there[at] = [same, turn] if number == row else [same]
-        most = max(int(fine[at]) for at, sources in there.items() if turn in sources)
-        for at, sources in there.items():
+                columns_at[at] = [same, turn] if number == row else [same]
+        most = max(int(fine[at]) for at, sources in columns_at.items() if turn in sources)
+        for at, sources in columns_at.items():
             added[at] = max(int(now[each]) - (most if each == turn else int(before[each])) for each in sources)
     return added
 

@@ -116,15 +116,15 @@ class TrialSteps:
             ]
             for family, candidates in waiting.items()
         }
-        away = left_out(self.parts, self.families)
+        gone = left_out(self.parts, self.families)
         while any(cuts.values()):
             chosen: dict[int, tuple[object, Cutting]] = {}
             for family, wanted in cuts.items():
-                rows = [row for row in self.families[family] if self._path(row) not in away]
+                rows = [row for row in self.families[family] if self._path(row) not in gone]
                 for row, cut in zip(rows, wanted, strict=False):
                     chosen[row] = (family, cut)
                 del wanted[: len(rows)]
-            self._prove(chosen, away, unproven)
+            self._prove(chosen, gone, unproven)
         rejected: dict[Candidate, str] = {}
         for family, candidates in waiting.items():
             for each in list(candidates):
@@ -137,23 +137,23 @@ class TrialSteps:
     def _prove(
         self,
         chosen: Mapping[int, tuple[object, Cutting]],
-        away: frozenset[str],
+        gone: frozenset[str],
         unproven: dict[tuple[object, Cutting], str],
     ) -> None:
         cuts = sorted((row, Candidate((cut,))) for row, (_, cut) in chosen.items())
         rules = tuple(rule for row, cut in cuts for rule in cut.at(self._path(row)))
         try:
             with proven_rows():
-                self.simulate(rules, away)
+                self.simulate(rules, gone)
         except Exception as error:
-            if away:  # the model's forward may need the left out blocks: prove in the whole model
+            if gone:  # the model's forward may need the left out blocks: prove in the whole model
                 self._prove(chosen, frozenset(), unproven)
             elif len(chosen) == 1:
                 (key,) = chosen.values()
                 unproven[key] = _reason(error)
             else:
                 for half in _halves(chosen):
-                    self._prove(half, away, unproven)
+                    self._prove(half, gone, unproven)
 
     def _try(
         self,
@@ -182,14 +182,14 @@ class TrialSteps:
         that the rest is as in the whole model's step.
         """
         outside = len(self.parts)
-        away = left_out(self.parts, self.families) if set(tried) == {outside} else frozenset[str]()
-        if away:
+        gone = left_out(self.parts, self.families) if set(tried) == {outside} else frozenset[str]()
+        if gone:
             with contextlib.suppress(Exception):  # the model's forward may need the left out blocks
-                if away not in self._representative:
-                    self._representative[away] = False
-                    self._representative[away] = self._is_alike(attribute(self.simulate((), away), self.paths), outside)
-                if self._representative[away]:
-                    return self.simulate(rules, away)
+                if gone not in self._representative:
+                    self._representative[gone] = False
+                    self._representative[gone] = self._is_alike(attribute(self.simulate((), gone), self.paths), outside)
+                if self._representative[gone]:
+                    return self.simulate(rules, gone)
         return self.simulate(rules, frozenset())
 
     def _is_alike(self, found: Attribution, part: int) -> bool:

@@ -42,7 +42,7 @@ def fastest_size(
         rate(s) <= count(s) / (plain_seconds(s) + added(a))    # count and plain_seconds on the line from a to b
 
     The search simulates the middle of the gap with the highest bound. A simulated rate above its bound refutes the
-    assumptions; the search then goes on without `added`, and None in place of the bound means: no bound is known.
+    assumptions; the search then continues without `added`, and None in place of the bound means: no bound is known.
 
     >>> step = lambda n: Pace(n, 1 + 0.1 * n, 1 + 0.1 * n + max(0, n - 12) ** 2 / 50)
     >>> found, bound = fastest_size(step, {n: step(n) for n in (1, 8, 64)}, most=12)

@@ -154,7 +154,7 @@ class CudaBackend:
         self._tiers.free(buffer, after=after)
 
     def map(self, buffer: Buffer) -> Bytes:
-        """Sees `Backend.map` and `DiskSlab.map`, which says when it raises `RuntimeUnavailable`."""
+        """See `Backend.map`; `DiskSlab.map` says when `RuntimeUnavailable` is raised."""
         assert isinstance(buffer, HostBuffer)
         return self._tiers.map(buffer)
 

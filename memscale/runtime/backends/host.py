@@ -114,7 +114,7 @@ class HostBackend:
             self._trims.now()
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """Sees `Backend.lend`."""
+        """See `Backend.lend`."""
 
     def compute_stream(self) -> int:
         """Returns 0: the calling thread is its own compute stream, and has no work queued."""

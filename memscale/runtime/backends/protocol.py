@@ -97,7 +97,7 @@ class Backend(Protocol):
         """Called before the caller's stream uses memory of another stream, whose reuse then waits for the caller's."""
 
     def discard(self, tensor: torch.Tensor) -> None:
-        """Called just before a device tensor is freed whose bytes are not read again."""
+        """Called just before a device tensor is freed; its bytes are not read again."""
 
     def trim(self, *, if_grown: bool = False) -> None:
         """Returns cached free memory to the device. May synchronize with the device, so it is called rarely.

@@ -55,7 +55,7 @@ class Follower(Protocol):
         """Called when a backward has ended."""
 
     def settle(self) -> None:
-        """Sees `Engine.settle`."""
+        """See `Engine.settle`."""
 
 
 class Engine:

@@ -40,7 +40,7 @@ class HostParameters:
         self.engine = engine
         self._memory = self.new_memory()
         self.gradients = Gradients(engine, self._memory)
-        self._at_home = by_storage
+        self._by_storage = by_storage
         self._loader = engine.new_loader()
         self._before: dict[Group, Group] = {}  # for each group, the group that ran before it in the forward
         self._backward: Prefetch[Group] = Prefetch(engine.depth, guess=self._before.get)
@@ -71,7 +71,7 @@ class HostParameters:
         engine = self.engine
         # The parameter is used outside inference mode too, where an inference tensor could not be trained.
         with engine.lock, torch.inference_mode(False), torch.no_grad():
-            if (host := host_parameter_of(parameter, self._at_home)) is not None:  # another thread has moved it
+            if (host := host_parameter_of(parameter, self._by_storage)) is not None:  # another thread has moved it
                 return host
             if not self.is_movable(parameter):
                 return None
@@ -87,8 +87,8 @@ class HostParameters:
             host = mapped.host = HostParameter(self, parameter, tier, mapped.buffer, like, data)
             key = data.untyped_storage()._cdata
             # Registered now: after the storage is freed, another one may get the same address.
-            weakref.finalize(data.untyped_storage(), self._at_home.pop, key, None).atexit = False
-            self._movers[host.number] = self._at_home[key] = host
+            weakref.finalize(data.untyped_storage(), self._by_storage.pop, key, None).atexit = False
+            self._movers[host.number] = self._by_storage[key] = host
             # Last, in one statement: an interruption before it leaves the parameter unchanged.
             parameter.grad, parameter.data, parameter.grad = None, data, gradient
             return host
@@ -326,7 +326,7 @@ class HostParameters:
     # -------------------------------------------------------------------------------------- the interface of `Follower`
 
     def begin_backward(self) -> None:
-        self._come_home()  # the previous backward may have ended with an exception
+        self._finish_copies()  # the previous backward may have ended with an exception
         self._backward.begin()
         self.forget_awaited()
 
@@ -335,13 +335,13 @@ class HostParameters:
         for host in list(self._loader.back):
             assert isinstance(host, HostParameter)
             self._let_go(host)
-        self._come_home()
+        self._finish_copies()
 
     def settle(self) -> None:
         self.forget_awaited()
-        self._come_home()
+        self._finish_copies()
 
-    def _come_home(self) -> None:
+    def _finish_copies(self) -> None:
         self.gradients.arrive()
         self._finish_reading(list(self._reading))
 

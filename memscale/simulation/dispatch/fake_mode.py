@@ -61,7 +61,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _KNOWN, _IS_META = attrgetter("known"), attrgetter("is_meta")
 
 _FROM_PYTHON = aten.lift_fresh.default
-_SPARSE_ON_A_CARD = "has sparse tensors: what their kernels take on a card while they run is not known, nor counted"
+_SPARSE_ON_A_CARD = "has sparse tensors: the scratch memory of their kernels on a card is unknown and not counted"
 
 
 class FakeMode(TorchDispatchMode):

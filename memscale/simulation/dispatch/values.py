@@ -27,11 +27,11 @@ _HERE = os.path.dirname(os.path.dirname(__file__))  # the folder memscale/simula
 _VALIDATES = os.path.join(_TORCH, "distributions", "distribution.py")
 # The notes about stand-ins for values that are not computed, the least certain origin first.
 _ASSUMED = {
-    SCALAR: "reads a number computed by the step: one without overflow was assumed",
-    CHOICE: "chooses by activations: random ones were assumed",
-    DRAW: "decides by a random number: the least, the most or typical ones, whichever takes most",
+    SCALAR: "reads a number computed by the step: a number without overflow was assumed",
+    CHOICE: "chooses by activations: random activations were assumed",
+    DRAW: "decides by a random number: the peak is the largest with the least, most or typical draws",
 }
-_VALID = "validates arguments of torch.distributions: valid ones were assumed"
+_VALID = "validates arguments of torch.distributions: valid arguments were assumed"
 
 
 class Values:

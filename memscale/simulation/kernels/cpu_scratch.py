@@ -83,12 +83,12 @@ class ScratchProbe:
             returned = _further(self.returned_bytes, more.returned_bytes, steps)
             scratch = max(0, _further(self.scratch_bytes, more.scratch_bytes, steps))
             return ScratchProbe((returned + scratch, -scratch), returned)
-        changes = [_further(here, there, steps) for here, there in zip(self.changes, more.changes, strict=True)]
+        changes = [_further(before, after, steps) for before, after in zip(self.changes, more.changes, strict=True)]
         return ScratchProbe(tuple(changes), _further(self.returned_bytes, more.returned_bytes, steps))
 
 
-def _further(here: int, there: int, steps: float) -> int:
-    return there + round((there - here) * steps)
+def _further(before: int, after: int, steps: float) -> int:
+    return after + round((after - before) * steps)
 
 
 def this_machine() -> str:

@@ -139,7 +139,7 @@ def cuda_fused() -> Iterator[None]:
     >>> y.grad_fn.name()
     'FusedRmsNormBackward0'
     """
-    runs = {op._opname: _beside_autocast(getattr(torch, op._opname), run) for op, run in FUSED.items()}
+    runs = {op._opname: _outside_autocast(getattr(torch, op._opname), run) for op, run in FUSED.items()}
     patches: list[tuple[Any, str, Any]] = [
         (holder, name, run)
         for name, run in runs.items()
@@ -149,7 +149,7 @@ def cuda_fused() -> Iterator[None]:
         yield
 
 
-def _beside_autocast(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+def _outside_autocast(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     def choose(*args: Any, **kwargs: Any) -> Any:
         # Under autocast the original dispatches to `CudaAutocast`, which casts first and then calls `FUSED`.
         if torch.is_autocast_enabled("cuda") or not args or is_functorch_wrapped_tensor(args[0]) or "out" in kwargs:

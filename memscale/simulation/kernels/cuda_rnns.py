@@ -116,12 +116,11 @@ def recurrence_notes(modules: Iterable[nn.Module], capability: Capability) -> li
     notes = []
     if found:
         notes.append(
-            f"{names}: on CUDA cuDNN runs it, and only cuDNN knows what it keeps for backward and its "
-            "workspace: both are by measurement on one card, an H100 with cuDNN 9.19, where peaks "
-            "of six other steps were off by 1.8 % in the median and 5.6 % at worst; of other releases they may differ"
+            f"{names}: cuDNN's reserve space and workspace follow measurements on one H100 with cuDNN 9.19, where "
+            "peaks of six other steps were off by 1.8 % in the median and 5.6 % at most; other releases may differ"
         )
     if any(module.proj_size for module in found):
-        notes.append("an LSTM with projections is taken to work in what one without does: within 5 % for 24 on an H100")
+        notes.append("an LSTM with projections is assumed to have the workspace of one without: 24 differed by 5 %")
     return notes
 
 

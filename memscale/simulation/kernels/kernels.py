@@ -127,9 +127,8 @@ class Kernels:
             )
         if torch.backends.cudnn.enabled and any(isinstance(module, _CONVOLUTIONS) for module in modules):
             found.append(
-                "what cuDNN takes for convolutions while they run follows rules that were read off an H100: peaks of "
-                "40 other steps there were off by 0.6 % in the median and 13 % at worst; it takes more with "
-                "torch.backends.cudnn.benchmark"
+                "the workspaces of cuDNN's convolutions follow rules measured on an H100, where peaks of 40 other "
+                "steps were off by 0.6 % in the median and 13 % at most; torch.backends.cudnn.benchmark takes more"
             )
         return found
 

@@ -67,7 +67,10 @@ class FakeKernels:
         Raises:
             Exception: the error of the operator's fake kernel, such as for a shape that depends on values.
         """
-        was_disabled, self._log.disabled = self._log.disabled, True  # it prints tracebacks of errors that callers catch
+        was_disabled, self._log.disabled = (
+            self._log.disabled,
+            True,
+        )  # the log would get tracebacks of errors that callers catch
         try:
             with self._mode, torch.no_grad():
                 rule = rule_of(op)

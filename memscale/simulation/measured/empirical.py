@@ -1,4 +1,4 @@
-"""Profiles of real steps, for a step that cannot be simulated; every change that the real steps make is put back."""
+"""Profiles of real steps, for a step that cannot be simulated; every change of the real steps is undone."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def measured_profile(training_step: TrainingStep, config: Config, hardware: Hard
     optimizers = list({id(found): found for found in (*scope.optimizers, optimizer) if found is not None}.values())
     if any(each.writes_offloaded for each in optimizers if isinstance(each, TransformedOptimizer)):
         raise ConfigError(
-            f"this step cannot be simulated: {reason}; and run for real it would change states that are on disk, which "
-            "cannot be put back. Profile it with the optimizer before offload_states(tier='disk')"
+            f"this step cannot be simulated: {reason}; and a real run would change states that are on disk, which "
+            "cannot be restored. Profile it with the optimizer before offload_states(tier='disk')"
         )
     with without_side_effects(scope, tensors, tensors, computes=True), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
@@ -55,7 +55,7 @@ def measured_profile(training_step: TrainingStep, config: Config, hardware: Hard
         except Exception as error:
             raise ConfigError(
                 f"the step fails when it runs: {type(error).__name__}: {error}. It must run once with this batch "
-                "before its memory can be told; check that the batch is what the model is called with, "
+                "before its memory can be measured; check that the batch is what the model is called with, "
                 "and that the loss takes the output and this batch"
             ) from error
     notes = [f"measured on real steps, since it cannot be simulated: {reason}"]

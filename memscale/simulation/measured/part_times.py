@@ -285,7 +285,7 @@ def _waited(file: int) -> int:
 
 
 def _opened(folder: str, tasks: Iterable[object] | None) -> Iterator[int]:
-    with contextlib.suppress(OSError):  # outside Linux there is none
+    with contextlib.suppress(OSError):  # other systems lack the file
         for task in os.listdir(folder) if tasks is None else tasks:
             with contextlib.suppress(OSError):  # a thread may have ended
                 yield os.open(f"{folder}/{task}/schedstat", os.O_RDONLY)

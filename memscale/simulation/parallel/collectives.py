@@ -147,8 +147,8 @@ class Works:
         notes = notes if self._clock.timed and hardware.flops_per_second else []
         if self._names and hardware.device_type != "cpu":
             notes.append(
-                f"the processes send ({', '.join(self._names)}) what NCCL holds memory of its own for, which is not in "
-                "the step's bytes"
+                f"NCCL allocates memory of its own for the collectives ({', '.join(self._names)}), which the step's "
+                "bytes leave out"
             )
         return notes
 

@@ -250,7 +250,7 @@ def _renew(replica: Any) -> None:
     if any(_remembers(state) for _, state in hooks):
         raise ConfigError(
             "the DistributedDataParallel has a communication hook with a state of its own, which a simulated step "
-            "would change (PowerSGD's); profile it before register_comm_hook, and add what the hook keeps"
+            "would change (PowerSGD's); profile before register_comm_hook, and add the bytes of the hook's state"
         )
     parameters, sparse = replica._build_params_for_reducer()
     names = replica._build_debug_param_to_name_mapping(parameters)

@@ -69,7 +69,7 @@ class Parallel:
             return None
         if parallel not in _KNOWN:
             raise ConfigError(
-                f"{caller}(parallel={parallel!r}) is none of {list(_KNOWN)}; for another way, distribute the model "
+                f"{caller}(parallel={parallel!r}) is none of {list(_KNOWN)}; for another kind, distribute the model "
                 "yourself in a process group of the fake backend, and profile that"
             )
         if isinstance(world, bool) or not isinstance(world, int) or world < 1:

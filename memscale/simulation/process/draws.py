@@ -63,7 +63,7 @@ _PYTHON: Any = random.uniform.__self__  # type: ignore[attr-defined]  # its meth
 _NUMPY = ("rand", "random", "random_sample", "uniform")
 _MOST_CALLS = 100_000
 PYTHON_DRAWN = (
-    "the step draws numbers of Python's or NumPy's: the least, the most or typical ones, whichever takes most"
+    "the step draws from Python's or NumPy's generator: the peak is the largest with the least, most or typical draws"
 )
 
 

@@ -5,19 +5,19 @@ threads. So each patch (`patched`) applies to the threads of the simulation only
 the thread. State that all threads share is handled as follows:
 
 =================================  ==================================================================================
-generators of PyTorch's CPU,       the step draws from others, made for it (`draws`): those of the process stay where
-of `random` and of NumPy           they are. Not seen: a ``from random import random`` of before, or NumPy's
-the collector                      left alone while another thread runs (`few_collections`)
-flags of backends, anomaly         put back, unless another thread runs, which may have set them
-detection, count of threads
-a process group                    of a simulation alone where this process has none (`parallel`): no other thread
-                                   is told of it
-kernels of autocast and norms      registered for a kind of device that no build of PyTorch has (`cuda_fused`), and
-of a card                          taken away
-autocast's cache of casts          PyTorch's own: whichever thread leaves autocast empties it, a simulated step too
+generators of PyTorch's CPU,       the step draws from generators of its own (`draws`); the state of the process's
+of `random` and of NumPy           generators stays. Missed: an earlier ``from random import random``, NumPy's likewise
+garbage collector                  unchanged while another thread runs (`few_collections`)
+flags of backends, anomaly         restored, unless another thread runs, which may have set them
+detection, number of threads
+process group                      made for the simulation if the process has none (`parallel`), and hidden from other
+                                   threads
+kernels of a card's autocast       registered for a device that no build of PyTorch has (`cuda_fused`), and removed at
+and norms                          the end
+autocast's cache of casts          shared: any thread that leaves autocast empties the cache, also a simulated step
 warnings                           ignored by the functions that the compiler's tracing calls, in this thread
-CUDA's guard of devices            PyTorch's own for builds without CUDA, which does nothing; stays once it is there
-two simulations                    one after the other, `one_at_a_time`
+CUDA's device guard                in a build without CUDA, PyTorch's empty guard is installed and stays
+two simulations                    run one after the other (`one_at_a_time`)
 =================================  ==================================================================================
 """
 
@@ -43,15 +43,15 @@ _Settings = dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]
 
 _OF_THREAD: _Settings = {
     "gradients": (torch.is_grad_enabled, _C._set_grad_enabled),
-    "threads of backward": (_C._is_multithreading_enabled, _C._set_multithreading_enabled),
-    "views replayed": (_C._is_view_replay_enabled, _C._set_view_replay_enabled),
+    "multithreaded backward": (_C._is_multithreading_enabled, _C._set_multithreading_enabled),
+    "view replay": (_C._is_view_replay_enabled, _C._set_view_replay_enabled),
 }
 _OF_PROCESS: _Settings = {
     "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "repeated warnings": (torch.is_warn_always_enabled, torch.set_warn_always),
     "garbage collection": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
-    "how often it comes": (gc.get_threshold, lambda threshold: gc.set_threshold(*threshold)),
+    "garbage collection thresholds": (gc.get_threshold, lambda threshold: gc.set_threshold(*threshold)),
 }
 #: The flags that can be read and set: by name, the getter and setter. Tests go through these, too.
 SETTINGS: _Settings = {**_OF_THREAD, **_OF_PROCESS}

@@ -123,7 +123,7 @@ class CompiledModules:
     ) -> _Program | str:
         """Returns the graphs of a module, or the reason why it has none."""
         try:
-            with _disable_current_modes(), _traced_by(self._recorder), _hooks_away(), _quiet():
+            with _disable_current_modes(), _traced_by(self._recorder), _without_hooks(), _quiet():
                 _check_compiler(module, compiled)
                 return _Program(module, call, names, leaves, spec)
         except Exception as error:
@@ -252,7 +252,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def _hooks_away() -> Iterator[None]:
+def _without_hooks() -> Iterator[None]:
     """Hides saved-tensor hooks while a module is traced, and refuses new ones: the compiler partitions by itself."""
     hooks, push = [], internals.autograd._push_saved_tensors_default_hooks
     while (top := internals.autograd._top_saved_tensors_default_hooks(False)) is not None:
@@ -260,7 +260,7 @@ def _hooks_away() -> Iterator[None]:
         internals.autograd._pop_saved_tensors_default_hooks()
 
     def refuse(*hooks: Any) -> None:
-        raise AsWritten("it recomputes or moves what it keeps for backward, within the compiled module")
+        raise AsWritten("a region inside the compiled module recomputes or moves its saved tensors")
 
     try:
         with patched(internals.autograd, "_push_saved_tensors_default_hooks", refuse):
@@ -334,7 +334,7 @@ class FusedGraph:
         self._steps = _scheduled(nodes)
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """The graph's results."""
+        """Returns the graph's results."""
         values: dict[Node, Any] = dict(zip(self._inputs, args, strict=True))
         args.clear()
         for step in self._steps:
@@ -350,7 +350,7 @@ class FusedGraph:
 
 
 def _fuse(step: _Step, reads: tuple[Node, ...], values: dict[Node, Any]) -> None:
-    """Lets one kernel read buffers and make those of `step`."""
+    """Runs one kernel, which reads buffers and makes those of `step`."""
     for node in step.nodes:
         made = node.meta["val"]
         values[node] = list(map(_buffer, made)) if isinstance(made, (list, tuple)) else _buffer(made)
@@ -370,7 +370,7 @@ def _buffer(like: torch.Tensor) -> torch.Tensor:
 
 
 def _scheduled(nodes: list[Node]) -> list[_Step]:
-    """The nodes of a graph that run, in order."""
+    """Returns the nodes of a graph that run, in order."""
     kinds = {node: _kind(node) for node in nodes}
     needed = _read_whole(nodes, kinds)
     steps: list[tuple[tuple[Node, ...], tuple[Node, ...] | None, tuple[Node, ...]]] = []
@@ -384,7 +384,7 @@ def _scheduled(nodes: list[Node]) -> list[_Step]:
         if kinds[node] not in ("place", "made"):
             steps.append(((node,), None, tuple(node.all_input_nodes)))
         elif steps and steps[-1][1] is not None and not {*read}.isdisjoint({*steps[-1][0], *steps[-1][1]}):
-            made, before, _ = steps.pop()  # one kernel with what reads the same, or is read by it
+            made, before, _ = steps.pop()  # one kernel with its neighbours that read the same buffer, or each other
             reads = tuple(dict.fromkeys((*(before or ()), *(each for each in read if each not in made))))
             steps.append(((*made, node), reads, reads))
         else:
@@ -398,7 +398,7 @@ def _scheduled(nodes: list[Node]) -> list[_Step]:
 
 
 def _kind(node: Node) -> str:
-    """``"place"`` (element-wise), ``"made"`` (a reduction), ``"view"``, or ``"library"``: all that runs as it is."""
+    """Returns ``"place"`` (element-wise), ``"made"`` (a reduction), ``"view"``, or ``"library"`` for all others."""
     op = node.target
     if not isinstance(op, OpOverload) or op._schema.is_mutable or not _is_of_tensors(node.meta.get("val")):
         return "library"
@@ -415,7 +415,7 @@ def _is_of_tensors(value: Any) -> bool:
 
 
 def _read_whole(nodes: list[Node], kinds: dict[Node, str]) -> set[Node]:
-    """The nodes that a library or the caller reads, with the views on the way, and those that make a buffer anyway."""
+    """Returns the nodes that a library or the caller reads, with the views between, and those with buffers anyway."""
     found: set[Node] = set()
     for node in reversed(nodes):
         if kinds[node] in ("library", "made"):

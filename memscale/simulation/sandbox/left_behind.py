@@ -187,9 +187,9 @@ def _refuse(tensors: _Own) -> None:
     if kept is not None:
         tensor, keeper = kept
         raise ConfigError(
-            f"the step keeps a tensor of {tuple(tensor.shape)} that was only simulated in a {type(keeper).__name__}, "
-            "from which it cannot be taken out again: the next real step would compute with it. Keep it in an "
-            "attribute of a module, or in a dict or list that the code names"
+            f"the step stores a simulated tensor of shape {tuple(tensor.shape)}, which has no values, in a "
+            f"{type(keeper).__name__}, and memscale cannot remove the tensor: the next real step would read it. Store "
+            "such tensors in an attribute of a module, or in a dict or list that the code names"
         )
 
 

@@ -168,7 +168,7 @@ class Simulation:
                 stack.enter_context(offloaded_shards(self.mode, self.clock, pins=self._sharded.pins))
             stack.enter_context(self.mode)
             self._sharded.begin()
-            self._send_home()
+            self._place_streamed()
             stack.enter_context(self._kernels.chosen(self._is_below))
         except BaseException:
             stack.close()
@@ -218,7 +218,7 @@ class Simulation:
             if tensor.untyped_storage()._cdata != alias.untyped_storage()._cdata:
                 self.mode.storages.gone(alias.untyped_storage())
 
-    def _send_home(self) -> None:
+    def _place_streamed(self) -> None:
         """Places streamed parameters on the host before the step, as in every step but the first.
 
         The order is that of `Module.to`: the device memory of one region is free when the next region moves.

@@ -291,7 +291,7 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeS
                 continue  # a meta tensor beside real parameters is the caller's skeleton
             if tensor.device.type == "cpu":
                 if distributed and tensor.requires_grad and tensor.is_leaf:
-                    _exchange(tensor, tensor.detach(), swapped)
+                    _swap(tensor, tensor.detach(), swapped)
                 continue
             if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
                 raise ConfigError(
@@ -306,7 +306,7 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeS
             if not tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel() <= 1 << 20:
                 stand_in = tensor.detach().cpu()  # the model may decide by these values
             given.add(stand_in.untyped_storage()._cdata)
-            _exchange(tensor, stand_in, swapped)
+            _swap(tensor, stand_in, swapped)
         yield frozenset(given)
 
 
@@ -319,13 +319,13 @@ def wrapped_on_cpu(tensors: list[torch.Tensor]) -> Iterator[None]:
                 inner, (_, context) = wrapped(tensor), tensor.__tensor_flatten__()
                 if all(part.device.type == "cpu" for part in with_storages([tensor])):
                     stand_in = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-                    _exchange(tensor, stand_in.detach(), swapped)
+                    _swap(tensor, stand_in.detach(), swapped)
         yield
 
 
 @contextmanager
 def _swapping() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Yields a list for `_exchange`, and afterwards swaps back all tensors in it."""
+    """Yields a list for `_swap`, and afterwards swaps back all tensors in it."""
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         yield swapped
@@ -334,7 +334,7 @@ def _swapping() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
             torch._C._swap_tensor_impl(tensor, stand_in)
 
 
-def _exchange(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _swap(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Swaps the implementations of `tensor` and `stand_in`, keeping the Python hooks on the gradient."""
     stand_in.requires_grad_(tensor.requires_grad)
     torch._C._swap_tensor_impl(tensor, stand_in)

@@ -110,7 +110,7 @@ class Clock:
         timed, end, steps, issued, begins, ends, stalls, held_up, transfers, collectives: as in `Times`.
         on_host: the numbers of the operators that run on the host.
         stream: the number of the stream that receives operators; 0 is the main stream.
-        beside: number of an operator on another stream -> its begin and end.
+        side_times: number of an operator on another stream -> its begin and end.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -128,7 +128,7 @@ class Clock:
         self.transfers: list[Transfer] = []
         self.collectives: list[CollectiveRun] = []
         self.stream = 0
-        self.beside: dict[int, tuple[float, float]] = {}
+        self.side_times: dict[int, tuple[float, float]] = {}
         self.is_host = hardware.device_type == "cpu"
         self.host = host_calls(hardware)
         if len(_prices) > _MOST_PRICED or len(_prices.get(hardware, ())) > _MOST_PRICES:
@@ -162,7 +162,7 @@ class Clock:
             tuple(self.begins),
             tuple(self.ends),
             tuple(sorted(self.on_host)),
-            tuple((op, begin, end) for op, (begin, end) in self.beside.items()),
+            tuple((op, begin, end) for op, (begin, end) in self.side_times.items()),
             tuple(self.stalls),
             tuple(self.held_up),
             tuple(self.transfers),
@@ -346,7 +346,7 @@ class Clock:
             side = self._sides[self.stream]
             begin = max(self.now, side.mark.end)
             side.mark = Mark.behind(side.mark, begin, begin + taken, side.cause)
-            self.beside[len(self.ends)] = begin, side.mark.end
+            self.side_times[len(self.ends)] = begin, side.mark.end
             self._issue()
             return
         if taken:
@@ -374,7 +374,7 @@ class Clock:
         self._issue()
 
     def _issue(self) -> None:
-        """Notes an operator that is none of the main stream."""
+        """Notes an operator of another stream than the main one."""
         self.issued.append(self.now)
         self.begins.append(self._end)
         self.ends.append(self._end)

@@ -16,7 +16,7 @@ from memscale.core import TransformError, pytrees
 from memscale.transforms.cast.precision import cast_floating, is_castable
 
 _Items = list[tuple[Any, Any]]
-_LENT = (list, dict, OrderedDict, defaultdict)  # passed as they are; other containers, such as dataclasses, are rebuilt
+_LENT = (list, dict, OrderedDict, defaultdict)  # passed themselves; other containers, such as dataclasses, are rebuilt
 
 
 class Containers:

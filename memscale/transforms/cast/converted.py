@@ -42,7 +42,7 @@ class Converted:
         return list(self._made.values())
 
     def original(self, value: Any) -> Any:
-        """Returns the original of a copy; any other value is returned as it is."""
+        """Returns the original of a copy; any other value is returned itself."""
         return self._originals.get(id(value), value)
 
     def changed(self) -> list[torch.Tensor]:

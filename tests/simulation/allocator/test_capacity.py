@@ -41,7 +41,7 @@ def test_cached_memory_is_given_back_when_the_device_is_full():
     assert roomy.reserved_peak_bytes == (2 + 450) * MIB
     assert tight.reserved_peak_bytes == (2 + 250) * MIB  # 100 and 150; then both go for 200
     assert tight.peak_bytes == roomy.peak_bytes
-    assert "gives back cached memory" in tight.notes[0]
+    assert "frees cached memory" in tight.notes[0]
     assert "452 MiB" in tight.notes[0]
 
 
@@ -80,8 +80,8 @@ def test_expandable_segments_are_honoured(monkeypatch):
 
 def test_a_fraction_that_a_process_allows_itself_is_told(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.3")
-    assert any("it does not fit" in note for note in step(card(500), 100, 150, 200).notes)
-    assert "gives back" in step(card(900), 100, 150, 200).notes[0]
+    assert any("the step does not fit" in note for note in step(card(500), 100, 150, 200).notes)
+    assert "frees cached" in step(card(900), 100, 150, 200).notes[0]
 
 
 class Keeps(nn.Module):

@@ -107,7 +107,7 @@ class Punctual(AdversarialDevice):
             if any(event.finished is None for event in job.after):
                 return
             ready = [event.finished[1] for event in job.after]
-            if max([self._free_at.get(job.lane, 0.0), *ready]) + job.seconds > self.now:
+            if max([self._free_at.get(job.stream, 0.0), *ready]) + job.seconds > self.now:
                 return
             self._run_some()
 
