@@ -89,9 +89,9 @@ class AdapterOptions(Options):
         of_4_bits = self.quant is not None and self.quant.lower() != "int8"
         for name, given in (("double-quant", self.double_quant), ("compute-dtype", self.compute_dtype is not None)):
             if given and not of_4_bits:
-                raise ConfigError(f"--{name} is about weights in 4 bits; say --quant nf4 or fp4, or leave it out")
+                raise ConfigError(f"--{name} is about weights in 4 bits; add --quant nf4 or fp4, or leave it out")
         if self.quant is not None and self.lora is None:
-            raise ConfigError(f"--quant {self.quant} freezes the weights; say what is trained, as --lora {_EXAMPLE}")
+            raise ConfigError(f"--quant {self.quant} freezes the weights; name what is trained, as --lora {_EXAMPLE}")
         if self.lora is not None:
             settings_of(self.lora)
 

@@ -40,7 +40,7 @@ from memscale.simulation import MemoryProfiler
 HISTORY = typer.Typer()
 
 _Name = Annotated[str | None, Option(metavar="NAME", help="Only runs of this name.")]
-_RunId = Annotated[str, Argument(metavar="ID", help="How a run's id begins, or last.")]
+_RunId = Annotated[str, Argument(metavar="ID", help="The beginning of a run's id, or last.")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class CheckOptions(Options):
         ),
     ]
     plan: Shorthand = None
-    tolerance: Annotated[str, Option(metavar="SIZE", help="How much more is no regression, such as 1MiB.")] = "0"
-    update: Annotated[bool, Option("--update", help="Write this run into the file, in the old one's place.")] = False
+    tolerance: Annotated[str, Option(metavar="SIZE", help="The largest increase that passes, such as 1MiB.")] = "0"
+    update: Annotated[bool, Option("--update", help="Replace the baseline in the file by this run.")] = False
     as_json: PrintJson = False
 
 
@@ -162,14 +162,14 @@ def _tell(run: Run, comparison: Comparison | None, options: CheckOptions) -> Non
         show(f"{options.baseline} has this run now")
 
 
-_CHECKED = """Simulate a step and compare it with what it took before.
+_CHECKED = """Simulate a step and compare its memory with the baseline.
 
 Exits with 0, with 3 if it takes more, with 2 if an option is wrong or there is no baseline."""
 add(HISTORY, "check", CheckOptions, check, _CHECKED)
 
 
 @HISTORY.command("list")
-def show_list(name: _Name = None, last: Annotated[int, count("N", "So many of the newest.")] = 20) -> int:
+def show_list(name: _Name = None, last: Annotated[int, count("N", "The number of newest runs to show.")] = 20) -> int:
     """Show the runs of the history, the newest last."""
     if last < 1:
         raise ConfigError(f"--last must be at least 1, got {last}")

@@ -77,9 +77,7 @@ class PredictOptions(Options):
         if self.fits and (given := next((name for name, value in others.items() if value), None)):
             raise ConfigError(f"--fits prints the verdict and nothing else; leave out {given}, or --fits")
         if self.at_most is not None and self.largest is None:
-            raise ConfigError(
-                "--at-most is the largest size to look at; say of what, with --largest batch, seq or grid"
-            )
+            raise ConfigError("--at-most is the largest size to try; add --largest batch, seq or grid")
         if self.csv is not None and self.largest != "grid":
             raise ConfigError("--csv is for the table of --largest grid; the numbers of a step come with --json")
 
@@ -143,7 +141,7 @@ def read_plan(text: str, model: nn.Module, hardware: Hardware) -> ms.Plan:
         )
     if unknown := [name for name in names if name not in rules]:
         raise ConfigError(
-            f"--plan {text!r}: {', '.join(map(repr, unknown))} is no file, and nothing that this model can have on "
+            f"--plan {text!r}: {', '.join(map(repr, unknown))} is no file, and no transform of this model on "
             f"{hardware.name}; it can have {', '.join(rules) or 'nothing'}, joined by +, or the file of Plan.to_json()"
         )
     wished = {name: {"": ms.cast(compute=DTYPES[dtype])} for name, _, dtype in given if dtype}

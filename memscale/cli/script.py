@@ -40,7 +40,7 @@ def as_script(step: Step, options: StepOptions, plan: Plan, batch: Any) -> str:
             placed.append(making.format("fit"))
         parts += ["\n".join(placed), _data(batch), _loop(step, options, batch)]
     else:
-        parts.append("# Shard `fit` as you shard the model now, make the optimizer of it, and train.")
+        parts.append("# Shard `fit` as you shard the model now, make its optimizer, and train.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -52,7 +52,7 @@ def _loop_of(optimizer: Any) -> str:
 def _data(batch: Any) -> str:
     return (
         "\ndef batches():\n"
-        '    """Your data, in place of made-up numbers: what the model is called with."""\n'
+        '    """Yields the arguments of the model: put your data in place of the random numbers."""\n'
         f"    for _ in range(10):\n        yield {_random_data(batch)}\n"
     )
 

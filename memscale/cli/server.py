@@ -44,7 +44,7 @@ def backup(path: Annotated[Path, Argument(metavar="PATH", help="The file to writ
 @USER.command("invite")
 def invite(
     email: Annotated[str, Argument(metavar="EMAIL")],
-    team: Annotated[str | None, Option(metavar="NAME", help="As in addresses; needed where there are several.")] = None,
+    team: Annotated[str | None, Option(metavar="NAME", help="Its name in addresses, if there are several.")] = None,
     role: Annotated[str, Option(metavar="ROLE", help="viewer, member, maintainer or owner.")] = "member",
 ) -> int:
     """Print a one-time link that makes an account, or sets a new password for one."""

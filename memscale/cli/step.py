@@ -96,7 +96,7 @@ class RankOptions(StepOptions):
         about = {"world": self.world, "shard": self.shard or None, "tensor": self.tensor}
         if self.parallel is None and (given := [name for name, value in about.items() if value is not None]):
             name = given[0]
-            raise ConfigError(f"--{name} is about several processes; say which way, with --parallel fsdp2 or ddp")
+            raise ConfigError(f"--{name} is about several processes; add --parallel fsdp2 or ddp")
         if self.parallel is not None and (self.world is None or self.world < 1):
             raise ConfigError(f"--parallel {self.parallel} needs --world N, how many processes there are")
 

@@ -72,7 +72,7 @@ def switch_local() -> int:
 
 @TELEMETRY.command("off")
 def switch_off() -> int:
-    """Count nothing from now on; what was counted stays, for `clean` to remove."""
+    """Count nothing from now on; `clean` removes the present counts."""
     take_consent_back()
     return status()
 
@@ -112,7 +112,7 @@ def send(
     weeks = Weeks(State.ON)
     unsent = weeks.unsent(_this_week())
     if not unsent:
-        print("nothing to send: no week that is over has been counted")
+        print("nothing to send: no finished week has counts")
     for week in unsent:
         report = weeks.report(week, machine())
         if dry_run:

@@ -29,7 +29,7 @@ def cache_folder() -> Path | None:
     if chosen is not None:
         return Path(chosen) if chosen else None
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(shared):  # the specification has others ignored
+    if os.path.isabs(shared):  # the XDG specification ignores relative paths
         return Path(shared) / "memscale"
     try:
         return Path.home() / ".cache" / "memscale"

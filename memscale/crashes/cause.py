@@ -101,7 +101,7 @@ had 1.00 GiB left, enough without fragmentation: the largest free block is small
     predictor = OOMPredictor(model, optimizer, loss=loss, hardware=hardware)
     if hardware is None and predictor.hardware.device_type != "cuda":
         raise ConfigError(
-            f"it was a card that had no memory left, and the model would be planned for {predictor.hardware.name}: name"
+            f"the run was on a CUDA card, and the plan would be for {predictor.hardware.name}: name"
             " the card, as hardware='t4', or with --gpu"
         )
     given = found.available_bytes if budget is None else budget
@@ -133,7 +133,7 @@ def _of_snapshot(snapshot: dict[str, Any], device: int | None) -> Explanation:
     if moment.requested_bytes is None:
         notes.append("no allocation failed in the recorded history: this is the moment of the snapshot")
     if not any(block.stack for block in moment.blocks):
-        notes.append("no stacks: call torch.cuda.memory._record_memory_history() before what is to be explained")
+        notes.append("no stacks: call torch.cuda.memory._record_memory_history() before the code to explain")
     elif any(not block.recorded and not block.stack for block in moment.blocks):
         notes.append("'other' was allocated before the recorded history begins")
     holders = _holders(moment)
@@ -173,7 +173,7 @@ def _of_error(error: torch.OutOfMemoryError) -> Explanation:
         failed_at=found.failed_at or now.failed_at,
         by_category=now.by_category,
         holders=now.holders,
-        notes=(*found.notes, "lines are those of what is held now, which may be less than at the failure", *now.notes),
+        notes=(*found.notes, "the lines show the memory held now, which may be less than at the failure", *now.notes),
     )
 
 
@@ -206,7 +206,7 @@ def _of_message(text: str, lines: Sequence[Frame]) -> Explanation:
         {},
         (),
         None,
-        ("numbers are those of the error's message, which rounds them",),
+        ("the numbers are from the error's message, which rounds them",),
     )
 
 

@@ -69,7 +69,7 @@ class Comparison:
             versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
             lines.append(f"  {word} {run.made}  {run.commit[:12] or '(no commit)'}  {versions}")
         if self.verdict == "simulator changed":
-            lines.append("  another memscale or PyTorch predicts otherwise: record the baseline again with this one")
+            lines.append("  the runs are by different versions of memscale or PyTorch: record the baseline again")
         return "\n".join([*lines, str(self.diff)] if self.changed_bytes else lines)
 
 

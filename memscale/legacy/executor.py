@@ -337,7 +337,7 @@ class Executor:
             # A forward that was seen to call the region is a wrapper around it, so its replacement changes nothing.
             LOG.log(
                 logging.INFO if self._installation.has_run(path) else logging.WARNING,
-                "the forward of %s was replaced by %s.%s after wrap(): that stays, over the forward of before",
+                "the forward of %s was replaced by %s.%s after wrap(); the replacement stays, around the original",
                 repr(path) if path else f"the {self._kind}",
                 on_top.__module__,
                 getattr(on_top, "__qualname__", type(on_top).__qualname__),
@@ -407,7 +407,7 @@ class Executor:
             return
         found = plans.find(wanted)
         if found is not None and found[0] is self._verdict:
-            self.say(f"{MOST_PLANS} plans for batches of different shapes are enough: the last one stays")
+            self.say(f"{MOST_PLANS} plans for batches of different shapes are the most: the last plan stays")
             plans.present = wanted
             return
         self.uninstall()

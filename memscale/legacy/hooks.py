@@ -51,7 +51,7 @@ def idle(kind: str, plan: Plan, seen: Mapping[str, Seen]) -> str | None:
         return None
     return (
         f"nothing ran of {', '.join(map(repr, resting))} in a training step of this {kind}, so that the plan "
-        "saves nothing there: the loop calls other modules, or another forward took the place of theirs (a fused "
+        "saves nothing there: the loop calls other modules, or another forward replaced theirs (a fused "
         "loss uses lm_head.weight itself); wrap what is called, or turn the fused forward off"
     )
 

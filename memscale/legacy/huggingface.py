@@ -52,7 +52,7 @@ class _Switch(_Method):
             part.__dict__.pop(_SET_ASIDE, None)  # this call determines the flags that hold after `detach`
         result = self.__wrapped__(*args, **kwargs)
         if checkpointing_off(module):
-            say(self.known, f"{_off(module)}: the plan of wrap() covers it; detach() makes it hold")
+            say(self.known, f"{_off(module)}: the plan of wrap() replaces it; after detach() this call takes effect")
         return result
 
 

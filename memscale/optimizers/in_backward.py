@@ -126,8 +126,8 @@ class _InBackward(StepPart):
         optimizer = self.optimizer
         if closure is not None:
             raise TransformError(
-                f"{self.how!r}: step(closure) would evaluate the loss when it wants to, and parameters step as its "
-                "backward runs; call backward yourself, then step()"
+                f"{self.how!r}: step(closure) evaluates the loss inside step(), and parameters would step in its "
+                "backward; call backward yourself, then step()"
             )
         for parameter in self._parameters:
             if isinstance(parameter.grad, SpentGradient) and id(parameter) not in self.stepped:

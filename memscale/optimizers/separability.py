@@ -157,13 +157,12 @@ def _why_not(tried: list[_Trials], draws: bool) -> str | None:
         )
     if not any(each.at_once.moved() for each in tried):
         return (
-            f"moved none of the small parameters of a trial at lr={_RATE}, which so does not show that it treats each "
-            "parameter alone; use another optimizer"
+            f"moved none of the small parameters of a trial at lr={_RATE}, so the trial does not show that each "
+            "parameter is treated alone; use another optimizer"
         )
     if draws:  # checked separately: drawn numbers may make no difference to parameters as small as these
         return (
-            "draws random numbers, and those of a parameter would be others where it steps before the rest; use "
-            "another optimizer"
+            "draws random numbers, which would differ where a parameter steps before the others; use another optimizer"
         )
     if any(each.at_once.moves_without_gradients() for each in tried):
         return (

@@ -73,7 +73,7 @@ def consent() -> Consent:
         state, endpoint = State(chosen["state"]), str(chosen["endpoint"])
         because = f"memscale telemetry {state.value}, of {chosen['since']}"
         if state is State.ON and chosen["schema"] != SCHEMA:
-            state, because = State.LOCAL, f"schema {SCHEMA} is new since {because}; say on again to agree to it"
+            state, because = State.LOCAL, f"schema {SCHEMA} is new since {because}; `telemetry on` agrees to it"
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return Consent(State.OFF, f"{place}/{_FILE} cannot be read; say `memscale telemetry local` or `on` again")
     for name in _REFUSALS:

@@ -131,7 +131,10 @@ def test_the_next_command_repeats_these_options():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--quant", "nf4"], "--quant nf4 freezes the weights; say what is trained, as --lora r=16,targets=all-linear"),
+        (
+            ["--quant", "nf4"],
+            "--quant nf4 freezes the weights; name what is trained, as --lora r=16,targets=all-linear",
+        ),
         (["--quant", "nf5", "--lora", "r=4"], "--quant must be one of nf4, fp4, int8, got 'nf5'"),
         (
             ["--lora", "rank=4"],
@@ -144,7 +147,7 @@ def test_the_next_command_repeats_these_options():
         (["--lora", "targets=a+"], "targets must be all-linear, or names of modules joined by +, got 'a+'"),
         (["--lora", "targets=nowhere"], "--lora 'targets=nowhere': PEFT refuses it: Target modules"),
         (["--lora", "dropout=2"], "PEFT refuses it"),
-        (["--lora", "r=4", "--double-quant"], "--double-quant is about weights in 4 bits; say --quant nf4 or fp4"),
+        (["--lora", "r=4", "--double-quant"], "--double-quant is about weights in 4 bits; add --quant nf4 or fp4"),
         (["--lora", "r=4", "--quant", "int8", "--compute-dtype", "bf16"], "--compute-dtype is about weights in 4 bits"),
         (["--lora", "r=4", "--quant", "nf4", "--compute-dtype", "bf8"], "--compute-dtype must be one of fp32,"),
     ],

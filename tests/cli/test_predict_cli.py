@@ -380,10 +380,10 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--optimizer", "muon"], "--optimizer muon: "),
         (["--gpu", "h10"], "no card is called 'h10'; the nearest are 'h100'"),
         (["--dtype", "fp8"], "--dtype must be one of fp32, float32, bf16, bfloat16, fp16, float16, got 'fp8'"),
-        (["--plan", "ofload"], "'ofload' is no file, and nothing that this model can have on"),
+        (["--plan", "ofload"], "'ofload' is no file, and no transform of this model on"),
         (
             ["--hf", "factories:plain", "--plan", "offload"],
-            "'offload' is no file, and nothing that this model can have on",
+            "'offload' is no file, and no transform of this model on",
         ),
         (["--plan", "gpt2.json"], "the plan has schema version None"),
         (["--budget", "6P"], "--budget must be 6GiB, 6GB, bytes, or a share: 0.9 or 90%, got '6P'"),

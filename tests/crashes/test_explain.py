@@ -180,7 +180,7 @@ def test_a_run_that_the_step_explains_is_not_contradicted() -> None:
 
 
 def test_no_plan_is_made_for_another_device_than_the_one_that_ran_out() -> None:
-    with pytest.raises(ms.ConfigError, match=r"planned for .+: name the card, as hardware='t4', or with --gpu"):
+    with pytest.raises(ms.ConfigError, match=r"plan would be for .+: name the card, as hardware='t4', or with --gpu"):
         ms.explain(LOG, model=nn.Linear(2, 2), batch=torch.ones(1, 2))
 
 

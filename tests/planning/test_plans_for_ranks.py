@@ -132,7 +132,7 @@ MISTAKES = {
     "no module is called that": ({"parallel": "fsdp2", "world": 8, "shard": ["block.*"]}, "matches no module"),
     "shards of whole ones": ({"parallel": "ddp", "world": 8, "shard": ["blocks.*"]}, "ddp keeps every module whole"),
     "no pattern": ({"parallel": "fsdp2", "world": 8, "shard": [3]}, "takes patterns of module paths"),
-    "no way": ({"world": 8}, "say which"),
+    "no way": ({"world": 8}, "add parallel="),
 }
 
 

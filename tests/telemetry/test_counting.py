@@ -258,7 +258,7 @@ def test_a_new_schema_asks_again(place):
     file = place / "consent.json"
     file.write_text(file.read_text().replace('"schema": 3', '"schema": 2'))
     assert consent().state is State.LOCAL
-    assert "on again" in consent().because
+    assert "`telemetry on` agrees to it" in consent().because
 
 
 def test_workers_ranks_and_nested_calls_are_not_counted(place, monkeypatch):

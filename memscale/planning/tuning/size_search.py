@@ -229,9 +229,9 @@ class SizeSearch:
             further = next((size for size in self._further(low) if taken(size) <= self.limit), None)
             if further is None:
                 return low
-            self.notes[f"size {low + 1} does not fit, and {further} does: what a step takes does not only grow"] = None
+            self.notes[f"size {low + 1} does not fit, and {further} does: a larger size may take fewer bytes"] = None
             low = further
-        self.notes[f"size {low} fits; whether {low + 1} does was not looked at any more"] = None
+        self.notes[f"size {low} fits; size {low + 1} was not tried"] = None
         return low
 
     def _further(self, low: int) -> list[int]:

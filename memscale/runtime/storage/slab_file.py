@@ -118,7 +118,7 @@ class SlabFile:
 
     def __init__(self, directory: str | os.PathLike[str] | None, size_bytes: int, io: FileIO) -> None:
         if not hasattr(os, "preadv"):
-            raise RuntimeUnavailable("offloading to disk needs os.preadv, which this system has not; use another tier")
+            raise RuntimeUnavailable("offloading to disk needs os.preadv, which this system lacks; use another tier")
         self.directory = folder_on_disk() if directory is None else os.fspath(directory)
         self._io = io
         self._own = threading.local()
@@ -173,7 +173,7 @@ class SlabFile:
         # Writing to a page without a block on a full disk is no error but a signal, which ends the process.
         if offset + nbytes > self._with_blocks_bytes:
             raise RuntimeUnavailable(
-                f"{what}: the filesystem does not set blocks aside for them, so a full disk would end the process; "
+                f"{what}: the filesystem does not preallocate blocks for them, so a full disk would end the process; "
                 f"pass a directory on another filesystem, or use another tier"
             )
         try:

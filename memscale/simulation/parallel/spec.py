@@ -64,7 +64,7 @@ class Parallel:
             if given := [(name, value) for name, value in about.items() if value is not None]:
                 name, value = given[0]
                 raise ConfigError(
-                    f"{caller}({name}={value!r}) is about several processes; say which: parallel='fsdp2' or 'ddp'"
+                    f"{caller}({name}={value!r}) is about several processes; add parallel='fsdp2' or 'ddp'"
                 )
             return None
         if parallel not in _KNOWN:

@@ -385,7 +385,7 @@ def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
     containers.refuse_changed_copies()
     copies.refuse_traced_changes(
         f"{how!r} under torch.compile: the region changes a parameter, buffer or argument in place, and the change "
-        f"goes to a copy in another dtype; called outside of torch.compile, it says of which. {_remedy(how)}"
+        f"goes to a copy in another dtype; a call outside of torch.compile names the tensor. {_remedy(how)}"
     )
     return _returned(how, natural, result)
 

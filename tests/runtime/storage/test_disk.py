@@ -532,7 +532,7 @@ def test_a_part_without_blocks_is_not_mapped(make):
     assert [extent.offset // PAGE_BYTES for extent in (good, across, after)] == [0, 2, 4]
     slab.map(good)[:] = 1
     for extent in (across, after):
-        with pytest.raises(RuntimeUnavailable, match=r"does not set blocks aside .* use another tier"):
+        with pytest.raises(RuntimeUnavailable, match=r"does not preallocate blocks .* use another tier"):
             slab.map(extent)
         slab.write(source := noise(100), extent).result()  # it serves as before
         slab.read(extent, into := noise(100)).result()

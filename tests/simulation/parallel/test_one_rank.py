@@ -348,7 +348,7 @@ def test_a_plan_under_sharding(group):
 MISTAKES = {
     "no such way": ({"parallel": "fsdp", "world": 2}, r"none of \['ddp', 'fsdp2'\]"),
     "no world": ({"parallel": "ddp"}, "takes the number of processes"),
-    "no way": ({"world": 2}, "say which: parallel='fsdp2' or 'ddp'"),
+    "no way": ({"world": 2}, "add parallel='fsdp2' or 'ddp'"),
     "nobody": ({"parallel": "fsdp2", "world": 0}, "an int above 0"),
 }
 
