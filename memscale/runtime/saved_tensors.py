@@ -64,7 +64,7 @@ class Hooks(PacksSeveral):
                 self._small[storage._cdata] = tensor
             return self.keep(tensor)
         with _UNRECORDED:
-            engine = self._engine(tensor)
+            engine = self._engines.get((type(tensor), tensor.device)) or self._engine(tensor)
             return engine.stash(tensor, tier=self._tier, region=self._region)
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:

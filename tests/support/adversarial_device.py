@@ -329,7 +329,7 @@ class _Memory:
         # Python's reference, not PyTorch's `StorageWeakRef`, whose own finalizer may have run when that of a handle,
         # in the same garbage, lets queued copies run.
         self._pieces = [
-            (start, weakref.ref(tensor.untyped_storage()), tensor.storage_offset(), tensor.numel())
+            (start, weakref.ref(tensor.untyped_storage()), tensor.storage_offset() * tensor.itemsize, tensor.nbytes)
             for start, tensor in one_behind_the_other(tensors)
         ]
 

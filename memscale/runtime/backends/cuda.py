@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -213,20 +213,20 @@ class CudaBackend:
         self, tensors: Sequence[torch.Tensor], buffer: HostBuffer, stream: Stream, after: Sequence[Event]
     ) -> CudaEvent | CopyFuture[None]:
         refuse_in_fork(self._process)
-        *_, (start, last) = one_behind_the_other(tensors)
-        nbytes = start + last.nbytes
+        placed = list(one_behind_the_other(tensors))
+        nbytes = placed[-1][0] + placed[-1][1].nbytes
         assert nbytes == buffer.nbytes, f"a copy of {nbytes} bytes and a buffer of {buffer.nbytes}"
         direction, out = self._copy_streams[stream], stream == "out"
         # The block's memory is looked up now. A block freed before a queued copy has run is reused only after the copy.
         room = buffer.room if isinstance(buffer.room, Extent) else buffer.room.tensor
         is_ordered = all(event.done() for event in after if not isinstance(event, CudaEvent))
         if buffer.tier != "pinned" or not direction.is_idle() or not is_ordered:
-            return direction.submit(lambda: self._carry(direction, tensors, room, after, out=out))
+            return direction.submit(lambda: self._carry(direction, placed, room, after, out=out))
         assert not isinstance(room, Extent)
         with self._on_device():
             refuse_in_capture()
             self._order(direction, after)
-            return self._move(direction, _pairs(tensors, room), out=out)
+            return self._move(direction, _pairs(placed, room), out=out)
 
     def wait(self, event: Event, stream: int | None = None) -> None:
         """Makes a compute stream wait for `event`; blocks the host only if the CPU takes part in the copy."""
@@ -277,7 +277,7 @@ class CudaBackend:
                 assert isinstance(event, CopyFuture)
                 event.wait()
 
-    def _move(self, direction: _CopyStream, pairs: Iterable[_Pair], *, out: bool) -> CudaEvent:
+    def _move(self, direction: _CopyStream, pairs: Sequence[_Pair], *, out: bool) -> CudaEvent:
         pointer, copy = direction.stream.ptr, self._runtime.memcpyAsync
         begin = self._recorded(pointer)
         for on_device, on_host, nbytes in pairs:
@@ -290,7 +290,7 @@ class CudaBackend:
     def _carry(
         self,
         direction: _CopyStream,
-        tensors: Sequence[torch.Tensor],
+        placed: Sequence[tuple[int, torch.Tensor]],
         room: torch.Tensor | Extent,
         after: Sequence[Event],
         *,
@@ -300,20 +300,22 @@ class CudaBackend:
         with self._on_device():
             self._order(direction, after)
             if not isinstance(room, Extent):
-                self._move(direction, _pairs(tensors, room), out=out).end.synchronize()
+                self._move(direction, _pairs(placed, room), out=out).end.synchronize()
             elif out:
-                self._carry_to_disk(direction, tensors, room)
+                self._carry_to_disk(direction, placed, room)
             else:
-                self._carry_from_disk(direction, tensors[0], room)
+                self._carry_from_disk(direction, placed[0][1], room)
 
-    def _carry_to_disk(self, direction: _CopyStream, tensors: Sequence[torch.Tensor], extent: Extent) -> None:
+    def _carry_to_disk(
+        self, direction: _CopyStream, placed: Sequence[tuple[int, torch.Tensor]], extent: Extent
+    ) -> None:
         """Copies piece by piece: one piece is on the link while the previous one is written. Several fit in a piece."""
         writes: list[CopyFuture[Extent]] = []
         try:
             for piece, at in self._pieces(direction, extent.nbytes):
                 if len(writes) > 1:
                     writes[-2].result()  # the write from the same half of the staging memory
-                pairs = [_pair(tensors[0], piece, at)] if len(tensors) == 1 else _pairs(tensors, piece)
+                pairs = [_pair(placed[0][1], piece, at)] if len(placed) == 1 else _pairs(placed, piece)
                 self._move(direction, pairs, out=True).end.synchronize()
                 writes.append(self._tiers.disk.write(piece, extent, at=at))
         finally:
@@ -377,11 +379,10 @@ def _pair(tensor: torch.Tensor, memory: torch.Tensor, at: int) -> _Pair:
     return tensor.data_ptr() + at, memory.data_ptr(), memory.nbytes
 
 
-def _pairs(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> Iterator[_Pair]:
-    """Yields the copies of tensors that lie in `memory` one behind the other."""
+def _pairs(placed: Sequence[tuple[int, torch.Tensor]], memory: torch.Tensor) -> list[_Pair]:
+    """Returns the copies of tensors that are in `memory`, each from its byte on."""
     address = memory.data_ptr()
-    for start, tensor in one_behind_the_other(tensors):
-        yield tensor.data_ptr(), address + start, tensor.nbytes
+    return [(tensor.data_ptr(), address + start, tensor.nbytes) for start, tensor in placed]
 
 
 def _end(cupy: Any, device: int, process: int, streams: Sequence[Any], pinned: Mapping[int, torch.Tensor]) -> None:

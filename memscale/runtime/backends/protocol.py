@@ -33,7 +33,7 @@ TOGETHER_BYTES = 1024**2
 
 
 def one_behind_the_other(sources: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields each of the uint8 tensors that `Backend.gather` copies, with its first byte in the buffer."""
+    """Yields each of the tensors that `Backend.gather` copies, with its first byte in the buffer."""
     start = 0
     for source in sources:
         yield start, source
@@ -72,7 +72,7 @@ class Backend(Protocol):
     """The names of the tiers, nearest to the device first; allocation tries them in this order."""
 
     together_bytes: int
-    """Storages smaller than this travel together, up to this many bytes; 0 lets each travel alone."""
+    """Storages smaller than this travel together; 0 lets each travel alone."""
 
     def allocate(self, nbytes: int, tier: str) -> Buffer | None:
         """Allocates `nbytes` on `tier` ("auto" is the nearest), or on the first tier below it that has room.
@@ -121,7 +121,7 @@ class Backend(Protocol):
         """
 
     def gather(self, sources: Sequence[torch.Tensor], buffer: Buffer, *, after: Sequence[Event]) -> Event:
-        """Queues one copy out of several uint8 device tensors, as `copy` does, if `together_bytes` is not 0.
+        """Queues one copy out of several contiguous device tensors, as `copy` does, if `together_bytes` is not 0.
 
         Each tensor starts in the buffer at the next multiple of `ALIGNMENT` behind the one before.
         """

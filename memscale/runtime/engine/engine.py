@@ -5,10 +5,11 @@ alive, a copy frees nothing. When a tensor is stashed, the operator that made it
 cannot decide yet. The storage waits on the device, and every later stash checks it again: it moves once its handles
 hold the only references. From then on nobody else can reach it, so its bytes and its version are final.
 
-**Small storages travel together.** Where the backend says so, storages below `together_bytes` are looked at once that
-many bytes are stashed, and at the end of each region. Those that may move then share one entry: one buffer, one event
-in each direction, and one tensor when they come back. Floating-point numbers travel apart from integers and flags, and
-arguments of a checkpoint alone: by their values a backward or a recompute may decide, so a simulation carries them.
+**Small storages travel together.** Where the backend says so, storages below `together_bytes` wait until four times as
+many bytes or a larger storage were stashed, or the region ends. Those that may move then share one entry: one buffer,
+one event in each direction, and one tensor when they come back. Floating-point numbers travel apart from integers and
+flags, and arguments of a checkpoint alone: by their values a backward or a recompute may decide, so a simulation
+carries them.
 
 **Handles own the bytes.** When the last handle on a storage's views is dropped, its bytes are freed on whatever tier
 they are. No table of a step's tensors exists that a dropped graph could leave entries in.
@@ -31,7 +32,7 @@ import torch
 
 from memscale.core import version
 from memscale.runtime.backends.protocol import ALIGNMENT, Backend, Buffer
-from memscale.runtime.engine.entry import Entry, Handle, Moving, Record, is_unshared
+from memscale.runtime.engine.entry import Entry, Handle, Moving, Record, bare_references, is_unshared
 from memscale.runtime.engine.finalized import Finalized
 from memscale.runtime.engine.link import Copy
 from memscale.runtime.engine.loader import Loader, State
@@ -43,6 +44,9 @@ from memscale.runtime.stats import CopyTimeline, Counters, Stats, add
 
 # How many waiting storages are checked for each stash: those that the caller keeps for long must not slow it down.
 _LOOKS = 32
+# Small storages travel in groups of up to this many times `together_bytes`: the saved tensors of one block of a small
+# model. The host's time for a group is that of a copy; a larger one would stay on the device for longer.
+_GROUP = 4
 
 
 class Follower(Protocol):
@@ -73,8 +77,10 @@ class Engine:
         self.backend = backend
         self.depth = depth
         self.lock = new_lock()
+        self.bare_references = bare_references()
         self._together_bytes = backend.together_bytes
         self._unseen = self._unseen_bytes = 0  # tensors stashed since the last look, and the bytes of their storages
+        self._is_due = False  # whether the next look is now
         self._counters = Counters()
         self.transfers = Transfers(backend, self._counters, timeline)
         self.finalized = Finalized(self.lock)
@@ -107,10 +113,11 @@ class Engine:
         """
         with self.lock:
             handle = self._stash(tensor, tier, region)
-            if self._unseen_bytes >= self._together_bytes:
+            if self._is_due:
                 self._look()
                 self.transfers.pump()
-        self.go_on()
+        if self.finalized.items:
+            self.go_on()
         return handle
 
     def stash_all(self, tensors: Sequence[torch.Tensor], *, tier: str = "auto", region: str = "") -> list[Handle]:
@@ -134,7 +141,7 @@ class Engine:
                 elif stream not in handle.entry.streams:
                     handle.entry.streams += (stream,)
                 handles.append(handle)
-            if is_new and self._unseen_bytes >= self._together_bytes:
+            if is_new and self._is_due:
                 self._look()
                 self.transfers.pump()
         self.go_on()
@@ -145,6 +152,8 @@ class Engine:
         key, nbytes = storage._cdata, storage.nbytes()
         self._unseen += 1
         self._unseen_bytes += nbytes
+        if nbytes >= self._together_bytes or self._unseen_bytes >= _GROUP * self._together_bytes:
+            self._is_due = True
         entry = self._by_storage.get(key)
         is_new = entry is None or not entry.is_live()  # a dead entry belonged to another storage at this address
         if entry is None or is_new:
@@ -168,7 +177,8 @@ class Engine:
         with self.lock:
             tensor = self._fetch(handle)
             self.transfers.pump()
-        self.go_on()
+        if self.finalized.items:
+            self.go_on()
         return tensor
 
     def look_again(self) -> None:
@@ -214,6 +224,7 @@ class Engine:
     def _look(self, most: int = 0) -> None:
         most = most or _LOOKS * max(1, self._unseen)
         self._unseen = self._unseen_bytes = 0
+        self._is_due = False
         depth = self._prefetch.depth()
         ready: list[Entry] = []
         for _ in range(min(len(self._waiting), most)):
@@ -254,7 +265,7 @@ class Engine:
                 continue
             kind = entry.tier, entry.streams, entry.has_floats()
             group, before = filling.get(kind, ([], 0))
-            if not group or before + nbytes > self._together_bytes:
+            if not group or before + nbytes > _GROUP * self._together_bytes:
                 group, before = [], 0
                 groups.append(group)
             group.append(entry)
@@ -273,14 +284,15 @@ class Engine:
         """Allocates a buffer for `entries` and moves them to the first of them, which owns their bytes from now on."""
         moving: list[tuple[Entry, Moving]] = []
         nbytes = 0
+        as_is = len(entries) > 1
         for entry in entries:
-            if (part := entry.part(nbytes + -nbytes % ALIGNMENT)) is not None:
+            if (part := entry.part(nbytes + -nbytes % ALIGNMENT, as_is=as_is)) is not None:
                 moving.append((entry, part))
                 nbytes = part.start + part.source.nbytes
         if not moving:
             return None
         into = moving[0][0]
-        into.like = moving[0][1].source.new_empty(0)
+        into.like = moving[0][1].source.new_empty(0, dtype=torch.uint8)
         into.buffer = self._allocate(nbytes, into.tier)
         if into.buffer is None:
             for entry, _ in moving:
@@ -290,19 +302,21 @@ class Engine:
         self._leaving.append((self._regions, into))
         into.sources = [part.source for _, part in moving]
         into.nbytes, into.state = nbytes, State.LEAVING
-        into.ordinals = tuple(ordinal for entry, _ in moving for ordinal in entry.ordinals)
+        into.ordinals = sum([entry.ordinals for entry, _ in moving], ())
+        into.moved_bytes = moved_bytes = dict[str, int]()
         ends = [part.start for _, part in moving[1:]] + [nbytes]
         for index, ((entry, part), end) in enumerate(zip(moving, ends, strict=True)):
-            add(into.moved_bytes, part.region, end - part.start)
+            moved_bytes[part.region] = moved_bytes.get(part.region, 0) + end - part.start
             del self._by_storage[entry.key]
             if entry is not into:
                 entry.into, entry.state = into, State.LEAVING
                 into.records += entry.records
-                self._moved.update(dict.fromkeys(entry.ordinals, into))
+                for ordinal in entry.ordinals:
+                    self._moved[ordinal] = into
             for record, alias in part.aliases:
                 record.move_out(alias, into, part, index)
-        for region, moved_bytes in into.moved_bytes.items():
-            self._counters.met(region, "moved", moved_bytes)
+        for region, nbytes in moved_bytes.items():
+            self._counters.met(region, "moved", nbytes)
         return into
 
     def _allocate(self, nbytes: int, tier: str) -> Buffer | None:
@@ -386,17 +400,17 @@ class Engine:
         in_backward = self.follow_backward()  # first: a backward that raises has to end as well
         if record.alias is not None or record.changed is not None:
             record.check()
-        if record.alias is None and not entry.is_on_device():
+        if record.alias is None and entry.base is None and not entry.sources:
             self._load(entry)
-        if in_backward and entry.ordinals and not self._prefetch.has_passed(entry.ordinals[0]):
+        if in_backward and entry.ordinals and entry.ordinals[0] not in self._prefetch.passed:
             self._load_ahead(entry.ordinals[0])
         if record.alias is not None:
             return record.alias
         assert record.layout is not None
         if entry.sources:
-            tensor = record.layout.of(entry.sources[record.part])
+            tensor = record.layout.of(entry.sources[record.part], record.start)
         else:
-            tensor = record.layout.of(self.loader.arrived(entry), record.start)
+            tensor = record.layout.of(self.loader.arrived(entry))
         if in_backward:
             record.unfetched -= 1
         if not in_backward or entry.is_fetched():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,9 +31,9 @@ class Layout(NamedTuple):
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def of(self, base: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Returns the view of the uint8 tensor `base` with this layout, from byte `start` on."""
+        """Returns the view with this layout of `base`, bytes that begin at byte `start` of those that are laid out."""
         elements = base.view(self.dtype)
-        first = int(elements.storage_offset()) + start // self.dtype.itemsize + self.offset
+        first = int(elements.storage_offset()) + self.offset - start // self.dtype.itemsize
         tensor = elements.as_strided(self.size, self.stride, first)
         tensor = tensor.conj() if self.conjugate else tensor
         return torch._neg_view(tensor) if self.negative else tensor
@@ -45,7 +46,7 @@ class Record:
         alias: None once the bytes have moved, or the handle was dropped.
         changed: the version when the bytes moved, if it differs from `version`.
         entry: the bytes; set again when the bytes move together with those of other storages.
-        layout: of the tensor within the bytes of its storage that moved.
+        layout: of the tensor within the bytes of the entry.
         part: the index of these bytes in `Entry.sources`.
         start: their first byte in the entry.
         shares: how many times the handle was given out.
@@ -89,9 +90,13 @@ class Record:
         )
 
     def move_out(self, alias: torch.Tensor, into: Entry, part: Moving, index: int) -> None:
-        """Drops the alias and keeps its layout within `part`, which is number `index` of the entry `into`."""
-        offset = int(alias.storage_offset()) - part.first // alias.dtype.itemsize
-        self.layout = Layout.from_tensor(alias, offset)
+        """Drops the alias and keeps its layout in `part`, which is number `index` of the entry `into`."""
+        dtype = alias.dtype
+        if alias is part.source:
+            self.layout = Layout(dtype, alias.size(), alias.stride(), part.start // dtype.itemsize, False, False)
+        else:
+            offset = int(alias.storage_offset()) + (part.start - part.first) // dtype.itemsize
+            self.layout = Layout.from_tensor(alias, offset)
         # From here on nobody else can reach the storage, so the version read now is final.
         now = alias._version if self.version >= 0 else -1
         self.changed = now if now != self.version else None
@@ -142,7 +147,7 @@ class Moving(NamedTuple):
 
     Attributes:
         aliases: the records of the storage's views, each with its tensor.
-        source: the bytes, a uint8 tensor.
+        source: the bytes, as uint8 or a contiguous tensor of the caller's dtype.
         first: their first byte in the storage.
         start: their first byte in the entry.
         region: the region that saved them.
@@ -158,6 +163,9 @@ class Moving(NamedTuple):
 class Owner(Protocol):
     """The interface of the engine that an entry needs."""
 
+    bare_references: int
+    """What PyTorch counts as references to a storage without a tensor."""
+
     def fetch(self, handle: Handle) -> torch.Tensor:
         """Returns the tensor behind `handle`."""
 
@@ -165,6 +173,7 @@ class Owner(Protocol):
         """Called when a handle on `entry` is dropped."""
 
 
+_NOTHING: Mapping[str, int] = {}
 _Known = tuple["weakref.ref[torch.Tensor]", "weakref.ref[Handle]"]
 
 
@@ -210,8 +219,8 @@ class Entry(Loadable):
         self.streams: tuple[int, ...] = ()
         self.is_argument = False
         self.ordinals: tuple[int, ...] = ()
-        self.sources: list[torch.Tensor] = []
-        self.moved_bytes: dict[str, int] = {}
+        self.sources: Sequence[torch.Tensor] = ()
+        self.moved_bytes: Mapping[str, int] = _NOTHING
         self.departure: Copy | None = None
         self.into: Entry | None = None
 
@@ -259,7 +268,7 @@ class Entry(Loadable):
 
     def is_gone(self) -> None:
         super().is_gone()
-        self.sources = []
+        self.sources = ()
         for record in self.records:
             record.unfetched = record.shares
 
@@ -270,7 +279,7 @@ class Entry(Loadable):
     def is_last_keeper(self) -> bool:
         """Whether only the records here refer to the storage, so that moving it frees its memory."""
         held = [alias for record in self.records if (alias := record.alias) is not None]  # kept during the count
-        return bool(held) and _references(self.key) <= len(held)
+        return bool(held) and torch._C._storage_Use_Count(self.key) <= len(held) + self.engine.bare_references
 
     def has_floats(self) -> bool:
         """Whether the storage holds floating-point or complex numbers, rather than integers or flags."""
@@ -280,24 +289,35 @@ class Entry(Loadable):
                 return True
         return False
 
-    def part(self, start: int) -> Moving | None:
-        """Returns the bytes that the records cover, from byte `start` of an entry on; None if the views are empty."""
+    def part(self, start: int, *, as_is: bool) -> Moving | None:
+        """Returns the bytes that the records cover, for byte `start` of an entry on; None if the views are empty.
+
+        With `as_is` the bytes may be given as a contiguous tensor of any dtype, which takes a third of the time.
+        """
         aliases = self.aliases()
-        extents = [_extent(alias) for _, alias in aliases if alias.numel()]
-        if not extents:
+        first, stop, whole = -1, 0, None
+        for _, alias in aliases:
+            begin, end = _extent(alias)
+            if begin == end:
+                continue
+            if begin == 0 and end > stop and alias.is_contiguous() and not (alias.is_conj() or alias.is_neg()):
+                whole = alias  # if none of the others reaches further
+            first, stop = begin if first < 0 else min(first, begin), max(stop, end)
+        if first < 0:
             return None
-        first, stop = extents[0]
-        for begin, end in extents[1:]:
-            first, stop = min(first, begin), max(stop, end)
+        if as_is and whole is not None and whole.nbytes == stop:
+            return Moving(aliases, whole, 0, start, self.region)
         first -= first % ALIGNMENT
         return Moving(aliases, _bytes_between(aliases[0][1], first, stop), first, start, self.region)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first byte of the storage that `tensor`, which has elements, covers, and the byte after the last."""
-    first, nbytes = int(tensor.storage_offset()), tensor.element_size()
+    """Returns the first byte of the storage that `tensor` covers, and the byte after the last."""
+    first, nbytes = int(tensor.storage_offset()), tensor.dtype.itemsize
     if tensor.is_contiguous():
         return first * nbytes, first * nbytes + tensor.nbytes
+    if tensor.numel() == 0:
+        return 0, 0
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return first * nbytes, (last + 1) * nbytes
 
@@ -321,16 +341,13 @@ def kept_tensor(dtype: torch.dtype, size: torch.Size) -> str:
 
 def is_unshared(tensor: torch.Tensor, *, besides: int = 0) -> bool:
     """Whether only `tensor`, and `besides` other known tensors, refer to its storage."""
-    return _references(tensor.untyped_storage()._cdata) == 1 + besides
-
-
-def _references(storage: int) -> int:
-    """Returns how many tensors refer to the storage at that address."""
-    return int(torch._C._storage_Use_Count(storage)) - _references_of_no_tensor()
+    count = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return count - bare_references() == 1 + besides
 
 
 @found_once
-def _references_of_no_tensor() -> int:
+def bare_references() -> int:
+    """Returns what PyTorch counts as references to a storage without a tensor."""
     # Reading a storage's address makes a Python object that PyTorch keeps with the storage; whether that object counts
     # as a reference differs between versions of PyTorch.
     probe = torch.empty(1)

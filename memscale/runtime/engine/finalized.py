@@ -40,18 +40,18 @@ class Finalized:
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
         self._process = os.getpid()
-        self._items: deque[tuple[Ended, Callable[[Any], None]]] = deque()
+        self.items: deque[tuple[Ended, Callable[[Any], None]]] = deque()
 
     def add(self, item: Ended, close: Callable[[Any], None]) -> None:
         """Called by a finalizer: runs `close(item)` now if that needs no waiting, else later."""
-        self._items.append((item, close))
+        self.items.append((item, close))
         self.collect(wait=False)
 
     def collect(self, *, wait: bool = True) -> None:
         """Closes the queued objects; without `wait`, only those whose copies have ended."""
-        if not self._items or os.getpid() != self._process:  # in a forked process copies in flight never end
+        if not self.items or os.getpid() != self._process:  # in a forked process copies in flight never end
             return
-        while self._items:
+        while self.items:
             # The holder of the lock calls this function after it releases the lock, so giving up here loses nothing; a
             # finalizer that interrupted the holder must not wait for it.
             if not self._lock.acquire(blocking=False):
@@ -65,16 +65,16 @@ class Finalized:
 
     def _close_items(self, wait: bool) -> bool:
         some_are_left = False
-        for _ in range(len(self._items)):
-            item, close = self._items[0]
+        for _ in range(len(self.items)):
+            item, close = self.items[0]
             if wait or not item.is_moving():
                 try:
                     close(item)
                 except Exception:
-                    self._items.popleft()
+                    self.items.popleft()
                     raise
-                self._items.popleft()  # last: an interrupted wait leaves the object in the queue
+                self.items.popleft()  # last: an interrupted wait leaves the object in the queue
             else:
-                self._items.rotate(-1)
+                self.items.rotate(-1)
                 some_are_left = True
         return some_are_left

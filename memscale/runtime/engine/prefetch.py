@@ -46,11 +46,11 @@ class Prefetch(Generic[Key]):
         self, most: int, *, guess: Callable[[Key], Key | None] = lambda key: None, repeats: bool = True
     ) -> None:
         self.most = most
+        self.passed: set[Key] = set()  # the requests of this pass
         self.first: Key | None = None  # the first request of the last pass that had any
         self._guess = guess
         self._repeats = repeats
         self._next: dict[Key, Key] = {}
-        self._passed: set[Key] = set()
         self._last: Key | None = None
         self._last_at: Event | None = None
         self._gaps: deque[tuple[Event, Event]] = deque(maxlen=_MOST_UNREAD)
@@ -62,15 +62,11 @@ class Prefetch(Generic[Key]):
     def begin(self) -> None:
         """Begins a new pass: its first request is not recorded as the successor of the last one."""
         self._last = self._last_at = None
-        self._passed.clear()
-
-    def has_passed(self, key: Key) -> bool:
-        """Whether this pass has requested `key`."""
-        return key in self._passed
+        self.passed.clear()
 
     def requested(self, key: Key, *, at: Event | None) -> bool:
         """Records a request and its place in the compute stream; returns False if this pass has requested it before."""
-        if key in self._passed:
+        if key in self.passed:
             if self._repeats or key == self._last:
                 return False
             self.begin()
@@ -83,7 +79,7 @@ class Prefetch(Generic[Key]):
             if at is not None and self._last_at is not None:
                 self._gaps.append((self._last_at, at))
         self._requests += 1
-        self._passed.add(key)
+        self.passed.add(key)
         self._last, self._last_at = key, at
         return True
 
@@ -101,7 +97,7 @@ class Prefetch(Generic[Key]):
                 return
             after = self._next.get(key)
             key = self._guess(key) if after is None else after
-            if key is None or key in self._passed:
+            if key is None or key in self.passed:
                 return
             yield key, distance * gap
 

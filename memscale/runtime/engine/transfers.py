@@ -30,7 +30,7 @@ class Transfers:
     def ask_out(
         self, sources: Sequence[torch.Tensor], buffer: Buffer, *, seconds: float, owners: Sequence[int] | None = None
     ) -> Copy:
-        """Requests a copy of uint8 device tensors to `buffer`, as by `Backend.gather`, within `seconds` if possible.
+        """Requests a copy of a uint8 device tensor, or of several as by `Backend.gather`, within `seconds` if possible.
 
         The copy starts after the work that is queued on `owners` now. `owners` are the compute streams that made and
         used the tensor; None is the caller's stream.

@@ -228,7 +228,7 @@ class CarriedValues:
                     with suppress(TooLarge):
                         found = value_of(tensor, record.later)
                 if found is not None:
-                    values[start : start + tensor.nbytes].copy_(found)
+                    values[start : start + tensor.nbytes].copy_(found.reshape(-1).view(torch.uint8))
                     are_known = True
         if are_known:
             self._left[buffer] = _Left(guess_of(records), None, values)

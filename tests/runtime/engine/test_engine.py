@@ -350,11 +350,14 @@ def test_small_storages_share_a_copy_each_way_and_come_back_as_they_were():
 
 def test_what_is_stashed_leaves_once_the_limit_is_reached():
     engine = together(NBYTES)
-    # Every fourth one reaches the limit, and is in use as yet.
-    handles = [engine.stash(torch.ones(NBYTES // 16)) for _ in range(9)]
-    assert [handle.record.alias is None for handle in handles] == [True] * 7 + [False] * 2
+    # Every 16th one reaches the limit of four times the bytes, and is in use as yet.
+    handles = [engine.stash(torch.ones(NBYTES // 16)) for _ in range(33)]
+    assert [handle.record.alias is None for handle in handles] == [True] * 31 + [False] * 2
     entries = [handle.entry for handle in handles]
-    assert [entries.count(entry) for entry in dict.fromkeys(entries)] == [3, 3, 1, 1, 1], "with their gaps, three fit"
+    counts = [entries.count(entry) for entry in dict.fromkeys(entries)]
+    assert counts == [15, 15, 1, 1, 1], "with their gaps, fifteen fit"
+    handles.append(engine.stash(torch.ones(NBYTES)))  # a large one waits for nothing
+    assert [handle.record.alias is None for handle in handles[31:]] == [True] * 2 + [False]
 
 
 def test_integers_travel_apart_and_arguments_alone():

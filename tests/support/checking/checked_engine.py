@@ -43,7 +43,9 @@ class CheckedEngine(Engine):
 
     def stash(self, tensor: torch.Tensor, *, tier: str = "auto", region: str = "") -> Handle:
         self.backend.produced(tensor)
-        return super().stash(tensor, tier=tier, region=region)
+        handle = super().stash(tensor, tier=tier, region=region)
+        self.backend.raise_hazards()
+        return handle
 
     def stash_all(self, tensors: Sequence[torch.Tensor], *, tier: str = "auto", region: str = "") -> list[Handle]:
         for tensor in tensors:

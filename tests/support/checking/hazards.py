@@ -343,7 +343,7 @@ class Checked:
             buffer.written = on_tier
         self._on_tiers.add(space, on_tier, self._clocks[stream])
         for tensor in tensors:
-            first = int(tensor.storage_offset())
+            first = int(tensor.storage_offset()) * tensor.itemsize
             on_device = Access("read" if out else "write", first, first + tensor.nbytes, stream, time, site, event)
             self._accesses(tensor).append(on_device)
         if not out:
