@@ -11,6 +11,8 @@ from memscale.core import format_bytes, format_unlike, matches
 from memscale.legacy.decision import Verdict
 from memscale.planning import ProvenPlan, repeated_blocks
 
+_FASTER = "faster: a larger budget, fewer rows a batch, or Config(mode='aggressive'), which\n  rounds differently"
+
 
 def headline(model: nn.Module, verdict: Verdict, regions: Iterable[str]) -> str | None:
     """Returns the line, or None if the batch that decides has not come yet.
@@ -35,12 +37,13 @@ def headline(model: nn.Module, verdict: Verdict, regions: Iterable[str]) -> str 
 
 
 def planned_text(verdict: Verdict) -> list[str]:
-    """Returns a line about the simulated step under the plan of `verdict`; empty without a simulation."""
+    """Returns the simulated step under the plan of `verdict`, and what would be faster; empty without a simulation."""
     if verdict.planned_bytes is None or verdict.limit_bytes is None:
         return []
     takes, allowed = format_unlike(verdict.planned_bytes, verdict.limit_bytes)
     of = "of" if verdict.planned_bytes <= verdict.limit_bytes else "above"
-    return [f"step with the plan: {takes} {of} {allowed} allowed{_times(verdict.plan)}"]
+    text = f"step with the plan: {takes} {of} {allowed} allowed{_times(verdict.plan)}"
+    return [text, _FASTER] if verdict.plan.of_functions() else [text]
 
 
 def _times(plan: Plan) -> str:

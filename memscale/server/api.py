@@ -52,7 +52,7 @@ class _Strict(Parser):
 
 
 def _refused(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"JSON has no number {name}")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -339,7 +339,7 @@ def _run(request: HttpRequest, project: str, uid: str) -> Run:
 
 def _answered(request: HttpRequest, error: Exception) -> HttpResponse:
     if isinstance(error, Http404):
-        error = Problem(404, "there is nothing here", "an address names what the token may see", "check the address")
+        error = Problem(404, "no such object", "a token sees the objects of its team", "check the address")
     elif isinstance(error, AuthenticationError):
         error = Problem(401, "there is no token", "a request needs one", "send Authorization: Bearer <token>")
     elif isinstance(error, ValidationError):

@@ -91,7 +91,7 @@ class Gate:
         if rule.who == "token" and request.resolver_match.namespace != "api-1":  # the API checks its own
             access = TokenAuth()(request)
             if access is None:
-                raise Problem(401, "there is no token", "this needs one", "send Authorization: Bearer <token>")
+                raise Problem(401, "there is no token", "this page needs a token", "send Authorization: Bearer <token>")
             request.access = access
         if rule.who in ("anyone", "token"):
             return None

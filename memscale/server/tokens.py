@@ -46,7 +46,7 @@ class TokenAuth(HttpBearer):
         """
         rule = RULES.get(route_of(request))
         if rule is None or rule.who != "token":
-            raise Problem(404, "there is nothing here", "the route is not part of the API", "see /api/v1/openapi.json")
+            raise Problem(404, "no such route", "the API has a fixed list of routes", "see /api/v1/openapi.json")
         found = Token.objects.select_related("team", "user").filter(hash=hashed(token)).first()
         if found is None or found.revoked is not None or found.expires <= timezone.now():
             state = "unknown" if found is None else "revoked" if found.revoked is not None else "expired"

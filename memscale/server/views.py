@@ -54,7 +54,7 @@ def metrics(request: HttpRequest) -> HttpResponse:
 def missing(request: HttpRequest, exception: Exception) -> HttpResponse:
     """The answer to an address that does not exist or that the user may not see."""
     if request.path.startswith("/api/"):
-        return Problem(404, "there is nothing here", "the API has other routes", "see /api/v1/openapi.json").response()
+        return Problem(404, "no such route", "the API has a fixed list", "see /api/v1/openapi.json").response()
     return render(request, "404.html", status=404)
 
 

@@ -79,8 +79,14 @@ def test_report_prints_what_is_applied_and_measured(device, capsys):  # noqa: F8
     capsys.readouterr()
     ms.report(model)
     printed = capsys.readouterr().out
-    for text in ("step without memscale: 12.1 MiB", "checkpoint(", "the real step is within"):
+    for text in (
+        "step without memscale: 12.1 MiB",
+        "faster: a larger budget",
+        "checkpoint(",
+        "the real step is within",
+    ):
         assert text in printed
+    assert all(len(line) <= 80 for line in printed.splitlines()[1:])
     ms.detach(model)
     ms.report(model)
     assert capsys.readouterr().out == f"detached; while it was wrapped:\n{printed}"  # as after a trainer's end

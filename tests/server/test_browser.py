@@ -54,7 +54,7 @@ def sign_in(page, base, email, password=PASSWORD):
 def push(folder, base, token, count=3):
     """Runs that the command sends."""
     code = "import json, sys; from memscale.history.remote import Remote; remote = Remote(sys.argv[1])\n"
-    code += "[remote._asked('POST', remote._project + '/runs', each) for each in json.load(sys.stdin)]"
+    code += "[remote._request('POST', remote._project + '/runs', each) for each in json.load(sys.stdin)]"
     runs = [realistic(number) for number in range(count)]
     command = [sys.executable, "-c", code, f"{base}/t/vision/llama/"]
     given = environment(folder, MEMSCALE_TOKEN=token)

@@ -123,7 +123,7 @@ def test_a_plan_is_pulled_by_its_hash_and_another_plan_is_refused(server, histor
     status, _, said = memscale("plan", "pull", "plan:00000000", "--from", source)
     assert (status, "no plan begins" in said) == (2, True)
     forged = {"hash": plan.hash, "plan": json.loads(ms.Plan({"x": ms.checkpoint()}).to_json())}
-    monkeypatch.setattr(Remote, "_asked", lambda *_: forged)
+    monkeypatch.setattr(Remote, "_request", lambda *_: forged)
     with pytest.raises(ms.PlanError, match="not to be trusted"):
         Remote(source).plan(f"plan:{plan.hash}")
 
