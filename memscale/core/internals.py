@@ -137,6 +137,7 @@ INTERNALS = tuple(
         (f"{_C}_get_fp32_precision_getter", "the flags of the forward, in a recompute", _R, "the older flags are used"),
         (f"{_C}_set_fp32_precision_setter", "the flags of the forward, in a recompute", _R, "the older flags are used"),
         ("torch._fused_sdp_choice", "the order of attention's kernels", _R),
+        ("torch.backends.mha._is_fastpath_enabled", "the flags of the forward, in a recompute", _R),
         ("torch.mps._get_default_mps_generator", "random numbers on a Mac", _R, "regions on `mps` are refused"),
         ("torch.autograd.forward_ad._current_level", "whether tensors carry tangents", _R),
         # torch.compile.

@@ -15,7 +15,8 @@ from typing import Any
 from memscale.regions.state_slots import CONTAINERS, Attributes, Content, Fields, Names, StateSlot, dictionary_of, holds
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-_call: Callable[[Callable[[], Any]], Any] = getattr(operator, "call", lambda read: read())  # since Python 3.11
+#: Calls a function without arguments.
+call: Callable[[Callable[[], Any]], Any] = getattr(operator, "call", lambda function: function())  # of Python 3.11
 
 
 def contents_check(contents: list[tuple[StateSlot, Content]]) -> Callable[[], bool]:
@@ -35,7 +36,9 @@ def contents_check(contents: list[tuple[StateSlot, Content]]) -> Callable[[], bo
 
     def add_entries(mapping: dict[Any, Any], entries: Any) -> None:
         if entries:
-            names = (*entries, next(iter(entries)))  # with a single name `itemgetter` would return no tuple
+            names = [*entries]
+            if len(names) == 1:  # `itemgetter` would return no tuple
+                names += names
             reads.append(partial(operator.itemgetter(*names), mapping))
             recorded.extend([entries[name] for name in names])
 
@@ -68,7 +71,7 @@ def contents_check(contents: list[tuple[StateSlot, Content]]) -> Callable[[], bo
             return (
                 not any(empty)
                 and list(map(len, sized)) == sizes
-                and all(map(operator.is_, chain.from_iterable(map(_call, reads)), recorded))
+                and all(map(operator.is_, chain.from_iterable(map(call, reads)), recorded))
                 and (not others or all(holds(slot, content) for slot, content in others))
             )
         except (KeyError, ValueError):  # an entry, or what a closure cell held, is gone

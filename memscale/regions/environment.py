@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from memscale.core import CorrectnessError, found_once, internals, is_alone, simulated
 from memscale.regions import randomness
+from memscale.regions.contents_check import call
 from memscale.regions.modes import modes
 
 
@@ -41,7 +42,8 @@ class Environment:
         self.devices = devices
         self.drew = drew
         self.context = contextvars.copy_context()  # constant time, whatever the number of variables
-        shared = randomness.generators(devices, here)
+        self._here = here
+        shared = randomness.generators(devices, here) if devices or here is not None else [torch.default_generator]
         self._shared = len(shared)
         everyone = [*shared, *generators]
         states = list(map(_state, everyone))
@@ -77,15 +79,16 @@ class Environment:
         Raises:
             CorrectnessError: the region drew from Python's or NumPy's generator, whose state was not taken.
         """
-        here = simulated()
+        here, self._here = self._here, None
         if self._random is not None:
             used = self._random
             if not self.drew:
-                now = [generator.get_state() for generator, _ in used[: self._shared]]
+                everyone, states = zip(*used, strict=True)
+                now = list(map(_state, everyone[: self._shared]))
                 counted = [] if here is None else randomness.counted_states(now)  # as long as `now` lives
-                same = list(map(randomness.same, now, [state for _, state in used]))
-                used = [each for each, unmoved in zip_longest(used, same) if not unmoved]
-                del now, counted
+                is_moved = [*map(randomness.differ, now, states), *([True] * (len(used) - self._shared))]
+                used = list(compress(used, is_moved))
+                del now, counted, states
             self._random = used or None
             if self._counted:
                 del self._counted[sum(isinstance(state, torch.Tensor) for _, state in used) :]
@@ -101,7 +104,7 @@ class Environment:
 
     def has_drawn(self) -> bool:
         """Whether a generator whose state was taken has advanced."""
-        moved = [not randomness.same(generator.get_state(), state) for generator, state in self._random or ()]
+        moved = [randomness.differ(generator.get_state(), state) for generator, state in self._random or ()]
         return any(moved) or (self._host is not None and randomness.differs(self._host, randomness.host_state()))
 
     @contextmanager
@@ -200,6 +203,7 @@ def _precision(backend: str, op: str) -> tuple[str, Callable[[], Any], Callable[
 
 
 _SDP = {"flash_sdp": "flash", "mem_efficient_sdp": "mem_efficient", "math_sdp": "math", "cudnn_sdp": "cudnn"}
+_mha = torch.backends.mha
 _FLAGS = [
     flag
     for flag in (
@@ -220,7 +224,7 @@ _FLAGS = [
         ("deterministic", internals.named("torch._C._get_deterministic_algorithms"), None),
         ("warn_only", internals.named("torch._C._get_deterministic_algorithms_warn_only"), None),
         ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-        ("fast path of attention", torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+        ("fast path of attention", lambda: torch.backends.mha._is_fastpath_enabled, _mha.set_fastpath_enabled),
     )
     if flag is not None
 ]
@@ -266,12 +270,11 @@ def _settings(kinds: set[str]) -> list[Any]:
     """Returns the backend flags, then the autocast settings. Written for speed: it dominates the cost of a snapshot."""
     readers = _READ_ON_CPU if kinds is _CPU else [*_READ, *(read for kind in kinds for read in _readers(kind))]
     try:
-        return list(map(_call, readers))
+        return list(map(call, readers))
     except RuntimeError:  # PyTorch refuses to read some flags after TF32 was set by its old and its new names
         return [_read(read) for read in readers]
 
 
-_call: Callable[[Callable[[], Any]], Any] = getattr(operator, "call", lambda read: read())  # since Python 3.11
 _state = operator.methodcaller("get_state")
 
 

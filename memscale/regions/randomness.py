@@ -85,11 +85,11 @@ class HostGenerator:
             own.set_state(state)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two states of a generator are equal."""
+def differ(a: Any, b: Any) -> bool:
+    """Whether two states of a generator differ."""
     if isinstance(a, torch.Tensor):
-        return bool(_compare(a.data_ptr(), b.data_ptr(), a.nbytes) == 0)
-    return pickle.dumps(a) == pickle.dumps(b)
+        return bool(_compare(a.data_ptr(), b.data_ptr(), a.nbytes))
+    return pickle.dumps(a) != pickle.dumps(b)
 
 
 # Compares memory in C: the caller's dispatch modes would see any tensor operator here.

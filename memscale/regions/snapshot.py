@@ -25,6 +25,7 @@ from torch import nn
 from memscale.core import CorrectnessError, changed_error, described, internals, simulating, versions
 from memscale.regions.alias_groups import AliasGroup, AliasGroups, Name
 from memscale.regions.captures import Captures, LastingName
+from memscale.regions.contents_check import call
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import Writes, assigned, is_moved, laid_out, layout, memory_of, storages
 from memscale.regions.stand_ins import Note, is_own, is_stand_in, origin_of
@@ -33,6 +34,7 @@ from memscale.regions.unrecorded import copying_ahead, unrecorded
 
 NOTHING = nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
+_is_leaf = operator.attrgetter("is_leaf")
 _grad = operator.attrgetter("grad")
 _attributes = operator.attrgetter("__dict__")
 _exists = partial(operator.is_not, None)
@@ -114,7 +116,7 @@ class Snapshot:
         self._in_tuples: list[tuple[int, Any]] = []  # after the run: the tensors in tuples that it changed in place
         self.given_away = False
         self.graded: list[torch.Tensor] = []
-        self._leaves = [each for each in compress(everything, trained) if each.is_leaf]
+        self._leaves = list(filter(_is_leaf, compress(everything, trained)))
         self._grads = list(map(_grad, self._leaves))
         self._grad_versions = versions(list(filter(_exists, self._grads))) if any(map(_exists, self._grads)) else []
         if effects is None:
@@ -250,7 +252,7 @@ class Snapshot:
         self._versions = now[:count]
         if not all(map(operator.is_, held, self._storages_before)):
             self.find_reassigned(held)
-        kept = self._copied()
+        kept = self._copied() if self._groups else self._copied_groups
         if now != self._before or self.is_watched:
             kept = self._changed_groups(now)
         self.kept = [*kept, *self._reassigned]
@@ -410,10 +412,13 @@ class Snapshot:
     def changed_since(self) -> dict[int, str]:
         """Maps each storage that was changed or exchanged since the run to the message to raise if a rerun uses it."""
         held, now_at = storages(self.tensors), versions(self.tensors)
-        then = held if self._storages is None else [storage() for storage in self._storages]
-        changed = {memory_of(self.captures.contents[at][key]): _IN_A_TUPLE for at, key in self._in_tuples}
+        then = held if self._storages is None else list(map(call, self._storages))
         expected = self._before[: len(held)] if self._storages is None else self._versions
-        if now_at == expected and all(map(operator.is_, held, then)):
+        is_unchanged = now_at == expected and all(map(operator.is_, held, then))
+        if is_unchanged and not self._in_tuples:
+            return {}
+        changed = {memory_of(self.captures.contents[at][key]): _IN_A_TUPLE for at, key in self._in_tuples}
+        if is_unchanged:
             return changed
         known = {name for group in self.groups() for name in group.names}
         before = self._storages or [weakref.ref(storage) for storage in held]

@@ -277,7 +277,12 @@ class _Frame:
         finally:
             for step in reversed(undo):
                 step()
-        rerun.check()
+        if rerun.count <= rerun.last:
+            raise CorrectnessError(
+                f"the recompute differs from the run: it saved {rerun.count} tensors where the run had saved at least "
+                f"{rerun.last + 1}. A checkpointed region must do the same at every run with the same inputs; look "
+                "for a condition on something that changed in between"
+            )
         return rerun.found
 
     def _run_again(self, rerun: _Rerun, found: dict[int, torch.Tensor] | None, shared: dict[int, torch.Tensor]) -> None:
@@ -405,21 +410,21 @@ class _Rerun:
         self._fresh = fresh  # tensors whose version counters start anew
         self._of_fresh: set[int] | None = None  # the storages of `fresh`
         self.made: set[int] = set()  # storages that the rerun made, if only the rerun is under a dispatch mode
-        self._last = len(live) - 1
-        while live[self._last] is None:
-            self._last -= 1
-        self._end = _end(seen, self._last)
-        self._count = 0
+        self.last = len(live) - 1
+        while live[self.last] is None:
+            self.last -= 1
+        self._end = _end(seen, self.last)
+        self.count = 0
         self.replayer: Replayer | None = None
         self.found: dict[int, _Found] = {}
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        index = self._count
-        self._count = index + 1
+        index = self.count
+        self.count = index + 1
         if self.streams.are_seen:
             self.streams.see(tensor)
-        if index <= self._last:
+        if index <= self.last:
             try:
                 now: _Seen = _saved(tensor)
             except RuntimeError:
@@ -429,10 +434,11 @@ class _Rerun:
         # Detached also where no placeholder waits: an operator that saves its own result would otherwise be in a
         # reference cycle with the result. Half of the cycle is in C++, where Python's collector does not see it.
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        if index <= self._last and self._live[index] is not None:
+        if index <= self.last and self._live[index] is not None:
             self.found[index] = tensor, tensor._version
         if index == self._end:
-            self.streams.meet()  # before the tensors of the rerun are freed
+            if self.streams.are_several:
+                self.streams.meet()  # before the tensors of the rerun are freed
             raise _Stop
         return tensor
 
@@ -460,12 +466,3 @@ class _Rerun:
             self._of_fresh = {memory_of(fresh) for fresh in self._fresh}
         learned = memory_of(tensor)
         return learned in self._of_fresh or learned in self.made
-
-    def check(self) -> None:
-        """Raises `CorrectnessError` if the recompute ended before it saved the last tensor to be found."""
-        if self._count <= self._last:
-            raise CorrectnessError(
-                f"the recompute differs from the run: it saved {self._count} tensors where the run had saved at least "
-                f"{self._last + 1}. A checkpointed region must do the same at every run with the same inputs; look "
-                "for a condition on something that changed in between"
-            )
