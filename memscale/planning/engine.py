@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -431,9 +432,10 @@ class DecisionEngine:
         for strategy in self.strategies:
             seconds = analyse(strategy.plain).step_seconds or 0.0
             # A strategy that alone is slower than a plan found is skipped: transforms of the model only add time.
-            if "cast" in self.config.eligible() or all(seconds < each.proven.seconds for each in found):
+            below = min((each.proven.seconds for each in found), default=math.inf)
+            if "cast" in self.config.eligible() or seconds < below:
                 searches = self._searches_among(among, strategy)
-                found += [best for search in searches if (best := search.fastest(limit)) is not None]
+                found += [best for search in searches if (best := search.fastest(limit, below)) is not None]
         return fastest_of(found)
 
     # -- with a policy -------------------------------------------------------------------------------------------------

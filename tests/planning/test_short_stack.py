@@ -1,4 +1,4 @@
-"""Trials of the loss head on a stack that most blocks are left out of: as on the whole one, or on the whole one."""
+"""Trials on a stack that most blocks are left out of: they show what trials on the whole stack show."""
 
 import pytest
 import torch
@@ -72,6 +72,32 @@ def test_the_head_costs_what_it_costs_in_the_whole_stack(monkeypatch, kind, stac
     monkeypatch.setattr(trials, "left_out", lambda *_: frozenset())
     assert found == _head_costs(model)
     assert len(made) == stacks
+
+
+class _FirstIsOther(_Stack):
+    """The first block is wider than the others, and so a family of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.insert(0, nn.Sequential(nn.Linear(1024, 8192), nn.GELU(), nn.Linear(8192, 1024)))
+
+
+def test_a_block_like_no_other_costs_what_it_costs_in_the_whole_stack(monkeypatch):
+    def costs(model):
+        batch = torch.empty(8192, 1024, device="meta")
+        step = {"optimizer": torch.optim.SGD(model.parameters()), "loss": lambda y, _: y.logsumexp(-1).mean()}
+        found = ms.DecisionEngine(model, batch, hardware="h100", **step).searches[0].costs
+        row = [part.path for part in found.parts].index("blocks.0")
+        return [(each.held_bytes.tolist(), each.slack_bytes.tolist(), each.seconds) for each in found.effects[row]]
+
+    made = []
+    monkeypatch.setattr(step_simulator, "shortened", lambda *given: made.append(given) or shortened(*given))
+    with torch.device("meta"):
+        model = _FirstIsOther()
+    found = costs(model)
+    assert made
+    monkeypatch.setattr(trials, "left_out", lambda *_: frozenset())
+    assert found == costs(model)
 
 
 def test_a_short_stack_is_another_tree_over_the_same_parameters():

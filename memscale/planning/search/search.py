@@ -44,8 +44,9 @@ from memscale.simulation import Trace, analyse, attribute
 _MARGIN = 1e-3
 # The most simulated steps for one budget and one set of techniques, and for corrections of the result.
 _ROUNDS, _CORRECTIONS = 5, 2
-# The most simulated steps for one budget; more of a step that has few operators, and is simulated fast.
-_MOST_STEPS, _FEW_OPERATORS = 8, 8_000
+# The most simulated steps for one budget; more of a step that has few operators, and is simulated fast. A step in tiles
+# with more than `_LONG` times the operators of the step as written counts for several.
+_MOST_STEPS, _FEW_OPERATORS, _LONG = 8, 8_000, 2
 # `_STEP`: the share between two limits of the grid. `_RANGE`: how far below the wanted limit a grid point may be, by
 # whether an allocator reserves segments; reserved bytes go up and down from limit to limit.
 _STEP, _RANGE = 2e-3, {False: 0.0, True: 0.02}
@@ -125,6 +126,7 @@ class Search:
             )
         self._link, self._loop_share = link, loop_share
         self._proofs: dict[Assignment, Proven] = {}
+        self._counts: dict[Assignment, float] = {}  # the simulated steps that each of `_proofs` counts for
         self._choices: dict[tuple[frozenset[str], int], Choice | None] = {}
         self._trial_steps = 0
         self._by_rules: dict[Rules, Proven] = {}
@@ -233,7 +235,7 @@ class Search:
         bounds = []
 
         def may_be_faster(assignment: Assignment) -> bool:
-            if len(tried) > max(1, self._most - _CORRECTIONS) or not self._may_fit(assignment, safe_bytes):
+            if self._count(tried) > max(1, self._most - _CORRECTIONS) or not self._may_fit(assignment, safe_bytes):
                 return False
             best = _best(tried.values(), safe_bytes)
             below = below_seconds if best is None else min(below_seconds, best.seconds)
@@ -358,8 +360,15 @@ class Search:
     def prove(self, assignment: Assignment) -> Proven:
         """Returns an assignment with its simulated step."""
         if assignment not in self._proofs:
-            self._proofs[assignment] = self._proven(self.costs, assignment, self._whole(assignment))
+            step = self._whole(assignment)
+            self._proofs[assignment] = self._proven(self.costs, assignment, step)
+            longer = len(step.last_operators) / max(1, len(self.plain.last_operators))
+            self._counts[assignment] = max(1.0, longer / _LONG)
         return self._proofs[assignment]
+
+    def _count(self, tried: Iterable[Assignment]) -> float:
+        """Returns how many simulated steps the steps of these assignments count for."""
+        return sum(self._counts[each] for each in tried)
 
     def _proven(self, costs: Costs, assignment: Assignment, step: Trace) -> Proven:
         found = attribute(step, costs.paths)
@@ -425,7 +434,7 @@ class Search:
             if not is_faster(choice.assignment):
                 fits = at  # only limits above may have a faster choice
                 continue
-            if rounds == 0 or len(tried) > most:
+            if rounds == 0 or self._count(tried) > most:
                 break
             rounds -= 1
             found, held = prove(choice.assignment), chooser.held_bytes(choice.assignment)
@@ -440,7 +449,7 @@ class Search:
                 continue
             over = max(at, self._at(held) - 1)  # limits down to `held` have the same choice
             form = chooser.uniform(choice.assignment, among)
-            if len(tried) <= most and form not in tried and chooser.held_bytes(form) < held and is_faster(form):
+            if self._count(tried) <= most and form not in tried and chooser.held_bytes(form) < held and is_faster(form):
                 prove(form)
                 bound = bound or [choice.bound] * (tried[form].taken_bytes <= safe_bytes)
         return bound
@@ -448,7 +457,7 @@ class Search:
     def _correct(self, safe_bytes: int, tried: dict[Assignment, Proven], below: float) -> None:
         """Simulates choices by the costs that the fastest fitting step corrects, while the choices are faster."""
         for _ in range(_CORRECTIONS):
-            if len(tried) > self._most or (best := _best(tried.values(), safe_bytes)) is None:
+            if self._count(tried) > self._most or (best := _best(tried.values(), safe_bytes)) is None:
                 return
             chooser = Chooser(self.costs, self._link)
             best.correct(chooser)
@@ -484,6 +493,10 @@ class Search:
         """Returns the number of the last grid limit for which a choice exists."""
         return max(0, self._at(self._chooser.held_bytes(self._least(among).assignment)) - 1)
 
+    def _has_groups(self, among: frozenset[str]) -> bool:
+        """Returns whether `among` is the set of all techniques without groups, in a model that has groups."""
+        return among == self._sets[-1] and among | GROUPED in self._sets and GROUPED.isdisjoint(among)
+
     def _least(self, among: frozenset[str]) -> Choice:
         if (among, -1) not in self._choices:
             self._choices[among, -1] = self._chooser.smallest(among)
@@ -495,7 +508,9 @@ class Search:
         """Returns the fastest choice whose estimate is at most the grid limit number `at`."""
         if (among, at) not in self._choices:
             limit_bytes = self.prove(self.costs.as_it_is).taken_bytes * (1 + 1e-9) * (1 - _STEP) ** at
-            self._choices[among, at] = self._chooser.fastest(limit_bytes, among)
+            wider = self._choice(at, among | GROUPED) if self._has_groups(among) else None
+            alike = wider is not None and not self.costs.covered(wider.assignment)  # the best of more is the best
+            self._choices[among, at] = wider if alike else self._chooser.fastest(limit_bytes, among)
         return self._choices[among, at] or self._least(among)  # None: the solver found no choice
 
     def _small_ones(self, among: frozenset[str], floor_bytes: int = 0) -> dict[Assignment, Proven]:

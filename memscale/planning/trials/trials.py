@@ -7,7 +7,7 @@ order of the step; the row after the last part is the rest of the model. A "fami
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from memscale.core import MemscaleError
 from memscale.planning.parts.candidates import Candidate, Rules
 from memscale.planning.parts.parts import Part
 from memscale.planning.parts.short_stack import left_out
-from memscale.planning.trials.trial_rows import next_rows
+from memscale.planning.trials.trial_rows import MOVES, next_rows
 from memscale.simulation import Attribution, Trace, attribute
 from memscale.transforms import proven_rows, tile
 
@@ -78,7 +78,7 @@ class TrialSteps:
         for row, part in enumerate(parts):
             self.families.setdefault(part.alike, []).append(row)
         self.families[None] = [len(parts)]
-        self._representative: dict[frozenset[str], bool] = {}  # by left-out parts: does the rest run as in the whole?
+        self._representative: frozenset[int] | None = None  # rows that run in the short stack as in the whole model
 
     def _path(self, row: int) -> str:
         """Returns the path that candidates in this row are relative to; "" for the rest of the model."""
@@ -175,20 +175,22 @@ class TrialSteps:
         for row, key in chosen.items():
             done[key] = Trial(row, attribute(found, self.paths), frozenset(chosen))
 
-    def _found(self, rules: Rules, tried: Iterable[int]) -> Trace:
+    def _found(self, rules: Rules, chosen: Mapping[int, tuple[object, Candidate]]) -> Trace:
         """Returns the trace of the step with `rules`.
 
-        If only the rest of the model tries a candidate, most of the repeated blocks are left out of the step, provided
-        that the rest is as in the whole model's step.
+        Most of the repeated blocks are left out of the step if no repeated block tries a candidate and none moves
+        bytes, provided that the parts that try candidates are as in the whole model's step.
         """
-        outside = len(self.parts)
-        gone = left_out(self.parts, self.families) if set(tried) == {outside} else frozenset[str]()
-        if gone:
+        gone = left_out(self.parts, self.families)
+        single = {row for rows in self.families.values() if gone.isdisjoint(map(self._path, rows)) for row in rows}
+        moves = any(candidate.techniques & MOVES for _, candidate in chosen.values())
+        if gone and chosen.keys() <= single and not moves:
             with contextlib.suppress(Exception):  # the model's forward may need the left out blocks
-                if gone not in self._representative:
-                    self._representative[gone] = False
-                    self._representative[gone] = self._is_alike(attribute(self.simulate((), gone), self.paths), outside)
-                if self._representative[gone]:
+                if self._representative is None:
+                    self._representative = frozenset()
+                    found = attribute(self.simulate((), gone), self.paths)
+                    self._representative = frozenset(row for row in single if self._is_alike(found, row))
+                if chosen.keys() <= self._representative:
                     return self.simulate(rules, gone)
         return self.simulate(rules, frozenset())
 
