@@ -65,7 +65,7 @@ class Hooks(PacksSeveral):
             return self.keep(tensor)
         with _UNRECORDED:
             engine = self._engines.get((type(tensor), tensor.device)) or self._engine(tensor)
-            return engine.stash(tensor, tier=self._tier, region=self._region)
+            return engine.stash(tensor, tier=self._tier, region=self._region, storage=storage)
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Packs several detached tensors; faster than `pack` for tensors that were packed before."""

@@ -54,19 +54,6 @@ class Record:
             bytes stay; a race between threads only makes them go early or late.
     """
 
-    __slots__ = (
-        "alias",
-        "changed",
-        "entry",
-        "is_dropped",
-        "layout",
-        "part",
-        "shares",
-        "start",
-        "unfetched",
-        "version",
-    )
-
     def __init__(self, alias: torch.Tensor, version: int, entry: Entry) -> None:
         self.alias: torch.Tensor | None = alias
         self.version = version
@@ -186,25 +173,10 @@ class Entry(Loadable):
         ordinals: the numbers of the storages in the order in which they could move; empty until then.
         sources: the bytes of each storage on the device, during the copy out or if it failed.
         moved_bytes: of the storages that each region saved.
+        has_floats: whether the storage holds floating-point or complex numbers, rather than integers or flags.
         is_argument: whether a recompute of a checkpoint gets the tensor.
         into: the entry that took over the storage of this one.
     """
-
-    __slots__ = (
-        "departure",
-        "engine",
-        "into",
-        "is_argument",
-        "key",
-        "known",
-        "moved_bytes",
-        "ordinals",
-        "records",
-        "region",
-        "sources",
-        "streams",
-        "tier",
-    )
 
     def __init__(self, engine: Owner, key: int, tier: str, nbytes: int, region: str) -> None:
         super().__init__(nbytes, State.DEVICE)  # nbytes: of the storage, and after the move of the moved bytes
@@ -217,6 +189,7 @@ class Entry(Loadable):
         # The compute streams on which it was stashed. Autograd uses and frees the tensor there; the stream that is
         # current when the storage moves may be another one.
         self.streams: tuple[int, ...] = ()
+        self.has_floats = False
         self.is_argument = False
         self.ordinals: tuple[int, ...] = ()
         self.sources: Sequence[torch.Tensor] = ()
@@ -280,14 +253,6 @@ class Entry(Loadable):
         """Whether only the records here refer to the storage, so that moving it frees its memory."""
         held = [alias for record in self.records if (alias := record.alias) is not None]  # kept during the count
         return bool(held) and torch._C._storage_Use_Count(self.key) <= len(held) + self.engine.bare_references
-
-    def has_floats(self) -> bool:
-        """Whether the storage holds floating-point or complex numbers, rather than integers or flags."""
-        for record in self.records:
-            alias = record.alias
-            if alias is not None and (alias.dtype.is_floating_point or alias.dtype.is_complex):
-                return True
-        return False
 
     def part(self, start: int, *, as_is: bool) -> Moving | None:
         """Returns the bytes that the records cover, for byte `start` of an entry on; None if the views are empty.

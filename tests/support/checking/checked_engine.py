@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -41,9 +42,9 @@ class CheckedEngine(Engine):
         super().go_on()
         self.backend.raise_hazards()
 
-    def stash(self, tensor: torch.Tensor, *, tier: str = "auto", region: str = "") -> Handle:
+    def stash(self, tensor: torch.Tensor, **how: Any) -> Handle:
         self.backend.produced(tensor)
-        handle = super().stash(tensor, tier=tier, region=region)
+        handle = super().stash(tensor, **how)
         self.backend.raise_hazards()
         return handle
 
