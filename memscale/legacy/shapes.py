@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from memscale.legacy.decision import Verdict
 Shapes = tuple[tuple[int, ...], ...]
 
 MOST_PLANS = 8  # plans for one model
-_HALVINGS = 3  # how often a rounded-up length is halved towards the batch's if the model refuses it
 
 
 def shapes_of(batch: Any) -> Shapes:
@@ -39,28 +38,16 @@ def _are_alike(one: Shapes, other: Shapes) -> bool:
     return list(map(len, one)) == list(map(len, other))
 
 
-def widened(shapes: Shapes, former: Shapes, refused: Sequence[Shapes] = ()) -> list[Shapes]:
-    """Returns the shapes to try a plan for, largest first and `shapes` last: lengths that vary are rounded up.
+def rounded_up(shapes: Shapes, former: Shapes) -> Shapes:
+    """Returns `shapes` with the lengths that differ from those of an earlier batch rounded up to a power of two.
 
-    Lengths are rounded up to a power of two, or to less, because a model may have a maximal number of positions.
-
-    >>> widened(((8, 70),), ((8, 60),)), widened(((8, 90),), ((8, 60),), [((8, 128),), ((8, 99),)])
-    ([((8, 128),), ((8, 99),), ((8, 84),), ((8, 77),), ((8, 70),)], [((8, 94),), ((8, 90),)])
-
-    Args:
-        shapes: the shapes of the present batch.
-        former: the shapes of an earlier batch; a length that differs there varies.
-        refused: shapes with which the model failed; larger ones are not tried.
+    >>> rounded_up(((8, 70),), ((8, 60),))
+    ((8, 128),)
     """
-
-    def between(one: Shapes, other: Shapes, length: Callable[[int, int], int]) -> Shapes:
-        return tuple(tuple(map(length, *pair)) for pair in zip(one, other, strict=True))
-
-    found = [between(shapes, former, lambda now, before: now if now == before else 1 << (now - 1).bit_length())]
-    for _ in range(_HALVINGS):
-        found.append(between(found[-1], shapes, lambda high, low: (high + low) // 2))
-    tried = [each for each in dict.fromkeys(found) if not any(covers(each, wide) for wide in refused)]
-    return [*(each for each in tried if each != shapes), shapes]
+    return tuple(
+        tuple(now if now == before else 1 << (now - 1).bit_length() for now, before in zip(*pair, strict=True))
+        for pair in zip(shapes, former, strict=True)
+    )
 
 
 @dataclass
@@ -109,9 +96,10 @@ class PlansByShapes:
             self.known[shapes] = verdict
 
     def to_try(self, shapes: Shapes) -> list[Shapes]:
-        """Returns the shapes to make a plan for, so that it also serves batches that come later."""
-        alike = next((each for each in self.known if _are_alike(each, shapes)), None)
-        return [shapes] if alike is None else widened(shapes, alike, self.refused)
+        """Returns the shapes to make a plan for: lengths that vary rounded up, unless the model refused them."""
+        alike = next((each for each in self.known if _are_alike(each, shapes)), shapes)
+        wide = rounded_up(shapes, alike)
+        return [shapes] if wide == shapes or wide in self.refused else [wide, shapes]
 
     def _covers(self, shapes: Shapes) -> bool:
         return self.present is not None and covers(self.present, shapes)
