@@ -20,10 +20,10 @@ from _truth import WARM_STEPS, described, median_seconds, release
 
 import memscale as ms
 from memscale.benchmarks.columns import plans
-from memscale.benchmarks.subjects import Subject, chosen
+from memscale.benchmarks.subjects import TableSubject, chosen
 
 
-def trained(subject: Subject, simulated: dict[str, Any], steps: int) -> dict[str, Any]:
+def trained(subject: TableSubject, simulated: dict[str, Any], steps: int) -> dict[str, Any]:
     """What steps take that are as one cell of the table says."""
     release("cuda")
     held_bytes = torch.cuda.memory_allocated()

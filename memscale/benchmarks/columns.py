@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Plan, Transform, compose
-from memscale.benchmarks.subjects import Subject
+from memscale.benchmarks.subjects import TableSubject
 from memscale.optimizers import offload_states, quantize_states, step_in_backward, step_in_groups
 from memscale.planning import repeated_blocks
 from memscale.transforms import checkpoint, offload, tile
@@ -78,7 +78,7 @@ COLUMNS: Mapping[str, Column] = {
 }
 
 
-def plans(model: nn.Module, subject: Subject) -> dict[str, Plan]:
+def plans(model: nn.Module, subject: TableSubject) -> dict[str, Plan]:
     """Returns the plans for `model`, by name."""
     blocks = repeated_blocks(model)
     freed, below, small = step_in_backward(), offload_states(), quantize_states()

@@ -15,7 +15,7 @@ _CARD = "rtx 3090"
 
 
 @dataclass(frozen=True)
-class Subject:
+class TableSubject:
     """A training step that is simulated.
 
     Attributes:
@@ -133,18 +133,18 @@ _BY_SIZE = ("fastest", "smallest")
 
 def _published(
     title: str, make: Callable[[], nn.Module], batch: int, length: int, head: str, figure: float, plain: float | None
-) -> Subject:
+) -> TableSubject:
     inner, others = ("mlp", ()) if head == "lm_head" else (None, ("bert.embeddings", "cls.predictions.transform"))
     plain_bytes = None if plain is None else _gigabytes(plain)
-    return Subject(title, make, batch, length, head, _CARD, inner, others, _gigabytes(figure), plain_bytes)
+    return TableSubject(title, make, batch, length, head, _CARD, inner, others, _gigabytes(figure), plain_bytes)
 
 
-def _today(title: str, make: Callable[[], nn.Module], batch: int, device: str, *columns: str) -> Subject:
+def _today(title: str, make: Callable[[], nn.Module], batch: int, device: str, *columns: str) -> TableSubject:
     title = f"{title} {batch}×2048"
-    return Subject(title, make, batch, 2048, "lm_head", device, "mlp", columns=columns or _BY_SIZE)
+    return TableSubject(title, make, batch, 2048, "lm_head", device, "mlp", columns=columns or _BY_SIZE)
 
 
-SUBJECTS: tuple[Subject, ...] = (
+SUBJECTS: tuple[TableSubject, ...] = (
     _published("BERT-Base 16×128", _bert(768, 12, 12), 16, 128, _DECODER, 0.84, 3.14),
     _published("BERT-Large 16×128", _bert(1024, 24, 16), 16, 128, _DECODER, 2.02, 7.60),
     _published("GPT-2 Medium 4×512", _gpt2(1024, 24, 16), 4, 512, "lm_head", 2.61, 10.87),
@@ -158,7 +158,7 @@ SUBJECTS: tuple[Subject, ...] = (
 )
 
 
-def chosen(names: str | None, device: str | None) -> tuple[Subject, ...]:
+def chosen(names: str | None, device: str | None) -> tuple[TableSubject, ...]:
     """The subjects whose title begins as one of `names` does, which are separated by commas, on `device` if given.
 
     Raises:

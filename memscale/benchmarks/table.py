@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memscale.benchmarks.columns import COLUMNS, Column, plans
-from memscale.benchmarks.subjects import Subject
+from memscale.benchmarks.subjects import TableSubject
 from memscale.core import format_bytes, format_seconds
 from memscale.hardware import Hardware
 from memscale.simulation import MemoryProfiler, Profile
@@ -21,7 +21,7 @@ DETERMINISTIC = ("peak_bytes", "reserved_bytes", "step_seconds", "over_plain", "
 Say = Callable[[str], None]
 
 
-def row(subject: Subject, say: Say) -> dict[str, Any]:
+def row(subject: TableSubject, say: Say) -> dict[str, Any]:
     """Returns the figures of `subject` as written and in each column, as JSON data."""
     began = time.perf_counter()
     hardware = Hardware.named(subject.device)
@@ -46,7 +46,7 @@ def row(subject: Subject, say: Say) -> dict[str, Any]:
 
 
 def _in_column(
-    subject: Subject, column: Column, hardware: Hardware, first: Profile, plain: Profile, say: Say
+    subject: TableSubject, column: Column, hardware: Hardware, first: Profile, plain: Profile, say: Say
 ) -> dict[str, Any]:
     limit = hardware.usable_bytes
     if column.share is not None and subject.published_bytes is not None:
@@ -79,7 +79,7 @@ def _in_column(
     }
 
 
-def _simulated(subject: Subject, dtype: torch.dtype, plan: Any, say: Say, name: str = "as it is") -> Profile:
+def _simulated(subject: TableSubject, dtype: torch.dtype, plan: Any, say: Say, name: str = "as it is") -> Profile:
     say(f"{subject.title}: {name}, {_name(dtype)}")
     with torch.device("meta"):
         model = subject.make().to(dtype)

@@ -22,7 +22,7 @@ import memscale as ms
 from memscale.cli.options import SIZE, File, OptionRule, Options, at_least, count
 from memscale.cli.subject import offline
 from memscale.cli.terminal import Progress, progress, show, simulations
-from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
+from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, TrainingRun, gpt2, read_text, train
 from memscale.core import (
     ConfigError,
     RuntimeUnavailable,
@@ -183,7 +183,7 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(was, warn_only=warned)
 
 
-def _table(baseline: Run, planned: Run, evidence: Evidence) -> Table:
+def _table(baseline: TrainingRun, planned: TrainingRun, evidence: Evidence) -> Table:
     table = Table(title="One training, twice", title_justify="left", title_style="bold")
     table.add_column("")
     for name in ("as written", "planned", ""):

@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class TrainingRun:
     """The results of one job.
 
     Args:
@@ -174,7 +174,7 @@ class Training:
         # Before the step, so that its measured memory starts without the previous gradients.
         self._optimizer.zero_grad(set_to_none=True)
 
-    def result(self) -> Run:
+    def result(self) -> TrainingRun:
         """Returns the results of the job, after its last step."""
         assert self._trace is not None
         digests = {
@@ -184,12 +184,12 @@ class Training:
             "optimizer state": _digest(optree.tree_leaves(self._optimizer.state_dict()["state"])),
             "random state": _digest(self._random_states),
         }
-        return Run(self._losses, statistics.median(self._seconds[1:]), self._trace, digests)
+        return TrainingRun(self._losses, statistics.median(self._seconds[1:]), self._trace, digests)
 
 
 def train(
     job: Job, text: torch.Tensor, changes: Sequence[Callable[[nn.Module], nn.Module]], on_step: Callable[[], None]
-) -> list[Run]:
+) -> list[TrainingRun]:
     """Trains one model for each of `changes`, alternating between them, and returns the results of each.
 
     Args:

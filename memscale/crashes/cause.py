@@ -17,7 +17,7 @@ from torch import nn
 
 from memscale.core import ConfigError, Loss, format_bytes
 from memscale.crashes.explanation import Explanation, Holder
-from memscale.crashes.snapshot import FAILURE, Frame, Moment, check_snapshot, moment_of, read_snapshot
+from memscale.crashes.snapshot import FAILURE, Frame, MemoryState, check_snapshot, moment_of, read_snapshot
 from memscale.hardware import Hardware
 from memscale.planning import Budget, OOMPrediction, OOMPredictor
 
@@ -210,7 +210,7 @@ def _of_message(text: str, lines: Sequence[Frame]) -> Explanation:
     )
 
 
-def _holders(moment: Moment) -> tuple[Holder, ...]:
+def _holders(moment: MemoryState) -> tuple[Holder, ...]:
     found: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for block in moment.blocks:
         # Memory without a stack although history was recorded: autograd's threads run no Python.
@@ -262,7 +262,7 @@ def _is_python(frame: Frame) -> bool:
     return frame.file.endswith(".py")
 
 
-def _gaps(moment: Moment) -> Iterable[int]:
+def _gaps(moment: MemoryState) -> Iterable[int]:
     """Yields the sizes of the free gaps in the segments, in bytes."""
     blocks = sorted((block.address, block.nbytes) for block in moment.blocks)
     for begin, nbytes in moment.segments.items():

@@ -34,7 +34,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Block:
+class UsedBlock:
     """A block of a segment that is in use.
 
     Attributes:
@@ -50,7 +50,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryState:
     """The memory of one device when an allocation failed; if none failed, when the snapshot was taken.
 
     Attributes:
@@ -67,7 +67,7 @@ class Moment:
     device_free_bytes: int | None
     stack: tuple[Frame, ...]
     segments: Mapping[int, int]
-    blocks: tuple[Block, ...]
+    blocks: tuple[UsedBlock, ...]
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -122,7 +122,7 @@ def check_snapshot(found: Any) -> dict[str, Any]:
     return found
 
 
-def moment_of(snapshot: Mapping[str, Any], device: int | None = None) -> Moment:
+def moment_of(snapshot: Mapping[str, Any], device: int | None = None) -> MemoryState:
     """Returns the memory of a device at the last failed allocation in `snapshot`.
 
     Args:
@@ -136,7 +136,7 @@ def moment_of(snapshot: Mapping[str, Any], device: int | None = None) -> Moment:
         return _moment_of(snapshot, device)
 
 
-def _moment_of(snapshot: Mapping[str, Any], device: int | None) -> Moment:
+def _moment_of(snapshot: Mapping[str, Any], device: int | None) -> MemoryState:
     traces, of_device = snapshot["device_traces"], [int(segment["device"]) for segment in snapshot["segments"]]
     if device is None:
         failed = [index for index, trace in enumerate(traces) if any(event["action"] == "oom" for event in trace)]
@@ -163,14 +163,14 @@ def _moment_of(snapshot: Mapping[str, Any], device: int | None) -> Moment:
             segments.pop(_address(event), None)
         elif event["action"] in ("segment_free", "segment_unmap"):
             segments[_address(event)] = int(event["size"])
-    return Moment(
+    return MemoryState(
         device,
         None if failure is None else int(failure["size"]),
         None if failure is None else int(failure["device_free"]),
         () if failure is None else _stack(failure),
         segments,
         tuple(
-            Block(address, nbytes, stack or _stack(known.get(address, {})), address in known)
+            UsedBlock(address, nbytes, stack or _stack(known.get(address, {})), address in known)
             for address, (nbytes, stack) in blocks.items()
         ),
     )

@@ -1,4 +1,4 @@
-"""`Comparison`: measures a planned step, compares it with the prediction, and passes the figures to the history."""
+"""`StepComparison`: measures a planned step, compares it with the prediction, and passes the figures to the history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OFF = 0.05  # the largest relative error of a prediction without a warning
 _LEAST_BYTES = 1 << 20  # and the largest absolute one; smaller errors are the allocator's granularity
 
 
-class Comparison:
+class StepComparison:
     """Compares once, after the first step that begins with optimizer states, which is the second.
 
     Args:

@@ -18,7 +18,7 @@ from memscale.config import Config
 from memscale.core import TransformError, format_bytes, wrapped
 from memscale.hardware import Hardware
 from memscale.history import keep_measured
-from memscale.legacy.comparison import Comparison
+from memscale.legacy.comparison import StepComparison
 from memscale.legacy.decision import Terms, Verdict, decide, hardware_of
 from memscale.legacy.headline import headline, planned_text
 from memscale.legacy.hooks import idle, is_a_step_of_its_own, leave, listen
@@ -104,7 +104,7 @@ class Executor:
         self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._optimizing = Optimizing(self.config, optimizer)
         self._headline: str | None = None  # the last line that was printed
-        self._comparison: Comparison | None = None
+        self._comparison: StepComparison | None = None
         self._server: Server | None = None
         self._lock = threading.RLock()  # held while a plan is made and installed
         self._planning_thread: int | None = None  # the id of the thread that plans, whose own calls ask for no plan
@@ -442,4 +442,4 @@ class Executor:
             self._plans.take(verdict, shapes)
         run, path = verdict.run, self._terms.history
         keep = None if run is None or path is None else partial(keep_measured, run, path)
-        self._comparison = Comparison(self.model, verdict, self.config, keep)
+        self._comparison = StepComparison(self.model, verdict, self.config, keep)

@@ -14,7 +14,7 @@ from memscale.core import ConfigError, by_name, format_bytes
 from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, check_whole, copied, in_turn
-from memscale.optimizers.separability import Moment
+from memscale.optimizers.separability import MomentState
 from memscale.optimizers.transformed import OptimizerTransform
 
 _LEAST = 4096  # states of fewer numbers stay in full: the saving would not be worth the rounding
@@ -207,7 +207,7 @@ class _Quantized(StepPart):
 
     # --------------------------------------------------------------------------------------- quantizing and restoring
 
-    def _moments(self, parameter: torch.Tensor) -> dict[str, Moment]:
+    def _moments(self, parameter: torch.Tensor) -> dict[str, MomentState]:
         """Returns the states of `parameter` that are moments, by name."""
         return {
             moment.name: moment
@@ -253,7 +253,7 @@ class _Quantized(StepPart):
             name: numbers.get(name, value) for name, value in states.items() if not name.endswith(_LARGEST)
         }
 
-    def _numbers(self, codes: torch.Tensor, largest: torch.Tensor, moment: Moment) -> torch.Tensor:
+    def _numbers(self, codes: torch.Tensor, largest: torch.Tensor, moment: MomentState) -> torch.Tensor:
         return restored(codes, largest, self.how.block, moment.dtype, signed=moment.signed)
 
 

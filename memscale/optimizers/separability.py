@@ -27,7 +27,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class MomentState:
     """A state that sums up gradients: it has its parameter's shape, and stays zero while gradients are zero.
 
     Attributes:
@@ -58,7 +58,7 @@ class Separability:
     """
 
     full: frozenset[tuple[int, str]]
-    moments: frozenset[Moment]
+    moments: frozenset[MomentState]
     elementwise: bool
     composed: frozenset[str]
 
@@ -308,7 +308,7 @@ class _Trial:
             self._run(self.groups)
         return list(map(_bytes, parameters)) != before
 
-    def moments(self, still: _Trial) -> frozenset[Moment]:
+    def moments(self, still: _Trial) -> frozenset[MomentState]:
         """Returns the states that are zero in `still`, the same trial with gradients of zero."""
         found: dict[tuple[int, torch.dtype, str], list[tuple[torch.dtype, bool, bool]]] = {}
         for parameter, other in zip(self._parameters(), still._parameters(), strict=True):
@@ -319,7 +319,7 @@ class _Trial:
                     kind = parameter.dim(), parameter.dtype, key
                     found.setdefault(kind, []).append((value.dtype, bool((value < 0).any()), stays))
         return frozenset(
-            Moment(dims, of, name, each[0][0], any(negative for _, negative, _ in each))
+            MomentState(dims, of, name, each[0][0], any(negative for _, negative, _ in each))
             for (dims, of, name), each in found.items()
             if dims and all(stays and dtype == each[0][0] for dtype, _, stays in each)
         )

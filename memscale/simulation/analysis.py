@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from memscale.core import format_bytes, format_unlike
 from memscale.hardware import Hardware, has_rate
-from memscale.simulation.allocator.caching import TRIM, TRIM_IF_GROWN, Replay, replay
+from memscale.simulation.allocator.caching import TRIM, TRIM_IF_GROWN, Replayed, replay
 from memscale.simulation.allocator.settings import AllocatorSettings
 from memscale.simulation.results import Holding, Moment, Profile
 from memscale.simulation.schedule.schedule import Schedule, prefetch_depth
@@ -103,7 +103,7 @@ def memory(
 
 def _advice(
     events: Sequence[tuple[int, int]],
-    found: Replay,
+    found: Replayed,
     settings: AllocatorSettings,
     streams: Mapping[int, int],
     capacity_bytes: int,

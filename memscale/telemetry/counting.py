@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from memscale.telemetry.consent import State, consent, folder, is_off
-from memscale.telemetry.facts import Call
+from memscale.telemetry.facts import VerbCall
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -40,7 +40,7 @@ def counted(call: str) -> Callable[[_F], _F]:
         def call_of(*args: Any, **kwargs: Any) -> Any:
             if is_off() or getattr(_within, "call", False):
                 return verb(*args, **kwargs)
-            _within.call, this = True, Call(call, args, kwargs)
+            _within.call, this = True, VerbCall(call, args, kwargs)
             try:
                 this.result = verb(*args, **kwargs)
                 return this.result

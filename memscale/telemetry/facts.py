@@ -1,4 +1,4 @@
-"""`Call`: the facts about a call that are counted, all from closed lists, read from its arguments and its result."""
+"""`VerbCall`: the facts about a call that are counted, all from closed lists, read from its arguments and result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ERRORS = {
 
 
 @dataclass
-class Call:
+class VerbCall:
     """A call of a verb: its arguments and, when it has ended, its result or error."""
 
     verb: str
@@ -57,7 +57,7 @@ def _executor_in(result: Any) -> Any:
     return getattr(model, "__dict__", {}).get("_memscale_executor")
 
 
-def _plan_of(call: Call) -> Any:
+def _plan_of(call: VerbCall) -> Any:
     """Returns the plan that a call made or was given."""
     if (executor := _executor_in(call.result)) is not None:
         return executor.plan
@@ -65,19 +65,19 @@ def _plan_of(call: Call) -> Any:
     return call.result if hasattr(call.result, "evidence") else given
 
 
-def _techniques(call: Call) -> list[str]:
+def _techniques(call: VerbCall) -> list[str]:
     plan = _plan_of(call)
     transforms = plan.values() if isinstance(plan, Mapping) else (rule.transform for rule in plan)
     names = {part.spelling for each in transforms for part in getattr(each, "transforms", (each,))}
     return [name for name in counters.DIMENSIONS["technique"].buckets if name in names]
 
 
-def _mode(call: Call) -> str:
+def _mode(call: VerbCall) -> str:
     config = call.kwargs.get("config") or next(each for each in call.args if type(each).__name__ == "Config")
     return str(config.mode.value)
 
 
-def _pressure(call: Call) -> str:
+def _pressure(call: VerbCall) -> str:
     """Returns the bucket of the untransformed step's bytes over the allowed bytes."""
     result, executor = call.result, _executor_in(call.result)
     if (evidence := getattr(result, "evidence", None)) is not None:
@@ -90,7 +90,7 @@ def _pressure(call: Call) -> str:
     return counters.bucket("pressure", share)
 
 
-def _outcome(call: Call) -> str:
+def _outcome(call: VerbCall) -> str:
     if call.error is not None:
         return next((name for kind, name in _ERRORS.items() if isinstance(call.error, kind)), "other_error")
     executor = _executor_in(call.result)
@@ -155,7 +155,7 @@ def _scans(block: nn.Module) -> bool:
     return any(isinstance(each, nn.Conv1d) and each.groups == each.in_channels > 1 for each in block.modules())
 
 
-_TELLERS: dict[str, Callable[[Call], str | list[str]]] = {
+_TELLERS: dict[str, Callable[[VerbCall], str | list[str]]] = {
     "params": lambda call: counters.bucket("params", _size(call.model)),
     "architecture": lambda call: architecture_of(call.model),
     "technique": _techniques,

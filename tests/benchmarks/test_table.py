@@ -9,10 +9,10 @@ import torch
 from memscale.benchmarks import __main__ as command
 from memscale.benchmarks import subjects
 from memscale.benchmarks.columns import COLUMNS, plans
-from memscale.benchmarks.subjects import SUBJECTS, Subject, chosen
+from memscale.benchmarks.subjects import SUBJECTS, TableSubject, chosen
 from memscale.benchmarks.table import changes
 
-SMALL = Subject(
+SMALL = TableSubject(
     "Tiny 4×32", subjects._gpt2(64, 2, 2), 4, 32, "lm_head", "rtx 3090", "mlp", (), 60_000_000, 200_000_000, ("exact",)
 )
 

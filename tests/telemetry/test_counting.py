@@ -26,7 +26,7 @@ from memscale.hardware import card_names
 from memscale.telemetry import State, Weeks, consent, counted, counting, give_consent
 from memscale.telemetry.consent import _REFUSALS as REFUSALS
 from memscale.telemetry.counters import CALLS, COMMANDS, DIMENSIONS, MOST, SCHEMA, counters
-from memscale.telemetry.facts import Call
+from memscale.telemetry.facts import VerbCall
 
 ROOT = Path(ms.__file__).parent
 SCHEMA_OF_A_REPORT = json.loads((ROOT.parent / "docs" / "telemetry-schema.json").read_text(encoding="utf-8"))
@@ -481,7 +481,7 @@ def test_nothing_of_the_users_is_ever_in_a_line(data):
     error = data.draw(st.sampled_from([None, ValueError(SECRET), ms.BudgetError(SECRET)]))
     listed = {f"{name}:{bucket}" for name, each in DIMENSIONS.items() for bucket in each.buckets}
     result = data.draw(st.sampled_from([None, model, SECRET, ms.Plan({SECRET: ms.checkpoint()})]))
-    assert set(Call(call, args, kwargs, result, error).facts()) <= listed
+    assert set(VerbCall(call, args, kwargs, result, error).facts()) <= listed
 
 
 def test_what_is_not_listed_is_in_no_report(place):

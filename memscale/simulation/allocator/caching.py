@@ -15,7 +15,7 @@ from memscale.core import ConfigError, internals
 from memscale.simulation.allocator.block_pool import ADDRESS_BITS, Block, Pool, round_up
 from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES, MIN_LARGE_BYTES, AllocatorSettings
 
-__all__ = ["TRIM", "TRIM_IF_GROWN", "AllocatorSettings", "Replay", "replay"]
+__all__ = ["TRIM", "TRIM_IF_GROWN", "AllocatorSettings", "Replayed", "replay"]
 
 _MIB = 1 << 20
 _SMALL_BYTES = 1 * _MIB  # kSmallSize: up to here a request goes to the small pool
@@ -34,7 +34,7 @@ TRIM_IF_GROWN = (-1, -2)
 
 
 @dataclass(frozen=True)
-class Replay:
+class Replayed:
     """The result of `replay`: peak and final bytes, fragmentation, retries and the size of each block.
 
     Args:
@@ -72,7 +72,7 @@ def replay(
     capacity_bytes: int | None = None,
     streams: Mapping[int, int] = _ONE_STREAM,
     torch_version: tuple[int, int] = internals.TORCH_VERSION,
-) -> Replay:
+) -> Replayed:
     """Returns the bytes that PyTorch's caching allocator would hand out and reserve for ``events``.
 
     A 1 KiB and a 3 MiB tensor come from two segments, of 2 and of 20 MiB:
@@ -135,7 +135,7 @@ def replay(
                     f"event {index} frees block {name}, which is not live; begin with the blocks that lived before"
                 )
             allocator.free(live.pop(name))
-    return Replay(
+    return Replayed(
         allocated_peak_bytes=allocator.allocated_peak,
         reserved_peak_bytes=reserved_peak,
         allocated_end_bytes=allocator.allocated,

@@ -25,7 +25,7 @@ class NewTensor:
 
 
 @dataclass(frozen=True)
-class Argument:
+class SharedArgument:
     """A result that is the operator's tensor argument at `index`, or shares its storage if `run` says so."""
 
     index: int
@@ -33,7 +33,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class ResultLayout:
-    """The layout of an operator's result: a tree of `NewTensor`, `Argument`, lists, tuples and plain values."""
+    """The layout of an operator's result: a tree of `NewTensor`, `SharedArgument`, lists, tuples and plain values."""
 
     outputs: Any
     storage_bytes: tuple[int, ...]
@@ -54,7 +54,7 @@ def _build(
         case NewTensor():
             storage = storages[output.storage]
             return fakes.tensor(storage, output.dtype, output.shape, output.stride, output.offset)
-        case Argument():
+        case SharedArgument():
             return arguments[output.index]
         case list() | tuple():
             return type(output)([_build(part, fakes, storages, arguments) for part in output])
@@ -78,7 +78,7 @@ def _describe(output: Any, arguments: Sequence[torch.Tensor], storages: dict[int
         return output
     for index, argument in enumerate(arguments):
         if output is argument:
-            return Argument(index)
+            return SharedArgument(index)
     if output.layout != torch.strided:
         raise NotImplementedError(f"results of layout {output.layout} cannot be simulated, as of sparse gradients")
     storage = output.untyped_storage()

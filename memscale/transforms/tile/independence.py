@@ -19,7 +19,7 @@ from memscale.core import TransformError, pytrees
 from memscale.regions import Captures, is_unrecorded
 from memscale.transforms.tile.cutting import Cut, Joined
 from memscale.transforms.tile.numbers import arguments_of, spelled
-from memscale.transforms.tile.row_rules import Call, Rows, draws, is_known, rule_of
+from memscale.transforms.tile.row_rules import RowCall, RowDim, draws, is_known, rule_of
 from memscale.transforms.tile.rowwise import RowwiseWatch, names
 
 #: Each of the two runs needs two rows: with one row, a view does not show which dimension of size 1 holds the rows.
@@ -76,10 +76,10 @@ class IndependenceWatch(RowwiseWatch):
         super().__init__(captures, whole, rows, what)
         self.calls: list[str] = []
         self._count = next(tensor.shape[dim] for tensor, dim in rows.items())
-        self._places: dict[object, Rows] = {}
+        self._places: dict[object, RowDim] = {}
         self._alive: list[torch.UntypedStorage] = []  # kept, because a new storage could get the same address
         for tensor, dim in rows.items():
-            self._note(tensor, Rows(dim))
+            self._note(tensor, RowDim(dim))
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_unrecorded():
@@ -96,7 +96,7 @@ class IndependenceWatch(RowwiseWatch):
             # which then differ.
             at = result.shape.index(self._count) if func in _FILLED and result.shape.count(self._count) == 1 else None
             if at is not None and (func is not _EXPANDED or result.stride(at) == 0):
-                filled = Rows(at)
+                filled = RowDim(at)
                 self._note(result, filled)
                 self.calls.append(f"{spelled(func, given)} {_rows_and_sizes(result, filled)}")
                 return result
@@ -113,7 +113,7 @@ class IndependenceWatch(RowwiseWatch):
         result = super().on_call(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags and before is not None:
             self._note(given["self"], before)  # the same tensor, with another shape
-        found = rule(Call(given, result, self._count, self._rows))
+        found = rule(RowCall(given, result, self._count, self._rows))
         if found is None:
             raise self._unproven(func)
         self.calls.append(spelled(func, given))
@@ -138,7 +138,7 @@ class IndependenceWatch(RowwiseWatch):
         for number, tensor in enumerate(pytrees.flatten(outputs)[0]):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if number not in dims or self._rows(tensor) != Rows(dims[number]):
+            if number not in dims or self._rows(tensor) != RowDim(dims[number]):
                 raise TransformError(
                     f"{self._what}: an output of shape {list(tensor.shape)} is not known to be made of the rows"
                 )
@@ -152,11 +152,11 @@ class IndependenceWatch(RowwiseWatch):
     def _unproven(self, func: Any) -> TransformError:
         return TransformError(f"{self._what}: {func} is not known to compute each row by itself")
 
-    def _note(self, tensor: torch.Tensor, place: Rows) -> None:
+    def _note(self, tensor: torch.Tensor, place: RowDim) -> None:
         self._places[_identity(tensor)] = place
         self._alive.append(tensor.untyped_storage())
 
-    def _rows(self, tensor: Any) -> Rows | None:
+    def _rows(self, tensor: Any) -> RowDim | None:
         return self._places.get(_identity(tensor)) if isinstance(tensor, torch.Tensor) else None
 
 
@@ -203,7 +203,7 @@ def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cu
     return result
 
 
-def _rows_and_sizes(tensor: torch.Tensor, place: Rows) -> str:
+def _rows_and_sizes(tensor: torch.Tensor, place: RowDim) -> str:
     """Returns as text the place of the rows in `tensor` and the sizes of the other dimensions."""
     return f"{place} {[size for dim, size in enumerate(tensor.shape) if dim != place.dim]}"
 

@@ -13,31 +13,31 @@ from memscale.core import pytrees
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowDim:
     """The place of the rows in a tensor: along `dim`, repeated `over` times, each row `each` entries long."""
 
     dim: int
     each: int = 1
     over: int = 1
 
-    def at(self, dim: int) -> Rows:
+    def at(self, dim: int) -> RowDim:
         """Returns the same place in another dimension."""
-        return Rows(dim, self.each, self.over)
+        return RowDim(dim, self.each, self.over)
 
 
 @dataclass(frozen=True)
-class Call:
+class RowCall:
     """A call of an operator: arguments by name, result, number of rows, and the dimension of the rows."""
 
     given: dict[str, Any]
     result: Any
     count: int
-    rows: Callable[[Any], Rows | None]
+    rows: Callable[[Any], RowDim | None]
 
     def tensors(self) -> list[torch.Tensor]:
         return pytrees.tensors(list(self.given.values()))
 
-    def only(self, name: str) -> tuple[torch.Tensor, Rows] | None:
+    def only(self, name: str) -> tuple[torch.Tensor, RowDim] | None:
         """Returns the named argument and the place of its rows, or None if another argument has rows too."""
         tensor = self.given.get(name)
         if not isinstance(tensor, torch.Tensor) or (rows := self.rows(tensor)) is None:
@@ -53,20 +53,20 @@ class Call:
 
 #: Returns the place of the rows in the results of a call, or None if unknown. A tuple has one entry per result; None
 #: in it means a result without rows, which only backward uses.
-Rule = Callable[[Call], "Rows | tuple[Rows | None, ...] | None"]
+Rule = Callable[[RowCall], "RowDim | tuple[RowDim | None, ...] | None"]
 
 
-def _of_one(rule: Callable[[Call, torch.Tensor, Rows], Rows | None]) -> Rule:
+def _of_one(rule: Callable[[RowCall, torch.Tensor, RowDim], RowDim | None]) -> Rule:
     """Makes a rule for operators of which only the first argument may have rows."""
 
-    def of_one(call: Call) -> Rows | None:
+    def of_one(call: RowCall) -> RowDim | None:
         found = call.only("self")
         return None if found is None else rule(call, *found)
 
     return of_one
 
 
-def _elementwise(call: Call) -> Rows | None:
+def _elementwise(call: RowCall) -> RowDim | None:
     ndim = max(tensor.dim() for tensor in call.tensors())
     places = {rows.at(rows.dim - each.dim()) for each in call.tensors() if (rows := call.rows(each))}
     found = places.pop()
@@ -80,26 +80,26 @@ def _elementwise(call: Call) -> Rows | None:
     return found.at(ndim + behind)
 
 
-def _as_before(call: Call) -> Rows | None:
+def _as_before(call: RowCall) -> RowDim | None:
     found = call.only("self")
     return found and found[1]
 
 
 @_of_one
-def _viewed(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
+def _viewed(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
     before, outer = math.prod(tensor.shape[: rows.dim]) * rows.over, 1
     for dim, size in enumerate(call.result.shape):
         if outer * size > before:  # this dimension holds the rows
             over = before // outer
             if before % outer or size % (over * call.count):
                 return None
-            return Rows(dim, size // (over * call.count), over)
+            return RowDim(dim, size // (over * call.count), over)
         outer *= size
     return None
 
 
 @_of_one
-def _permuted(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
+def _permuted(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
     order = list(range(tensor.dim()))
     if "dims" in call.given:
         order = [dim % tensor.dim() for dim in call.given["dims"]]
@@ -110,24 +110,24 @@ def _permuted(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
 
 
 @_of_one
-def _unsqueezed(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
+def _unsqueezed(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
     return rows.at(rows.dim + (call.given["dim"] % (tensor.dim() + 1) <= rows.dim))
 
 
-def _expanded(call: Call) -> Rows | None:
+def _expanded(call: RowCall) -> RowDim | None:
     found = call.only("self")
     return found and found[1].at(found[1].dim + len(call.given["size"]) - found[0].dim())
 
 
 @_of_one
-def _without(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
+def _without(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
     """The rule of operators that remove one dimension: `select` and `unbind`."""
     dim = call.given.get("dim", 0) % tensor.dim()
     return None if dim == rows.dim else rows.at(rows.dim - (dim < rows.dim))
 
 
 @_of_one
-def _squeezed(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
+def _squeezed(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
     named = call.dims(tensor)
     gone = [dim for dim in named or range(tensor.dim()) if tensor.shape[dim] == 1]
     return rows.at(rows.dim - sum(dim < rows.dim for dim in gone))
@@ -137,7 +137,7 @@ def _along(name: str = "dim") -> Rule:
     """Makes a rule for operators that work along the dimensions in the argument `name` only."""
 
     @_of_one
-    def rule(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
+    def rule(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
         dims = call.dims(tensor, name)
         return rows if dims and rows.dim not in dims else None
 
@@ -145,14 +145,14 @@ def _along(name: str = "dim") -> Rule:
 
 
 @_of_one
-def _reduced(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
+def _reduced(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
     dims = call.dims(tensor)
     if not dims or rows.dim in dims:
         return None
     return rows if call.given.get("keepdim") else rows.at(rows.dim - sum(dim < rows.dim for dim in dims))
 
 
-def _joined(call: Call) -> Rows | None:
+def _joined(call: RowCall) -> RowDim | None:
     tensors = call.given["tensors"]
     places = {call.rows(tensor) for tensor in tensors}
     rows = places.pop()
@@ -161,7 +161,7 @@ def _joined(call: Call) -> Rows | None:
     return None if call.given.get("dim", 0) % tensors[0].dim() == rows.dim else rows
 
 
-def _stacked(call: Call) -> Rows | None:
+def _stacked(call: RowCall) -> RowDim | None:
     tensors = call.given["tensors"]
     places = {call.rows(tensor) for tensor in tensors}
     rows = places.pop()
@@ -173,14 +173,14 @@ def _stacked(call: Call) -> Rows | None:
 def _first(*names: str) -> Rule:
     """Makes a rule for operators with the rows in the first dimension of the first argument present in `names`."""
 
-    def rule(call: Call) -> Rows | None:
+    def rule(call: RowCall) -> RowDim | None:
         found = call.only(next(name for name in names if name in call.given))
         return found[1] if found and found[1].dim == 0 else None
 
     return rule
 
 
-def _batched(call: Call) -> Rows | None:
+def _batched(call: RowCall) -> RowDim | None:
     """The rule of batched products: the rows are the batch of all operands, or the second dimension of one operand."""
     if (found := call.only("self")) and "batch1" not in call.given:
         return found[1] if found[1].dim == 1 else None
@@ -189,7 +189,7 @@ def _batched(call: Call) -> Rows | None:
     return rows if rows is not None and rows.dim == 0 else None
 
 
-def _normalized(call: Call) -> Rows | None:
+def _normalized(call: RowCall) -> RowDim | None:
     found = call.only("input")
     if found is None:
         return None
@@ -197,17 +197,17 @@ def _normalized(call: Call) -> Rows | None:
     return rows if rows.dim < tensor.dim() - len(call.given["normalized_shape"]) else None
 
 
-def _projected(call: Call) -> Rows | None:
+def _projected(call: RowCall) -> RowDim | None:
     found = call.only("input")
     return found[1] if found and found[1].dim < found[0].dim() - 1 else None
 
 
-def _looked_up(call: Call) -> Rows | None:
+def _looked_up(call: RowCall) -> RowDim | None:
     found = call.only("indices")
     return found and found[1]
 
 
-def _attention(call: Call) -> Rows | None:
+def _attention(call: RowCall) -> RowDim | None:
     if call.given.get("dropout_p"):
         return None
     rows = call.rows(call.given["query"])
@@ -218,19 +218,19 @@ def _attention(call: Call) -> Rows | None:
     return rows if shared or call.rows(mask) == rows else None
 
 
-def _lower(call: Call) -> Rows | None:
+def _lower(call: RowCall) -> RowDim | None:
     found = call.only("self")
     return found[1] if found and found[1].dim < found[0].dim() - 2 else None
 
 
 @_of_one
-def _padded(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
+def _padded(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
     padded = call.given["pad"] if "pad" in call.given else call.given["padding"]  # starts with the last dimension
     at = 2 * (tensor.dim() - 1 - rows.dim)
     return None if any(padded[at : at + 2]) else rows
 
 
-def _repeated(call: Call) -> Rows | None:
+def _repeated(call: RowCall) -> RowDim | None:
     found = call.only("self")
     if found is None:
         return None
@@ -239,33 +239,33 @@ def _repeated(call: Call) -> Rows | None:
     return rows if times[rows.dim] == 1 else None
 
 
-def _gathered(call: Call) -> Rows | None:
+def _gathered(call: RowCall) -> RowDim | None:
     tensor, index = call.given["self"], call.given["index"]
     rows = call.rows(tensor)
     return None if rows is None or rows != call.rows(index) or rows.dim == call.given["dim"] % tensor.dim() else rows
 
 
-def _recurrent_on_cpu(call: Call) -> tuple[Rows | None, ...] | None:
+def _recurrent_on_cpu(call: RowCall) -> tuple[RowDim | None, ...] | None:
     """The rule of `mkldnn_rnn_layer`: one layer, always time first."""
     states = [call.rows(call.given[name]) for name in ("hx_", "cx_")]
-    if call.rows(call.given["input"]) != Rows(1) or states != [Rows(0)] * 2 or call.given["batch_sizes"]:
+    if call.rows(call.given["input"]) != RowDim(1) or states != [RowDim(0)] * 2 or call.given["batch_sizes"]:
         return None
-    return Rows(1), Rows(0), Rows(0), None
+    return RowDim(1), RowDim(0), RowDim(0), None
 
 
-def _normalized_by_buffers(call: Call) -> tuple[Rows | None, ...] | None:
+def _normalized_by_buffers(call: RowCall) -> tuple[RowDim | None, ...] | None:
     """The rule of BatchNorm, whose statistics are buffers in evaluation, and those of all rows in training."""
     found = None if call.given["training"] else call.only("input")
     return (found[1], None, None) if found and found[1].dim != 1 else None  # dimension 1 holds the channels
 
 
-def _recurrent_on_card(call: Call) -> tuple[Rows | None, ...] | None:
+def _recurrent_on_card(call: RowCall) -> tuple[RowDim | None, ...] | None:
     """The rule of `_cudnn_rnn`: all layers; the results after the states are for backward."""
-    given, place = call.given, Rows(0 if call.given["batch_first"] else 1)
+    given, place = call.given, RowDim(0 if call.given["batch_first"] else 1)
     states = [call.rows(given[name]) for name in ("hx", "cx") if given.get(name) is not None]
-    if call.rows(given["input"]) != place or any(each != Rows(1) for each in states) or given["batch_sizes"]:
+    if call.rows(given["input"]) != place or any(each != RowDim(1) for each in states) or given["batch_sizes"]:
         return None
-    return None if given["train"] and given["dropout"] else (place, Rows(1), Rows(1) if len(states) > 1 else None)
+    return None if given["train"] and given["dropout"] else (place, RowDim(1), RowDim(1) if len(states) > 1 else None)
 
 
 _RULES: dict[str, Rule] = {

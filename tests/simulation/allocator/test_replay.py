@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memscale.core.errors import ConfigError
-from memscale.simulation.allocator.caching import TRIM, TRIM_IF_GROWN, AllocatorSettings, Replay, _Allocator, replay
+from memscale.simulation.allocator.caching import TRIM, TRIM_IF_GROWN, AllocatorSettings, Replayed, _Allocator, replay
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -311,7 +311,7 @@ def test_a_trim_if_grown_waits_for_segments_of_large_blocks(more, left):
 
 def test_what_remains_at_the_end():
     result = replay(stream(3 * MIB, 1000, ~0))
-    assert result == Replay(
+    assert result == Replayed(
         allocated_peak_bytes=3 * MIB + 1024,
         reserved_peak_bytes=22 * MIB,
         allocated_end_bytes=1024,
@@ -320,7 +320,7 @@ def test_what_remains_at_the_end():
         segments=2,
         out_of_memory_at=None,
     )
-    assert replay([]) == Replay(0, 0, 0, 0, 0, 0, None)
+    assert replay([]) == Replayed(0, 0, 0, 0, 0, 0, None)
 
 
 def test_an_empty_tensor_has_no_block():

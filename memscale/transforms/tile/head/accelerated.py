@@ -17,7 +17,7 @@ import torch
 
 from memscale.core import compute_capability, device_type
 from memscale.transforms.tile.head import late
-from memscale.transforms.tile.head.class_blocks import ByBlocks, Rows, put_product
+from memscale.transforms.tile.head.class_blocks import ByBlocks, LossRows, put_product
 from memscale.transforms.tile.head.loss import Loss
 
 
@@ -34,14 +34,14 @@ def takes(loss: Loss, hidden: torch.Tensor) -> bool:
 class ByClasses(ByBlocks):
     """Computes forward and backward by blocks of classes."""
 
-    def values(self, rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
+    def values(self, rows: LossRows, hidden: torch.Tensor) -> torch.Tensor:
         return _loss(rows, hidden)
 
-    def gradients(self, rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+    def gradients(self, rows: LossRows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         return _gradients(rows, hidden)
 
 
-def _loss(rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
+def _loss(rows: LossRows, hidden: torch.Tensor) -> torch.Tensor:
     """Returns the loss of every row, and fills in its logsumexp."""
     blocks = list(rows.blocks())
     largest, total = rows.logsumexp.new_empty((2, len(blocks), len(hidden)))
@@ -65,7 +65,7 @@ def _loss(rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _gradients(rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+def _gradients(rows: LossRows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
     """Returns the gradient of the hidden states, and the gradients of weight and bias by the id of the tensor."""
     weight, bias, sign = rows.weight, rows.bias, _sign(rows, hidden)
     hidden_grad: torch.Tensor | None = None
@@ -89,7 +89,7 @@ def _gradients(rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, d
     return hidden_grad, {id(weight): weight_grad, **({} if bias_grad is None else {id(bias): bias_grad})}
 
 
-def _fill(rows: Rows, hidden: torch.Tensor, weight_grad: torch.Tensor, *, add: bool) -> None:
+def _fill(rows: LossRows, hidden: torch.Tensor, weight_grad: torch.Tensor, *, add: bool) -> None:
     """Writes the gradient of the weight to `weight_grad`, or adds it."""
     signed = hidden * _sign(rows, hidden)[:, None]
     for classes, logits in _gradients_of_logits(rows, hidden):
@@ -97,7 +97,7 @@ def _fill(rows: Rows, hidden: torch.Tensor, weight_grad: torch.Tensor, *, add: b
         del logits
 
 
-def _gradients_of_logits(rows: Rows, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+def _gradients_of_logits(rows: LossRows, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yields blocks of classes with the gradient of their logits, without the sign of each row's factor."""
     share = (rows.own * rows.scale).abs()
     shift = (rows.logsumexp - share.log())[:, None]
@@ -113,5 +113,5 @@ def _gradients_of_logits(rows: Rows, hidden: torch.Tensor) -> Iterator[tuple[sli
         del logits  # otherwise it would live at the same time as the next block
 
 
-def _sign(rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
+def _sign(rows: LossRows, hidden: torch.Tensor) -> torch.Tensor:
     return (rows.own * rows.scale).sign().to(hidden.dtype)

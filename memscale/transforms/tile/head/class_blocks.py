@@ -70,7 +70,7 @@ class ByBlocks(LossAlgorithm):
         logsumexp = torch.empty(len(hidden), dtype=accumulator(dtype), device=hidden.device)
         divides = self.early and self.reduction == "mean"
         scale = 1 / loss.denominator(target).to(logsumexp.dtype) if divides else logsumexp.new_ones(())
-        rows = Rows(loss, target, logsumexp, scale)
+        rows = LossRows(loss, target, logsumexp, scale)
         values = torch.where(rows.kept, self.values(rows, hidden), 0)
         if self.reduction != "none":
             values = values.sum() / loss.denominator(target) if self.reduction == "mean" else values.sum()
@@ -83,12 +83,12 @@ class ByBlocks(LossAlgorithm):
         scale = grad.to(logsumexp.dtype)
         if self.reduction == "mean":
             scale = scale / self.loss.denominator(target)
-        rows = Rows(self.loss, target, logsumexp, scale)
+        rows = LossRows(self.loss, target, logsumexp, scale)
         if self.hidden_grad is None:
             return self.gradients(rows, hidden)
         return scaled(self.hidden_grad, grad, last=last), _gradients_of_linear(rows, hidden)
 
-    def values(self, rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
+    def values(self, rows: LossRows, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the loss of every row, and fills in its logsumexp."""
         values = torch.empty_like(rows.logsumexp)
         if self.early and hidden.requires_grad:
@@ -97,7 +97,7 @@ class ByBlocks(LossAlgorithm):
             _forward_piece(rows, hidden, slice(start, start + length), values, self.hidden_grad)
         return values
 
-    def gradients(self, rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+    def gradients(self, rows: LossRows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """Returns the gradient of the hidden states, and the gradients of weight and bias by the id of the tensor."""
         hidden_grad = torch.empty_like(hidden) if hidden.requires_grad else None
         if hidden_grad is not None:
@@ -107,7 +107,7 @@ class ByBlocks(LossAlgorithm):
 
 
 def _forward_piece(
-    rows: Rows, hidden: torch.Tensor, piece: slice, values: torch.Tensor, hidden_grad: torch.Tensor | None
+    rows: LossRows, hidden: torch.Tensor, piece: slice, values: torch.Tensor, hidden_grad: torch.Tensor | None
 ) -> None:
     """Fills in logsumexp, loss and, if wanted, the gradient of the hidden states for a piece of the rows."""
     logits = rows.projection.product(hidden[piece])
@@ -118,14 +118,14 @@ def _forward_piece(
         torch.mm(logits, rows.weight, out=hidden_grad[piece])
 
 
-def _backward_piece(rows: Rows, hidden: torch.Tensor, piece: slice, hidden_grad: torch.Tensor) -> None:
+def _backward_piece(rows: LossRows, hidden: torch.Tensor, piece: slice, hidden_grad: torch.Tensor) -> None:
     """Fills in the gradient of the hidden states for a piece of the rows."""
     logits = rows.projection.product(hidden[piece])
     _turn_into_gradient(rows, logits, piece.start, ALL)
     torch.mm(logits, rows.weight, out=hidden_grad[piece])
 
 
-def _gradients_of_linear(rows: Rows, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
+def _gradients_of_linear(rows: LossRows, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
     """Returns the gradients of weight and bias by the id of the tensor."""
     weight, bias = rows.weight, rows.bias
     if rows.late and rows.bias_gradient() is None:
@@ -136,7 +136,7 @@ def _gradients_of_linear(rows: Rows, hidden: torch.Tensor) -> dict[int, torch.Te
 
 
 def _fill(
-    rows: Rows, hidden: torch.Tensor, bias_grad: torch.Tensor | None, weight_grad: torch.Tensor, *, add: bool
+    rows: LossRows, hidden: torch.Tensor, bias_grad: torch.Tensor | None, weight_grad: torch.Tensor, *, add: bool
 ) -> None:
     """Writes the gradient of the weight, or adds it, and writes the gradient of the bias."""
     for classes in rows.blocks():
@@ -170,7 +170,7 @@ def _parts(logits: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + length, len(logits))) for start in range(0, len(logits), length)]
 
 
-class Rows:
+class LossRows:
     """The terms of each row's loss ``total * logsumexp(z) - sum(q * z)``, where `total` is the sum of the row's `q`.
 
     `q` is the class weight times the target distribution: ``1 - label_smoothing`` at the target (`own`, shape [rows]),
@@ -265,7 +265,7 @@ class Rows:
         logits.copy_(torch.autograd.grad(z, leaf, exps)[0])
 
 
-def _turn_into_gradient(rows: Rows, logits: torch.Tensor, first_row: int, classes: slice) -> None:
+def _turn_into_gradient(rows: LossRows, logits: torch.Tensor, first_row: int, classes: slice) -> None:
     """Overwrites the logits of some classes, for the rows from `first_row` on, by their gradient."""
     for part in _parts(logits):
         rows.turn_into_gradient(logits[part], slice(first_row + part.start, first_row + part.stop), classes)
