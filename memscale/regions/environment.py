@@ -53,12 +53,12 @@ class Environment:
         self._host_positions = randomness.host_positions(here)
         takes_host = host_random or len(self._host_positions) < 4  # a generator whose memory has another layout
         self._host: tuple[Any, Any] | None = randomness.host_state() if takes_host else None
-        self._kinds = {"cpu", *(device.type for device in devices if device.type != "meta")} if devices else _CPU
-        if here is not None:
-            self._kinds = {*self._kinds, here.device_type}
-        elif devices and "cuda" in self._kinds:
+        self._kinds = (
+            _kinds(frozenset(devices), None if here is None else here.device_type) if devices or here else _CPU
+        )
+        if here is None and devices and "cuda" in self._kinds:
             _settle_attention()
-        self._flags = _FLAGS_ON_CPU if self._kinds is _CPU else _FLAGS
+        self._flags = _FLAGS_ON_CPU if self._kinds == _CPU else _FLAGS
         self._settings = _settings(self._kinds)
         self._modes = modes()
         self._parametrizations = dict(parametrize._cache) if parametrize._cache_enabled else None
@@ -230,7 +230,14 @@ _FLAGS = [
 ]
 # Without three flags that take longest to read, and that no kernel on the CPU depends on.
 _FLAGS_ON_CPU = [flag for flag in _FLAGS if not flag[0].startswith("fp32_precision of cuda")]
-_CPU = {"cpu"}
+_CPU = ("cpu",)
+
+
+@functools.lru_cache(maxsize=64)
+def _kinds(devices: frozenset[torch.device], of_simulation: str | None) -> tuple[str, ...]:
+    """Returns the types of devices whose autocast settings a region on `devices` depends on."""
+    kinds = {"cpu", *(device.type for device in devices if device.type != "meta")}
+    return tuple(sorted(kinds if of_simulation is None else {*kinds, of_simulation}))
 
 
 @found_once
@@ -245,30 +252,26 @@ def _settle_attention() -> None:
 
 
 @functools.cache
-def _readers(kind: str) -> list[Callable[[], Any]]:
-    return [partial(torch.is_autocast_enabled, kind), partial(torch.get_autocast_dtype, kind)]
-
-
-_READ, _READ_ON_CPU = (
-    [*(read for _, read, _ in flags), torch.is_autocast_cache_enabled] for flags in (_FLAGS, _FLAGS_ON_CPU)
-)
-_READ_ON_CPU += _readers("cpu")
+def _readers(kinds: tuple[str, ...]) -> list[Callable[[], Any]]:
+    flags = _FLAGS_ON_CPU if kinds == _CPU else _FLAGS
+    autocast = [partial(read, kind) for kind in kinds for read in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
+    return [*(read for _, read, _ in flags), torch.is_autocast_cache_enabled, *autocast]
 
 
 def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
     """Returns the devices of `tensors` that have random generators of their own, the CPU excluded."""
     found = set(map(_device, tensors))
     found.discard(_ON_CPU)
-    return {device for device in found if device.type != "cpu"} if found else found
+    return found
 
 
 _device = operator.attrgetter("device")
 _ON_CPU = torch.device("cpu")
 
 
-def _settings(kinds: set[str]) -> list[Any]:
+def _settings(kinds: tuple[str, ...]) -> list[Any]:
     """Returns the backend flags, then the autocast settings. Written for speed: it dominates the cost of a snapshot."""
-    readers = _READ_ON_CPU if kinds is _CPU else [*_READ, *(read for kind in kinds for read in _readers(kind))]
+    readers = _readers(kinds)
     try:
         return list(map(call, readers))
     except RuntimeError:  # PyTorch refuses to read some flags after TF32 was set by its old and its new names

@@ -8,7 +8,7 @@ import operator
 import pickle
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,13 @@ from memscale.regions.class_cache import cached_by_class
 from memscale.regions.unrecorded import unrecorded
 
 
-def generators(devices: Iterable[torch.device], here: Any) -> list[Any]:
+def generators(devices: Collection[torch.device], here: Any) -> list[Any]:
     """Returns the generators of the CPU and of `devices`, PyTorch's generator for the CPU first.
 
     Here and below, `here` is the simulation of this thread, from `simulated()`; it has generators of its own.
     """
     found: list[Any] = [torch.default_generator if here is None else here.randomness.torch]
-    for device in sorted(devices, key=str) if devices else ():
+    for device in sorted(devices, key=str) if len(devices) > 1 else devices:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             found.append(torch.cuda.default_generators[index])

@@ -26,9 +26,13 @@ class Streams:
     Attributes:
         are_seen: whether streams are tracked, which requires an initialized CUDA.
         are_several: whether one device has more than one of these streams.
+        index: the first of `devices`, by its index; -2 without one.
+        handle: the current stream of that device at the beginning.
+        current: maps the index of a device to the handle of its current stream. Calls of `see` may be left out for
+            tensors on device `index`, while its current stream is `handle`.
     """
 
-    __slots__ = ("_begun", "_known", "are_seen", "are_several")
+    current = _current
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._known: dict[tuple[int, int], torch.cuda.Stream] | None = None
@@ -40,6 +44,7 @@ class Streams:
                 if device.type == "cuda":
                     self._add(device.index, _current(device.index))
         self._begun = list((self._known or {}).values())
+        self.index, self.handle = next(iter(self._known or ()), (-2, 0))
 
     def see(self, tensor: torch.Tensor) -> None:
         """Adds the current stream of the device of `tensor`, which an operator is using."""

@@ -182,8 +182,11 @@ class _Frame:
             seen.append(_saved(tensor))
         except RuntimeError:
             seen.append(_saved_nested(tensor))
-        if self.streams.are_seen:
-            self.streams.see(tensor)
+        streams = self.streams
+        if streams.are_seen and not (
+            tensor.get_device() == streams.index and streams.current(streams.index) == streams.handle
+        ):
+            streams.see(tensor)
         if self.recorder is not None:
             self.recorder.mark()
         return placeholder
@@ -422,8 +425,11 @@ class _Rerun:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         index = self.count
         self.count = index + 1
-        if self.streams.are_seen:
-            self.streams.see(tensor)
+        streams = self.streams
+        if streams.are_seen and not (
+            tensor.get_device() == streams.index and streams.current(streams.index) == streams.handle
+        ):
+            streams.see(tensor)
         if index <= self.last:
             try:
                 now: _Seen = _saved(tensor)
