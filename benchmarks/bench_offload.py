@@ -5,6 +5,7 @@ On a CPU, where what moves goes to disk:
     gpt2    a training step of a GPT-2: memory, time, bits
 On a CUDA device:
     link    copies of the backend against plain pinned ones
+    small   the host's time for saved tensors of 16 bytes to 512 KiB, against save_on_cpu; on `tests/ghost` too
 On both, on blocks of Llama 8B's shape (on a CPU, smaller ones):
     blocks  compose(offload(), checkpoint()) against checkpoint(), and against save_on_cpu around PyTorch's checkpoint
     params  offload(what="params") on a stack three times as large as the device's share, against the link's bound
@@ -37,11 +38,15 @@ from _llama import LLAMA_8B, Shape, build
 from _offload_blocks import MOVED, measure_blocks
 from _offload_host import PLAIN, THEIRS, measure_gpt2, overhead_microseconds
 from _offload_params import measure_params
+from _offload_small import OURS as SMALL
+from _offload_small import THEIRS as PINNED
+from _offload_small import measure_small
 
 TARGETS: dict[str, tuple[Literal[">=", "<="], float]] = {
     "hook microseconds": ("<=", 5.0),
     "gpt2 RSS growth of plain": ("<=", 0.5),
     "link of plain": (">=", 0.90),
+    "small of save_on_cpu": ("<=", 1.0),
     "blocks step of checkpoint": ("<=", 1.02),
     "blocks inputs freed": (">=", 0.95),
     "blocks inputs moved": (">=", 0.95),
@@ -136,6 +141,18 @@ def link(options: argparse.Namespace, scale: Scale) -> list[Any]:
     return rates
 
 
+def small(options: argparse.Namespace, scale: Scale) -> list[Any]:
+    rows = measure_small(options.device, options.rounds)
+    beyond = {(row.block, row.contender): row.beyond_plain for row in rows}
+    for block in dict.fromkeys(row.block for row in rows):
+        ours, theirs = beyond[block, SMALL], beyond[block, PINNED]
+        print(
+            f"  a block of {block:6} host beyond plain: {SMALL} {ours:.3f} ms, {PINNED} {theirs:.3f} ms, "
+            f"of that {against('small of save_on_cpu', ours / theirs)}"
+        )
+    return rows
+
+
 def blocks(options: argparse.Namespace, scale: Scale) -> list[Any]:
     layers = layers_that_fit(scale, options.device)
     stack = build(scale.shape, layers, options.device)
@@ -188,10 +205,11 @@ PARTS: dict[str, Callable[[argparse.Namespace, Scale], list[Any]]] = {
     "hooks": hooks,
     "gpt2": gpt2,
     "link": link,
+    "small": small,
     "blocks": blocks,
     "params": params,
 }
-OF_DEVICE = {"cpu": ("hooks", "gpt2", "blocks", "params"), "cuda": ("link", "blocks", "params")}
+OF_DEVICE = {"cpu": ("hooks", "gpt2", "blocks", "params"), "cuda": ("link", "small", "blocks", "params")}
 SLOW = ("gpt2",)
 
 

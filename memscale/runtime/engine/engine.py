@@ -164,8 +164,8 @@ class Engine:
         entry = self._by_storage.get(key)
         is_new = entry is None or not entry.is_live()  # a dead entry belonged to another storage at this address
         if entry is None or is_new:
-            entry = Entry(self, key, tier, nbytes, region)
-            entry.has_floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+            has_floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+            entry = Entry(self, key, tier, nbytes, region, has_floats=has_floats)
         if (stream := self.backend.compute_stream()) not in entry.streams:
             entry.streams += (stream,)
         record = Record(tensor.detach(), version(tensor), entry)

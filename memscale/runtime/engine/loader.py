@@ -25,15 +25,14 @@ class State(enum.Enum):
 class Loadable:
     """Bytes with a place on a tier, now or later, that may be loaded to the device any number of times."""
 
-    __slots__ = ("arrival", "base", "buffer", "like", "nbytes", "state")
+    buffer: Buffer | None = None
+    base: torch.Tensor | None = None  # all the bytes, on the device
+    like: torch.Tensor | None = None  # an empty tensor of the device
+    arrival: Copy | None = None
 
     def __init__(self, nbytes: int, state: State) -> None:
         self.nbytes = nbytes
         self.state = state
-        self.buffer: Buffer | None = None
-        self.base: torch.Tensor | None = None  # all the bytes, on the device
-        self.like: torch.Tensor | None = None  # an empty tensor of the device
-        self.arrival: Copy | None = None
 
     def copies(self) -> tuple[Copy, ...]:
         """Returns the last copy requested in each direction."""

@@ -61,21 +61,6 @@ class Mover(Protocol):
 class HostParameter(Loadable):
     """A parameter whose memory is on a tier below the device."""
 
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "alive",
-        "fetched",
-        "group",
-        "layout",
-        "loaded",
-        "mover",
-        "number",
-        "parameter",
-        "tier",
-        "title",
-    )
-
     def __init__(
         self,
         mover: Mover,
