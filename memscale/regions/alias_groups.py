@@ -23,18 +23,18 @@ class AliasGroup:
     Attributes:
         names: maps each name to the index of its tensor in `tensors`.
         argument: the index of the argument, if an argument is the only name of the group; else `None`.
+        shares_argument: whether an argument is one of several names.
         tensors: the tensors of the group; empty after `let_go`.
         written: whether an operator was seen to write to the group.
         problem: why the group cannot be copied and made again, or `None`.
     """
-
-    __slots__ = ("_copy", "_is_leaf", "_requires_grad", "argument", "names", "problem", "tensors", "written")
 
     def __init__(self, tensors: list[torch.Tensor], names: dict[Name, int]) -> None:
         self.names = names
         self.tensors = tensors
         first = next(iter(names))
         self.argument = first if isinstance(first, int) and len(names) == 1 else None
+        self.shares_argument = len(names) > 1 and any(isinstance(name, int) for name in names)
         self.written = False
         self.problem: str | None = None
         self._requires_grad, self._is_leaf = tensors[0].requires_grad, tensors[0].is_leaf
@@ -77,15 +77,12 @@ class AliasGroup:
         Recorders do not see the clone.
         """
         memory = self.old() if last else self.old().clone()
-        return dict.fromkeys(self.names, self._alone(memory))
-
-    def _alone(self, memory: torch.Tensor) -> torch.Tensor:
-        if not self._requires_grad:
-            return memory
-        if self._is_leaf:
-            return memory.requires_grad_()
-        with torch.enable_grad():
-            return memory.requires_grad_().clone()
+        if self._requires_grad:
+            memory.requires_grad_()
+            if not self._is_leaf:
+                with torch.enable_grad():
+                    memory = memory.clone()
+        return dict.fromkeys(self.names, memory)
 
 
 class _Form(NamedTuple):
@@ -100,8 +97,6 @@ class _Form(NamedTuple):
 
 class _Overlapping(AliasGroup):
     """Several tensors that overlap in memory, and a copy of the bytes that they cover."""
-
-    __slots__ = ("_forms", "_start")
 
     def __init__(self, tensors: list[torch.Tensor], names: dict[Name, int]) -> None:
         super().__init__(tensors, names)
@@ -168,8 +163,6 @@ class AliasGroups:
     Args:
         named: tuples (name, tensor, storage). The caller must keep the storages alive.
     """
-
-    __slots__ = ("_by_storage", "_groups")
 
     def __init__(self, named: Iterable[tuple[Name, torch.Tensor, Any]]) -> None:
         self._by_storage: dict[int, dict[int, tuple[torch.Tensor, list[Name]]]] = {}

@@ -406,7 +406,7 @@ class Snapshot:
             versions(arguments) == self.argument_versions
             and list(map(_requires_grad, arguments)) == self.arguments_trained
             and not any(map(_attributes, arguments))
-            and not (self.kept and any(isinstance(name, int) for group in self.kept for name in group.names))
+            and not (self.kept and any(group.shares_argument for group in self.kept))
         )
 
     def changed_since(self) -> dict[int, str]:
