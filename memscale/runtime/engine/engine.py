@@ -494,6 +494,7 @@ class Engine:
 
     def _forget(self, entry: Entry) -> None:
         self.loader.forget(entry)
+        entry.records = []  # records refer to their entry: without a cycle no garbage collector is needed
         if entry.buffer is not None:
             self._free_buffer(entry)
         were_known = [self._moved.pop(ordinal, None) is not None for ordinal in entry.ordinals]

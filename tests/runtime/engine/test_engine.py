@@ -3,6 +3,7 @@
 import json
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -346,6 +347,21 @@ def test_small_storages_share_a_copy_each_way_and_come_back_as_they_were():
     handles.clear()
     assert engine.backend.finish() == []
     assert (engine._moved, engine._by_storage, engine.stats().live_bytes) == ({}, {}, {"pinned": 0})
+
+
+@pytest.mark.parametrize("ends", ["moved", "stayed"])
+def test_what_is_dropped_is_freed_without_the_garbage_collector(ends, no_collection):
+    engine = together(NBYTES)
+    held = [torch.ones(4), torch.ones(5)]
+    handles = [engine.stash(tensor) for tensor in held]
+    if ends == "moved":
+        held.clear()
+        engine.look_again()
+    entries = [weakref.ref(handle.entry) for handle in handles]
+    records = [weakref.ref(handle.record) for handle in handles]
+    handles.clear()
+    engine.look_again()
+    assert [each() for each in entries + records] == [None] * 4
 
 
 def test_what_is_stashed_leaves_once_the_limit_is_reached():
