@@ -1,7 +1,7 @@
 """`Costs`: the bytes and seconds of each candidate of each part, from a few simulated steps.
 
-Alike parts share their trials: in a row of eighty blocks, twelve blocks try twelve candidates in one simulated step,
-and the bytes that one block held before, during and after its own turn are those that any other block would hold.
+Alike parts share their trials: in a model of eighty blocks, twelve blocks try twelve candidates in one simulated step.
+Any other block would hold the same bytes before, during and after its own turn as the block that tried the candidate.
 
 "Row" is the number of a part, in the order of the step; the last row is the rest of the model outside all parts.
 """
@@ -27,7 +27,7 @@ Bytes = npt.NDArray[np.int64]
 # Passes of a host optimizer over its states in a step: Adam's loop over single tensors, counted by simulation.
 _STATE_PASSES = 8
 
-#: A technique that marks the candidates of groups, in addition to the techniques that such a candidate is made of.
+#: Marks a candidate that changes a group, in addition to the techniques in the candidate.
 GROUPED = frozenset({"group"})
 
 #: The number of the chosen candidate for each part; the last number is for the rest of the model.
@@ -40,12 +40,12 @@ class Effect:
 
     Attributes:
         held_bytes: [interval] the most bytes that the part holds in the interval.
-        slack_bytes: [interval] the sum of the parts' most bytes less the most bytes held at once, at the part's own
-            intervals: parts reach their maxima at different moments of an interval.
+        slack_bytes: [interval] at the part's own intervals: the sum over all parts of `held_bytes`, less the most bytes
+            that all parts hold at one moment. Parts reach their maxima at different moments of an interval.
         forward_seconds, backward_seconds: seconds of the part's operators.
         out_bytes: bytes that are on another tier from the part's forward to its backward.
         waits_seconds: seconds that the device waits for the part's copies.
-        update_seconds: seconds of the host's update of offloaded parameters, less those saved on the device.
+        update_seconds: seconds of the host's update of offloaded parameters, less the device's seconds for that update.
     """
 
     held_bytes: Bytes
@@ -58,7 +58,7 @@ class Effect:
 
     @property
     def moving_seconds(self) -> float:
-        """Returns the seconds in addition to the operators' that moves of bytes take."""
+        """Returns the seconds that moves of bytes take in addition to the seconds of the operators."""
         return self.waits_seconds + self.update_seconds
 
     @property
@@ -80,8 +80,8 @@ class Costs:
         effects: the effects of the candidates, in the same order.
         fixed_seconds: seconds of the optimizer.
         rejected: the candidates that are impossible, with the reasons.
-        together_bytes: [interval] bytes of the temporaries of an update of all parameters at once; PyTorch frees these
-            once some parameters live on another tier (see `stepping.loop_share`). None is zeros.
+        together_bytes: [interval] bytes of the optimizer's temporaries that an update of all parameters at once takes
+            and an update with some parameters on another tier saves (see `stepping.loop_share`). None means zeros.
     """
 
     intervals: tuple[Interval, ...]
@@ -163,7 +163,7 @@ def measured_costs(
             menus.
         simulate: returns the trace of a step with rules, of the model without some parts.
         trials: the trials of earlier calls; new trials are added.
-        most: the most rounds of trial steps; candidates that are left then are rejected.
+        most: the most rounds of trial steps; candidates without a trial after these rounds are rejected.
         loop_share: the share of the update's temporaries that remains where some parameters live on another tier.
     """
     paths = [part.path for part in parts]
@@ -199,7 +199,7 @@ def measured_costs(
 
 
 def costs_of_step(plain: Trace, parts: tuple[Part, ...], chosen: Sequence[Candidate], step: Trace) -> Costs:
-    """Returns the costs of one candidate for each part, as a simulated step with these candidates shows them.
+    """Returns the costs of one candidate for each part, measured in one simulated step with all these candidates.
 
     Args:
         plain: the trace of the step as written, with its update.
@@ -256,7 +256,7 @@ def _effect(
     mine = found.held_bytes[source] + _owed(base, found, source, tried)
     matches = _matches(base.intervals, found.intervals, number, source_number, mine)
     extra = _extra_bytes(base, row, source, number, source_number)
-    if moves:  # bytes that the source holds more as written may be moved away: the difference is at least 0
+    if moves:  # the candidate may move away the bytes that only the source holds as written: subtract nothing
         extra = np.maximum(0, extra)
     # Only small parameters of a streamed part stay on the device, with their states and updates.
     parameters_bytes = int(base.parameters_bytes[row])
@@ -265,13 +265,13 @@ def _effect(
         if interval.phase is Phase.OPTIMIZER:
             # A trial step has no update; parameters on another tier are updated on that tier.
             held[at] = int(stays * base.held_bytes[row, at])
-        elif match is None:  # before its forward and after its backward a part holds the same under any candidate
+        elif match is None:  # before its forward and after its backward a part holds equal bytes under all candidates
             held[at] = int(stays * base.held_bytes[row, at])
         else:
             held[at] = max(0, mine[match] + extra[at])
             if found is not base:
                 held[at] += int(stays * base.states_bytes[row]) - found.states_bytes[source]
-        # Each part has the slack of its own intervals, and the rest of the model has the slack of those outside.
+        # A part has the slack of its own intervals; the rest of the model has the slack of intervals outside all parts.
         matching = interval.outside if number == OUTSIDE else (interval.part == number and not interval.outside)
         if matching and match is not None:
             slack[at] = found.slack_bytes[match]
@@ -294,8 +294,8 @@ def _no_faster(effect: Effect, as_it_is: Effect) -> Effect:
 def _extra_bytes(base: Attribution, row: int, source: int, number: int, source_number: int) -> Bytes:
     """Returns [interval] the bytes of the part in `row` less those of the alike part `source`, both unchanged.
 
-    Alike parts differ a little at their borders, under any candidate: the input of the first block, for example, may be
-    the batch, which does not count to the block.
+    Alike parts differ a little at their borders under any candidate. Example: the input of the first block may be the
+    batch, whose bytes count to the rest of the model.
     """
     if row == source:
         return np.zeros(len(base.intervals), dtype=np.int64)
@@ -311,10 +311,10 @@ def _extra_bytes(base: Attribution, row: int, source: int, number: int, source_n
 def _owed(base: Attribution, found: Attribution, source: int, tried: frozenset[int]) -> Bytes:
     """Returns [interval of `found`] bytes to charge to the source in addition to the bytes that the source holds.
 
-    A tensor that two parts keep (the result of an activation that the next convolution needs as well) counts to the
+    A tensor that two parts keep (such as the result of an activation, an input of the next convolution) counts to the
     part that frees the tensor last. If a candidate makes that part drop the tensor, the tensor counts to the other
-    part. The bytes that move so are charged to the part whose candidate moved them: bytes that the source's candidate
-    makes others hold are added, bytes that the source holds due to others' candidates are subtracted.
+    part. These bytes are charged to the part whose candidate caused the change: bytes that other parts hold due to the
+    source's candidate are added, bytes that the source holds due to other parts' candidates are subtracted.
     """
     owed = np.zeros(len(found.intervals), dtype=np.int64)
     columns = {interval: at for at, interval in enumerate(base.intervals)}
@@ -330,11 +330,11 @@ def _owed(base: Attribution, found: Attribution, source: int, tried: frozenset[i
         if holder in tried:
             more = np.maximum(0, more)  # a holder with a trial holds less due to its own candidate
         if holder == outside:
-            # The gradient of a residual stream is summed in place into the tensor of the block that made one last, and
-            # counts to the rest of the model, where the sum ends: the rest holds no more unless its own bytes rise.
+            # The gradient of a residual stream is summed in place, in the tensor of the last block, and counts to the
+            # rest of the model, which frees the sum: the source is charged at most the rise of the rest's own bytes.
             held = found.held_bytes[outside, in_trial] - found.states_bytes[outside]
             rise = np.maximum(0, held - base.held_bytes[outside, in_base] + base.states_bytes[outside])
-            turn = [_is_turn(found.intervals[at], source) for at in in_trial]  # both are held in the source's turn
+            turn = [_is_turn(found.intervals[at], source) for at in in_trial]  # the source then holds both
             more = np.where(turn, more, np.minimum(more, rise))
         owed[in_trial] += more if maker == source else -more
     return owed
@@ -366,7 +366,7 @@ def _matches(
             by_key = {found[at]: at for at in others}
             nearest = [by_key.get(wanted[at]) for at in rows]
             for place, match in enumerate(nearest):
-                if match is None:  # not in the trial step: the neighbour at which the source holds less
+                if match is None:  # absent from the trial step: the neighbour at which the source holds fewer bytes
                     sides = nearest[:place][::-1], nearest[place:]
                     around = [at for side in sides for at in [each for each in side if each is not None][:1]]
                     match = min(around, key=held.__getitem__, default=others[0])
@@ -376,8 +376,8 @@ def _matches(
         turn = next((place for place, at in enumerate(others) if _is_turn(found[at], source)), 0)
         for place in range(len(rows)):
             distance = place - own
-            # Past the end of the source's intervals: between the turns of forward and backward the kept bytes are those
-            # of the last interval, and before forward and after backward the candidate has no effect.
+            # Beyond the source's intervals: between the part's turns in forward and backward the nearest interval has
+            # the kept bytes; before forward and after backward the candidate has no effect.
             if not -turn <= distance < len(others) - turn:
                 kept = (distance > 0) == (phase is Phase.FORWARD)
                 distance = max(-turn, min(distance, len(others) - 1 - turn)) if kept else 0
@@ -416,7 +416,7 @@ def _with_moves(
     if "offload" in moves and (unmoved := known.get(candidate.unmoved)) is not None:
         out = max(0, int(unmoved.held_bytes[turn] - effect.held_bytes[turn]))
     if "stream" not in moves:
-        # A candidate that moves nothing waits for nothing: waits in its trial are those of other parts.
+        # Only moves cause waits: the waits in the trial of a candidate without moves belong to other parts.
         return replace(effect, out_bytes=out, waits_seconds=effect.waits_seconds if moves else 0.0)
     parameters_bytes, states_bytes = int(base.parameters_bytes[row]), int(base.states_bytes[row])
     # Host traffic in bytes: parameters are read and written, gradients are read, and states are passed several times.

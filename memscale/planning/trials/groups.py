@@ -1,7 +1,7 @@
 """The costs of candidates for groups, as additions to a step in which the members of the group are unchanged.
 
 A group is tried as a part of its own, in a coarser division of the model; disjoint groups are tried in the same steps.
-The bytes that a group holds in its turn are counted in each turn of its members.
+The bytes that a group holds in its own turn count in the turn of each member.
 
 "Fine" intervals are those of `costs`, "coarse" intervals those of the division with groups as parts.
 """
@@ -20,7 +20,7 @@ from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Simulate, Trials
 from memscale.simulation import OUTSIDE, Interval, Phase, Trace, attribute
 
-# Share of the peak with the least keeping candidates: a group is tried if it keeps at least this share even then.
+# A group is tried if it keeps at least this share of the peak while each member has the candidate that keeps least.
 _MATTERS = 1 / 10
 
 
@@ -64,7 +64,7 @@ def with_groups(
                 found.append((part, coarse.candidates[row], _added(costs, coarse, row)))
     found.sort(key=lambda each: each[0].members)
     outside = len(costs.parts)
-    # The rest of the model stays last: its number grows by that of the new groups.
+    # The rest of the model stays the last row: its number grows by the number of new groups.
     moved = {outside: outside + len(found)}
     return replace(
         costs,
@@ -79,7 +79,7 @@ def with_groups(
 
 
 def _matters(costs: Costs, plain: Trace, group: Part) -> bool:
-    """Returns whether a group may lower the peak below that of its members, by at least the share `_MATTERS`."""
+    """Returns whether a group may lower the peak further than its members do, by at least the share `_MATTERS`."""
     least = tuple(_least(costs, row) for row in range(len(costs.effects)))
     held = costs.held_bytes(least)
     updates = [interval.phase is Phase.OPTIMIZER for interval in costs.intervals]
@@ -93,7 +93,7 @@ def _matters(costs: Costs, plain: Trace, group: Part) -> bool:
 
 
 def _least(costs: Costs, row: int) -> int:
-    """Returns the candidate that keeps the fewest bytes for backward, of those that move nothing."""
+    """Returns the candidate that keeps the fewest bytes for backward, among the candidates without moves."""
     still = [at for at, each in enumerate(costs.candidates[row]) if not each.techniques & MOVES]
     return min(still, key=lambda at: int(costs.effects[row][at].held_bytes[costs.turn]))
 
@@ -128,7 +128,7 @@ def _added_bytes(costs: Costs, coarse: Costs, row: int, now: Bytes) -> Bytes:
         turn = columns.get(Interval(phase, row, False))
         if turn is None:
             continue
-        # Behind its last member a group may go on or be done: the larger value of both cases counts.
+        # After its last member a group may still run or be done: the larger bytes of the two cases count.
         columns_at: dict[int, list[int]] = {}
         for at, interval in enumerate(costs.intervals):
             if interval.phase is phase:
@@ -144,8 +144,8 @@ def _added_bytes(costs: Costs, coarse: Costs, row: int, now: Bytes) -> Bytes:
 def shown_bytes(costs: Costs, assignment: Assignment, held: Mapping[Interval, int]) -> Bytes:
     """Returns [interval] the bytes that a simulated step with an assignment held.
 
-    Intervals that the step did not reach have the estimated bytes. The turns of a chosen group's members all have the
-    same addition to the estimate: the difference of the most bytes in these turns.
+    Intervals that the step did not reach have the estimated bytes. In the turns of a chosen group's members the
+    estimate is shifted by one amount: the simulated peak in these turns less the estimated peak.
 
     Args:
         costs: the costs, with the intervals.

@@ -16,7 +16,7 @@ MOVES = frozenset({"offload", "stream"})
 #: By row: the family of the part in this row, and the candidate that the part tries.
 Chosen = dict[int, tuple[object, Candidate]]
 
-# Parts that hold more tensors together than the offload engine leaves on the device at the end of forward.
+# A number of parts that together hold more tensors than the offload engine leaves on the device after forward.
 _TAIL = 2
 _MOVED = Candidate((("", offload()),))
 
@@ -26,21 +26,21 @@ def next_rows(families: Mapping[object, Sequence[int]], waiting: Mapping[object,
 
     Each row tries at most one candidate. Two rules keep the trials independent:
 
-    - A part that offloads is not directly behind a part with a trial. Until its copy is done, the offloaded input
-      counts to the part before, which would seem to keep the bytes that its own candidate frees.
-    - Behind the last part that offloads, further parts offload with a trial that nobody reads. The engine leaves the
+    - The part before an offloading part has no trial. Until the copy is done, the offloaded input counts to the part
+      before, and a trial there would report bytes that its own candidate frees.
+    - After the last offloading part, more parts offload, in trials whose results are discarded. The engine leaves the
       last tensors of forward on the device, since backward needs these tensors first.
 
     Args:
         families: the rows of alike parts by family, in the order of the step.
-        waiting: the candidates that each family has still to try.
+        waiting: the candidates without a trial, by family.
     """
     chosen: Chosen = {}
     for moves in (False, True):
         for family, candidates in waiting.items():
             wanted = [each for each in candidates if _moves(each) is moves]
             free = _free(families[family], chosen, moves)
-            if moves and len(free) > len(wanted):  # leave rows for the parts of `_behind`
+            if moves and len(free) > len(wanted):  # leave rows for `_behind`
                 free = free[: max(len(wanted), len(free) - _TAIL)]
             for row, candidate in zip(_spread(free, len(wanted)), wanted, strict=False):
                 chosen[row] = (family, candidate)
@@ -51,9 +51,9 @@ def next_rows(families: Mapping[object, Sequence[int]], waiting: Mapping[object,
 
 
 def _behind(families: Mapping[object, Sequence[int]], chosen: Chosen) -> Chosen:
-    """Returns the offloads behind the last trial that offloads, with family None: nobody reads their trials.
+    """Returns offloads after the last offloading part; family None means: the result of the trial is discarded.
 
-    Without room behind, the last trials that offload are removed from `chosen`.
+    Without free rows after that part, the last trials that offload are removed from `chosen`.
     """
     parts = sorted(row for family, rows in families.items() if family is not None for row in rows)
     while movers := sorted(row for row, (_, candidate) in chosen.items() if _moves(candidate)):
@@ -69,7 +69,7 @@ def _moves(candidate: Candidate) -> bool:
 
 
 def _free(rows: Sequence[int], chosen: Chosen, moves: bool) -> list[int]:
-    """Returns the rows without a trial; if `moves`, only the rows whose part before has no trial either."""
+    """Returns the rows without a trial; if `moves`, only rows for which the row before is without a trial too."""
     free: list[int] = []
     for row in rows:
         if row not in chosen and not (moves and row - 1 in {*chosen, *free[-1:]}):

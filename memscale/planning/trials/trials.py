@@ -1,7 +1,7 @@
 """`TrialSteps`: simulates steps in which many candidates are tried at once.
 
-In a row of eighty alike blocks, twelve blocks try twelve candidates in one step. "Row" is the number of a part, in the
-order of the step; the row after the last part is the rest of the model. A "family" is a group of alike parts.
+In a model of eighty alike blocks, twelve blocks try twelve candidates in one step. "Row" is the number of a part, in
+the order of the step; the row after the last part is the rest of the model. A "family" is a group of alike parts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _HEAD_CUT = tile(chunks=2)  # the cut of a loss head along dimension 0, in the f
 class TrialSteps:
     """The trial steps of all candidates in `menus`.
 
-    The number of steps is about that of the candidates of the family with the most candidates per part.
+    The number of steps is about the largest number of candidates per part in any family.
 
     Args:
         base: the attribution of the step as written.
@@ -81,15 +81,15 @@ class TrialSteps:
         self._representative: frozenset[int] | None = None  # rows that run in the short stack as in the whole model
 
     def _path(self, row: int) -> str:
-        """Returns the path that candidates in this row are relative to; "" for the rest of the model."""
+        """Returns the path of the part in this row, the root of its candidates' paths; "" for the rest of the model."""
         return self.paths[row] if row < len(self.paths) else ""
 
     def run(self, done: Trials, most: int) -> dict[Candidate, str]:
         """Adds the trial of each candidate to `done`; returns the candidates without a trial, with the reasons.
 
         Args:
-            done: the trials so far; a candidate with a trial is not tried again.
-            most: the largest number of rounds of trial steps; candidates that are left then have no trial.
+            done: the trials so far; only candidates without a trial are tried.
+            most: the largest number of rounds of trial steps; later candidates stay without a trial.
         """
         waiting = {
             family: [each for each in self.menus[rows[0]][1:] if (family, each) not in done]
@@ -104,7 +104,7 @@ class TrialSteps:
         return {**rejected, **left}
 
     def _keep_proven(self, waiting: Mapping[object, list[Candidate]], done: Trials) -> dict[Candidate, str]:
-        """Removes the candidates that cut rows without a proof that rows are independent; returns them with reasons."""
+        """Removes candidates that cut rows without a proof of independent rows; returns these with reasons."""
         unproven: dict[tuple[object, Cutting], str] = {}
         proven = {(family, cut) for family, candidate in done for cut in _cuts(candidate)}
         cuts = {
@@ -146,7 +146,7 @@ class TrialSteps:
             with proven_rows():
                 self.simulate(rules, gone)
         except Exception as error:
-            if gone:  # the model's forward may need the left out blocks: prove in the whole model
+            if gone:  # the model's forward may need the removed blocks: prove in the whole model
                 self._prove(chosen, frozenset(), unproven)
             elif len(chosen) == 1:
                 (key,) = chosen.values()
@@ -178,14 +178,15 @@ class TrialSteps:
     def _found(self, rules: Rules, chosen: Mapping[int, tuple[object, Candidate]]) -> Trace:
         """Returns the trace of the step with `rules`.
 
-        Most of the repeated blocks are left out of the step if no repeated block tries a candidate and none moves
-        bytes, provided that the parts that try candidates are as in the whole model's step.
+        Most of the repeated blocks are left out of the step on three conditions: no repeated block tries a candidate,
+        no candidate moves bytes, and the parts that try candidates have the bytes and seconds of the whole model's
+        step.
         """
         gone = left_out(self.parts, self.families)
         single = {row for rows in self.families.values() if gone.isdisjoint(map(self._path, rows)) for row in rows}
         moves = any(candidate.techniques & MOVES for _, candidate in chosen.values())
         if gone and chosen.keys() <= single and not moves:
-            with contextlib.suppress(Exception):  # the model's forward may need the left out blocks
+            with contextlib.suppress(Exception):  # the model's forward may need the removed blocks
                 if self._representative is None:
                     self._representative = frozenset()
                     found = attribute(self.simulate((), gone), self.paths)
@@ -197,7 +198,7 @@ class TrialSteps:
     def _is_alike(self, found: Attribution, part: int) -> bool:
         """Returns whether a part has the same bytes (at the intervals of `found`) and seconds as in the whole step."""
         base, columns = self.base, {interval: at for at, interval in enumerate(self.base.intervals)}
-        # Trial steps have no update, and so no optimizer states.
+        # A trial step runs without the update, and so without optimizer states.
         held = [base.held_bytes[part, columns[interval]] - base.states_bytes[part] for interval in found.intervals]
         forward_backward = slice(0, 2)
         return (found.held_bytes[part] - found.states_bytes[part]).tolist() == held and np.allclose(

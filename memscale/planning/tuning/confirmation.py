@@ -1,4 +1,4 @@
-"""Confirms a plan by two real steps, where the model is on its device; the model's state is restored afterwards."""
+"""Confirms a plan by two real steps if the model is on the plan's device; the model's state is restored afterwards."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.tuning.tuning import Confirmation
 from memscale.simulation import Target, TrainingStep, profile_of
 
-# Share of the free bytes that a real step may take. The rest is for bytes that the simulation does not count: memory of
-# the process itself, and the copies from which the model's state is restored.
+# Share of the free bytes that a real step may take. The rest is for bytes outside the simulation: memory of the process
+# itself, and the copies from which the model's state is restored.
 _SHARE = 0.8
 
 
 def confirmed(step: TrainingStep, batch: Any, plan: ProvenPlan, hardware: Hardware) -> tuple[Confirmation | None, str]:
     """Returns the measurement of two real steps and ""; or None and the reason why no real step was measured.
 
-    The first step creates the optimizer's states. No step begins for which the free bytes are too few.
+    The first step creates the optimizer's states. Both steps run only if the plan needs at most `_SHARE` of the free
+    bytes.
 
     Args:
         step: the training step, without its batch.
@@ -45,7 +46,7 @@ def confirmed(step: TrainingStep, batch: Any, plan: ProvenPlan, hardware: Hardwa
         real = profile_of(step.on(_real(batch, parameter.device)), plan, Target.of(hardware), config)
     except (MemscaleError, RuntimeError) as error:  # PyTorch's error for too little memory is a RuntimeError
         return None, f"simulated only, since a real step failed: {str(error).splitlines()[0]}"
-    # Category "other" is memory of other parts of the program, which the step does not take.
+    # Category "other" is memory of other parts of the program: subtract it from the step's peak.
     peak_bytes = max(real.first_step_peak_bytes, real.peak_bytes) - real.by_category.get("other", 0)
     return Confirmation(peak_bytes, real.step_seconds or 0.0), ""
 

@@ -34,15 +34,15 @@ class Pace:
 def fastest_size(
     pace: Callable[[int], Pace], known: Mapping[int, Pace], *, most: int
 ) -> tuple[dict[int, Pace], float | None]:
-    """Returns the pace of every simulated size, and the rate that no size between can exceed.
+    """Returns the pace of every simulated size, and an upper bound of the rate of all sizes between the known ones.
 
-    The bound rests on two assumptions: the time that plans add does not fall as sizes grow, and the time of the step
-    without a plan is linear between two known sizes. For a size s between the known sizes a and b::
+    The bound rests on two assumptions: the time that plans add stays equal or rises as sizes grow, and the time of the
+    step without a plan is linear between two known sizes. For a size s between the known sizes a and b::
 
         rate(s) <= count(s) / (plain_seconds(s) + added(a))    # count and plain_seconds on the line from a to b
 
     The search simulates the middle of the gap with the highest bound. A simulated rate above its bound refutes the
-    assumptions; the search then continues without `added`, and None in place of the bound means: no bound is known.
+    assumptions; the search then continues without `added`, and returns None in place of the bound: no bound is known.
 
     >>> step = lambda n: Pace(n, 1 + 0.1 * n, 1 + 0.1 * n + max(0, n - 12) ** 2 / 50)
     >>> found, bound = fastest_size(step, {n: step(n) for n in (1, 8, 64)}, most=12)

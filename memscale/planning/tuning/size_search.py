@@ -1,7 +1,10 @@
 """`SizeSearch`: the search for the best size of a batch.
 
-A size is looked at in three ways, from cheap to dear: the step under another size's plan (one simulation), the step as
-it is (one simulation and an engine), and the step under the fastest plan for that size (a search of its own).
+The search evaluates a size in three ways, from cheap to expensive:
+
+    the step under another size's plan             one simulation
+    the step without a plan                        one simulation and a decision engine
+    the step under the fastest plan for the size   a search for that plan
 """
 
 from __future__ import annotations
@@ -33,10 +36,10 @@ from memscale.simulation import Profile, Target, TrainingStep, analyse, record
 
 # The most sizes to plan for between the smallest and the largest size.
 _MOST_PLANS = 12
-# The most rounds of the search for the largest size; each round but the last has found a plan for a larger size.
+# The most rounds of the search for the largest size; each round before the last finds a plan for a larger size.
 _ROUNDS = 6
-# After ``n + 1`` does not fit, the next multiples of these strides are tried: bytes may fall at such sizes, since some
-# kernels pad their rows to powers of two.
+# If ``n + 1`` is too large, the search tries the next multiples of these strides: a step of such a size may take fewer
+# bytes, since some kernels pad their rows to powers of two.
 _STRIDES = (2, 4, 8, 16, 32, 64)
 
 Count = Callable[[Any], int]
@@ -82,12 +85,12 @@ class SizeSearch:
         self.plain: dict[int, Figures] = {}
         self.counts: dict[int, int] = {}
         self.trials: dict[int, SizeTrial] = {}
-        self.too_large: dict[int, int] = {}  # by size that does not fit: the bytes of the smallest plan found
+        self.too_large: dict[int, int] = {}  # size that does not fit -> bytes of the smallest plan found
         self.notes: dict[str, None] = {}
         self.simulations = 0
         self._fastest_known: set[int] = set()
         self._under: dict[tuple[Plan, int], int] = {}
-        self._others: dict[int, tuple[ProvenPlan, Profile]] = {}  # by size: another size's plan, under which it fits
+        self._others: dict[int, tuple[ProvenPlan, Profile]] = {}  # size -> the plan of another size under which it fits
         self._hardware = own.hardware
         self._batch: tuple[int, Any] | None = None
 
@@ -139,11 +142,11 @@ class SizeSearch:
         )
 
     def _best_so_far(self, end: BaseException) -> int:
-        """Returns the best size that is known to fit, after the search was stopped by `end`.
+        """Returns the best size that is known to fit, after `end` has stopped the search.
 
         Raises:
-            BudgetError: the time is over, and no plan tried for the smallest size fits.
-            KeyboardInterrupt: the search was interrupted before any size was found to fit, or is interrupted again.
+            BudgetError: the time limit has passed, and no plan tried for the smallest size fits.
+            KeyboardInterrupt: the user interrupted the search before any size was found to fit, or interrupts again.
         """
         if self.objective != "throughput" and self._others and max(self._others) > max(self.plans, default=0):
             self._adopted(max(self._others))
@@ -160,7 +163,7 @@ class SizeSearch:
     # -- the size with the highest rate --------------------------------------------------------------------------------
 
     def _fastest(self) -> tuple[int, float | None]:
-        """Returns the size with the highest rate, and the rate that no size exceeds; None if no bound is known."""
+        """Returns the size with the highest rate, and an upper bound of all sizes' rates; None if none is known."""
         self._planned(self.at_least)  # raises if no size fits
         ends = {self.at_least, *self._as_it_is_ends()}
         known = {size: self._pace(size) for size in sorted(ends)}
@@ -183,7 +186,7 @@ class SizeSearch:
         return [] if n is None else sorted(size for size, nbytes in taken.items() if nbytes <= self.limit)
 
     def _beyond(self, known: dict[int, Pace]) -> float:
-        """Returns a bound of the rate at `at_most`: without a plan, by a line through two known sizes."""
+        """Returns an upper bound of the rate at `at_most`: that without a plan, on a line through two known sizes."""
         last = max(known)
         if not any(size != last for size in self.plain):
             self._engine(min(2 * last, self.at_most))
@@ -213,8 +216,8 @@ class SizeSearch:
         """Returns the largest size, from `low` on, whose step fits under some plan.
 
         A round tries the smallest plan of one size on larger sizes, at one simulation each, and finds the largest n
-        that fits under this plan. The planner then searches the smallest plan for ``n + 1``; if that plan fits, the
-        next round tries it on larger sizes.
+        that fits under this plan. The planner then searches for the smallest plan for ``n + 1``. If ``n + 1`` fits
+        under this new plan, the next round tries the new plan on larger sizes.
         """
         plan = self._smallest(low) or self._planned(low)  # `_planned` raises the error with remedies
         for _ in range(_ROUNDS):
@@ -258,7 +261,7 @@ class SizeSearch:
         return plan
 
     def _planned(self, size: int, stopped: BaseException | None = None) -> ProvenPlan:
-        """Returns the fastest plan that fits; if the search was `stopped`, a plan that takes few simulations to find.
+        """Returns the fastest plan that fits; if the search was `stopped`, a plan found with few simulations.
 
         Raises:
             BudgetError: no plan fits.
@@ -290,7 +293,7 @@ class SizeSearch:
         return plan
 
     def _hand_down(self) -> None:
-        """Gives a size the plan of the next larger size if the step is faster under that plan."""
+        """Gives each size the plan of the next larger size if the step fits and is faster under that plan."""
         for larger, size in itertools.pairwise(sorted(self.plans, reverse=True)):
             plan, seconds = self.plans[larger], self.plans[size].evidence.planned.step_seconds
             if plan.evidence.planned.step_seconds < seconds and self._under_bytes(plan, size) <= self.limit:
@@ -300,7 +303,7 @@ class SizeSearch:
                     self._adopted(size)
 
     def _adopted(self, size: int) -> ProvenPlan:
-        """Returns another size's plan, with evidence for `size`: a plan that fits but that the planner did not find."""
+        """Returns another size's plan under which `size` fits, with evidence for `size`."""
         other, profile = self._others[size]
         if size not in self.plain:
             self._engine(size, quiet=True)
@@ -320,7 +323,7 @@ class SizeSearch:
         return plan
 
     def _as_it_is(self, size: int, engine: DecisionEngine) -> None:
-        """Records the step without a plan as the fastest, if that step fits."""
+        """Records the step without a plan as the fastest if the step fits as it is."""
         if engine.plain.taken_bytes <= self.limit:
             self._fits(size, engine.plan(self.limit))
             self._fastest_known.add(size)
@@ -348,7 +351,7 @@ class SizeSearch:
         return self.plain[size].taken_bytes
 
     def _under_bytes(self, plan: ProvenPlan, size: int) -> int:
-        """Returns the bytes of a step under another size's plan; above the limit if the plan does not apply."""
+        """Returns the bytes of a step under another size's plan; more than the limit if the plan cannot be applied."""
         if (nbytes := self.sizes.least_bytes(size)) > self.limit:
             return nbytes
         if (plan, size) not in self._under:
@@ -368,7 +371,7 @@ class SizeSearch:
         return self._under[plan, size]
 
     def _engine(self, size: int, *, quiet: bool = False) -> DecisionEngine:
-        """Returns a new engine for a size, which has simulated the step without a plan."""
+        """Returns a new engine for a size, after the engine has simulated the step without a plan."""
         own = self.own
         batch = self._made(size)
         try:
@@ -382,7 +385,7 @@ class SizeSearch:
             if size == self.at_least:
                 raise
             raise self._fault(size, str(error)) from error
-        self._hardware = engine.hardware  # has nominal rates in place of unknown ones
+        self._hardware = engine.hardware  # with nominal rates in place of unknown rates
         self.simulations += engine.simulations
         self.plain[size] = Figures.of(engine.plain)
         return engine

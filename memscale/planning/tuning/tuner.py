@@ -21,7 +21,7 @@ from memscale.simulation import Parallel, ParallelKind, TrainingStep, hardware_f
 
 _OBJECTIVES = ("throughput", "batch", "sequence")
 _MOST = 2**20  # the default of `at_most`
-# Searches with ever smaller limits, each of whose results took more than the budget in a real step; then tuning fails.
+# The most searches, each with a smaller limit than the one before; tuning fails if every result exceeds the budget.
 _CONFIRMATIONS = 3
 
 
@@ -46,7 +46,7 @@ class AutoTuner:
         model: a module on any device, not transformed; ``meta`` costs no memory.
         optimizer, loss, config, hardware, accumulate, keeps_output: as in `memscale.plan`.
         progress: called before each simulation with its subject, the number of simulations done, and None.
-        parallel, world, shard, tensor: as in `memscale.profile`; a size is that of one process's batch.
+        parallel, world, shard, tensor: as in `memscale.profile`; a size is the size of one process's batch.
 
     Raises:
         ConfigError: an argument is wrong, or contradicts another one; the message names the argument.
@@ -100,7 +100,7 @@ class AutoTuner:
     ) -> Tuning:
         """Returns the best size, and the fastest plan under which a step of this size fits into the budget.
 
-        Interrupted from the keyboard, or after `seconds`, the result is the best size found until then.
+        A search that is stopped, from the keyboard or after `seconds`, returns the best size found until then.
 
         Args:
             batch_fn: returns the batch of a size, on any device; tensors on ``meta`` take no memory. For the objective
@@ -112,8 +112,8 @@ class AutoTuner:
             count: returns the count of a batch for the rate, an int of at least 1. None counts the size, and for
                 ``"sequence"`` the tokens, which are the elements of the batch's first integer tensor.
             confirm: whether to run two real steps under the plan at the end, if the model is on the device. The changes
-                of these steps are undone. If a real step takes more than the budget, the search is repeated with a
-                limit that is smaller by the difference.
+                of these steps are undone. If a real step takes more than the budget, the search repeats with a limit
+                that is smaller by the difference.
             seconds: the time limit of the search; None for no limit.
 
         Raises:

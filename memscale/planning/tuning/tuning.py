@@ -22,7 +22,7 @@ class SizeTrial:
 
     Attributes:
         size: the size of the batch.
-        taken_bytes: device memory that the step takes; if no plan fits, that of the smallest plan found.
+        taken_bytes: device memory that the step takes under the best plan; if no plan fits, under the smallest found.
         fits: whether `taken_bytes` is within the budget.
         step_seconds: the time of the step; 0 if no plan fits.
         per_second: the rate in the unit of the tuning; 0 if no plan fits.
@@ -70,12 +70,12 @@ class Tuning:
         unit: ``"samples"``, ``"tokens"``, or ``"counted"`` if the caller counts.
         budget_bytes: bytes that a step may take.
         trials: the simulated sizes, each with the best plan found for that size.
-        too_large: the smallest size above `size` that was found not to fit; None if none was found.
-        simulations: the number of simulated steps, those of candidates included.
-        confirmation: the measurement of a real step; None if no real step was run, and a note says why.
+        too_large: the smallest size above `size` that is known to exceed the budget; None if no such size was tried.
+        simulations: the number of simulated steps, including steps that try candidates.
+        confirmation: the measurement of a real step; None if no real step ran, for the reason in `notes`.
         notes: the assumptions that the result rests on.
         interrupted: whether the search was stopped from the keyboard.
-        complete: whether the search came to its end; otherwise `size` is the best size found until the search stopped.
+        complete: whether the search reached its end; otherwise `size` is the best size found until the search stopped.
     """
 
     objective: str
