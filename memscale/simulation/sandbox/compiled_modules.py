@@ -1,16 +1,18 @@
 """Runs compiled modules as the graphs that AOTAutograd hands to a compiler, by fused kernels.
 
-PyTorch itself chooses what a graph keeps for backward: `functorch.compile` traces forward and backward together, and
-partitions them as for inductor. `FusedGraph` runs the two graphs.
+PyTorch itself chooses which tensors a graph keeps for backward: `functorch.compile` traces forward and backward
+together, and partitions them as for inductor. `FusedGraph` runs the two graphs.
 
-NOTE: the rules of the buffers of a fused graph, by torch/_inductor (lowering.py, ir.py, scheduler.py) of PyTorch 2.13.
+NOTE: the rules for buffers of a fused graph, by torch/_inductor (lowering.py, ir.py, scheduler.py) of PyTorch 2.13.
 
     operator of a library (product, convolution, attention, sort)   runs as in eager mode
-    view                                                            runs where a library or the caller needs it
+    view                                                            runs where a library or the caller needs the view
     reduction, concatenation                                        a fused kernel makes a buffer
-    element-wise operator                                           a buffer where a library or the caller reads it;
+    element-wise operator                                           a buffer where a library or the caller reads the
+                                                                    result; else a value inside a fused kernel
 
-Neighbouring operators that read a common buffer, or each other, are one kernel. A buffer dies after its last reader.
+Neighbouring operators that read a common buffer, or each other's results, are one kernel. A buffer is freed after its
+last reader.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class CompiledModules:
 
     Attributes:
         followed: the ids of the modules that ran as graphs.
-        reasons: the reasons why modules ran as written instead, each once.
+        reasons: the reasons why other modules ran as written, each once.
     """
 
     def __init__(self, recorder: StepRecorder, programs: dict[Any, Any]) -> None:
@@ -74,7 +76,7 @@ class CompiledModules:
 
     @contextmanager
     def installed(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Patches the modules so that their calls in the body run as graphs."""
+        """Patches the modules to run as graphs in the body."""
         patches: list[tuple[nn.Module, str, Any]] = []
         for module in modules:
             if (compiled := vars(module).get("_compiled_call_impl")) is not None:
@@ -127,21 +129,21 @@ class CompiledModules:
                 _check_compiler(module, compiled)
                 return _Program(module, call, names, leaves, spec)
         except Exception as error:
-            # Any error of the compiler or of the module: the step runs as written.
+            # After any error of the compiler or of the module, the module runs as written.
             return as_text(error)
 
 
 def as_text(error: Exception) -> str:
-    """Returns the class of an error and the first line of its message; of memscale's errors the line alone."""
+    """Returns the class of an error and the first line of its message; for `AsWritten` the line alone."""
     first = next(iter(str(error).splitlines()), "")
     return first if isinstance(error, AsWritten) else f"{type(error).__name__}: {first}"
 
 
 class _Same:
-    """The identity of a module that all its copies by `transform` share, and no other module has.
+    """The key of a module and of all its copies by `transform`; every other module has another key.
 
-    The copies share their dictionaries of buffers. This object keeps the dictionaries alive, so that no other
-    dictionary gets their addresses.
+    Copies share their dictionaries of buffers, whose addresses are part of the key. This object keeps the dictionaries
+    alive, so that their addresses stay unique.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -184,7 +186,7 @@ class _Program:
 
         state = dict(module.named_parameters()) | dict(module.named_buffers())
         passed = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-        # The layouts without the tensors, since the program would keep the tensors alive.
+        # Marks in place of the tensors, which the program would keep alive.
         rest = [_TENSOR if torch.is_tensor(leaf) else leaf for leaf in leaves]
 
         def flat(*given: torch.Tensor) -> tuple[Any, ...]:
@@ -212,7 +214,7 @@ class _Program:
 
 
 def _check_compiler(module: nn.Module, compiled: Any) -> None:
-    """Raises an error where `torch.compile` compiles nothing, or uses another backend than inductor."""
+    """Raises `AsWritten` where `torch.compile` compiles nothing, or uses another backend than inductor."""
     if compiled.get_compiler_config() is None:
         raise AsWritten("another backend than inductor compiles")
     if not isinstance(compiled, nn.Module) and type(module).forward.__module__.startswith("torch.nn."):
@@ -220,7 +222,7 @@ def _check_compiler(module: nn.Module, compiled: Any) -> None:
 
 
 def _runs_fused(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    """Returns the function that runs `graph` by fused kernels, or only makes its results while AOTAutograd traces."""
+    """Returns a function that runs `graph` by fused kernels; while AOTAutograd traces, it only makes the results."""
     made = [_like(node) for node in cast(list[Any], graph.graph.output_node().args[0])]
     run = FusedGraph(graph)
 
@@ -253,7 +255,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _without_hooks() -> Iterator[None]:
-    """Hides saved-tensor hooks while a module is traced, and refuses new ones: the compiler partitions by itself."""
+    """Hides saved-tensor hooks while a module is traced, and refuses new hooks: the compiler chooses what to save."""
     hooks, push = [], internals.autograd._push_saved_tensors_default_hooks
     while (top := internals.autograd._top_saved_tensors_default_hooks(False)) is not None:
         hooks.append(top)
@@ -271,7 +273,7 @@ def _without_hooks() -> Iterator[None]:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Makes tensors on the CPU where a traced module makes them on the card, since its fake tensors are on the CPU."""
+    """Makes tensors on the CPU where a traced module asks for CUDA, since the fake tensors of the trace are there."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs or {}))
@@ -313,9 +315,9 @@ class _Step:
     """A step of a compiled graph: one operator, or one fused kernel.
 
     Attributes:
-        nodes: the nodes that the step computes: one for an operator, those with buffers for a fused kernel.
+        nodes: the nodes that the step computes: one node for an operator, all nodes with buffers for a fused kernel.
         reads: the nodes whose buffers a fused kernel reads; None for an operator or a view.
-        last: the nodes that no later step reads.
+        last: the nodes whose last reader is this step.
     """
 
     nodes: tuple[Node, ...]
@@ -324,7 +326,7 @@ class _Step:
 
 
 class FusedGraph:
-    """Runs `graph`, of operators of ATen, as fused kernels; its argument is a list, which it empties."""
+    """Runs `graph`, made of ATen operators, as fused kernels; a call empties its list of arguments."""
 
     def __init__(self, graph: GraphModule) -> None:
         nodes = list(graph.graph.nodes)
@@ -350,7 +352,7 @@ class FusedGraph:
 
 
 def _fuse(step: _Step, reads: tuple[Node, ...], values: dict[Node, Any]) -> None:
-    """Runs one kernel, which reads buffers and makes those of `step`."""
+    """Runs one fused kernel, which reads the buffers of `reads` and makes the buffers of `step`."""
     for node in step.nodes:
         made = node.meta["val"]
         values[node] = list(map(_buffer, made)) if isinstance(made, (list, tuple)) else _buffer(made)
@@ -370,7 +372,7 @@ def _buffer(like: torch.Tensor) -> torch.Tensor:
 
 
 def _scheduled(nodes: list[Node]) -> list[_Step]:
-    """Returns the nodes of a graph that run, in order."""
+    """Returns the steps that run a graph, in order."""
     kinds = {node: _kind(node) for node in nodes}
     needed = _read_whole(nodes, kinds)
     steps: list[tuple[tuple[Node, ...], tuple[Node, ...] | None, tuple[Node, ...]]] = []
@@ -384,7 +386,7 @@ def _scheduled(nodes: list[Node]) -> list[_Step]:
         if kinds[node] not in ("place", "made"):
             steps.append(((node,), None, tuple(node.all_input_nodes)))
         elif steps and steps[-1][1] is not None and not {*read}.isdisjoint({*steps[-1][0], *steps[-1][1]}):
-            made, before, _ = steps.pop()  # one kernel with its neighbours that read the same buffer, or each other
+            made, before, _ = steps.pop()  # one kernel with neighbours that share a buffer or a result
             reads = tuple(dict.fromkeys((*(before or ()), *(each for each in read if each not in made))))
             steps.append(((*made, node), reads, reads))
         else:
@@ -415,7 +417,7 @@ def _is_of_tensors(value: Any) -> bool:
 
 
 def _read_whole(nodes: list[Node], kinds: dict[Node, str]) -> set[Node]:
-    """Returns the nodes that a library or the caller reads, with the views between, and those with buffers anyway."""
+    """Returns the nodes that run: nodes that make a buffer, nodes that a library or the caller reads, and their views."""
     found: set[Node] = set()
     for node in reversed(nodes):
         if kinds[node] in ("library", "made"):

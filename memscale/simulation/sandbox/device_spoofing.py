@@ -1,9 +1,9 @@
 """Device spoofing: a model's own code sees a CUDA device while one is simulated.
 
 The tensors of a simulated step are on the CPU. Code of users and libraries that reads the device (``x.is_cuda``,
-``x.device``, ``torch.cuda.is_available()``, ``torch.autocast("cuda")``) sees the simulated device, so that it takes the
-device's branch, and tensors that it makes on the device are made in the simulation. PyTorch's code and memscale's see
-the CPU, since the true device decides which kernels run.
+``x.device``, ``torch.cuda.is_available()``, ``torch.autocast("cuda")``) sees the simulated device: such code takes the
+branch for CUDA, and the tensors that it makes on CUDA are made in the simulation. The code of PyTorch and of memscale
+sees the CPU, since the true device decides which kernels run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from memscale.hardware import Hardware
 from memscale.simulation.kernels.cuda_fused import CudaAutocast
 from memscale.simulation.process.process_state import all_patched, library_caches_bypassed, patched
 
-# Code in the folders of PyTorch and memscale sees the true device. Two parts of PyTorch see the simulated device as
-# users do: optimizers, which choose by the device where to keep step counts, and `custom_fwd` of autocast, which
-# compares a tensor's device with the spoofed one.
+# Code in the folders of PyTorch and memscale sees the true device. Two parts of PyTorch see the simulated device, like
+# users' code: optimizers, which keep step counts where the device says, and `custom_fwd` of autocast, which compares a
+# tensor's device with the spoofed device.
 _TORCH = os.path.dirname(torch.__file__)
 _INSIDERS = (os.path.join(_TORCH, ""), os.path.join(str(Path(__file__).parents[2]), ""))
 _SPOOFED = (os.path.join(_TORCH, "optim", ""), os.path.join(_TORCH, "amp", "autocast_mode.py"))
@@ -37,8 +37,8 @@ class DeviceSpoofing:
     """The patches that make the code of one step see the simulated CUDA device.
 
     Attributes:
-        reads: the names of the attributes and functions that the code has read, each once.
-        notes: notes on answers that may differ from those of the real device.
+        reads: the names of the spoofed attributes and functions that the step's code has read, each once.
+        notes: notes on code that would act in another way on the real device.
     """
 
     def __init__(self, hardware: Hardware, capability: tuple[int, int], on_device: Callable[[Any], bool]) -> None:
@@ -53,7 +53,7 @@ class DeviceSpoofing:
     @contextmanager
     def given(self) -> Iterator[None]:
         """Spoofs the device in the body."""
-        # PyTorch looks up its factory functions once, at the first `with torch.device(...)`: before they are patched.
+        # PyTorch lists its factory functions at the first `with torch.device(...)`: make the list before the patches.
         torch.utils._device._device_constructors()
         patches: list[tuple[Any, str, Any]] = []
         if not torch.cuda.is_available():
@@ -85,7 +85,7 @@ class DeviceSpoofing:
             "current_device": 0,
             "get_device_capability": self._capability,
             "get_device_name": self._hardware.name,
-            "is_bf16_supported": True,  # emulated before Ampere, as PyTorch says by default
+            "is_bf16_supported": True,  # PyTorch's default counts emulation, before Ampere
             "synchronize": None,
             "empty_cache": None,
         }
@@ -94,7 +94,7 @@ class DeviceSpoofing:
         original = getattr(torch.cuda, name)
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            # Autocast asks whether bfloat16 is supported.
+            # Autocast, inside PyTorch, reads this function and must see the simulated device.
             if name != "is_bf16_supported" and self._is_insider(sys._getframe(2).f_code):
                 return original(*args, **kwargs)
             self.reads[f"torch.cuda.{name}()"] = None
@@ -131,7 +131,7 @@ class DeviceSpoofing:
         return enabled
 
     def _is_insider(self, code: CodeType) -> bool:
-        file = code.co_filename  # by file: the hash of a code object goes through all of its constants
+        file = code.co_filename  # the key is the file: hashing a code object hashes all its constants
         known = self._insider.get(file)
         if known is None:
             known = self._insider[file] = file.startswith(_INSIDERS)

@@ -1,1 +1,1 @@
-"""The schedule of a simulated step: the times of operators and copies, by the clock that the engine waits on."""
+"""The schedule of a simulated step: the times of operators and copies, by the clock of the offload engine."""

@@ -1,4 +1,4 @@
-"""The clock of a simulated step: the queues of the device, the link, the disk and collectives, and the host's."""
+"""The clock of a simulated step: the queues of the device, the host, the link, the disk and the collectives."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from memscale.hardware import (
 )
 from memscale.simulation.trace import CollectiveRun, KernelCost, Stall, Times, Trace, Transfer
 
-#: The causes of a wait of the device: "input", a copy in of an operator's input; "room", a copy out of memory that is
-#: used again; "disk", such a copy to or from the disk; "host", the host's next launch; "stream", another stream of the
-#: device; or a collective.
+#: What the device waits for: "input", the copy in of an operator's input; "room", the copy out of memory that is to be
+#: reused; "disk", either copy from or to the disk; "host", the host's next launch; "stream", another stream of the
+#: device; or the kind of a collective.
 CAUSES = ("input", "room", "disk", "host", "stream", *COLLECTIVES)
 
 # A launch waits while this many launches are queued: the measured size of CUDA's queue.
@@ -36,7 +36,7 @@ class Mark(NamedTuple):
     Attributes:
         end: the end of the last part of the work.
         cause: the cause of a wait for the last part.
-        before: the part that the last part began directly after; until the end of `before`, a wait is for `before`.
+        before: the part that ended when the last part began; until then a wait is for `before`.
     """
 
     end: float
@@ -60,13 +60,13 @@ class Mark(NamedTuple):
         return found[::-1]
 
 
-# The seconds of costs on hardware, by the id of the cost: effects of calls keep their costs for the process.
+# hardware -> id of a cost -> the cost and its seconds. Costs stay alive for the process, in the effects of calls.
 _prices: dict[Hardware, dict[int, tuple[KernelCost, float | None]]] = {}
 _MOST_PRICED, _MOST_PRICES = 16, 1 << 15
 
 
 class _Point(NamedTuple):
-    """The end of a copy (number `copy`) or of other work; `op` is the number of operators until then."""
+    """The end of a copy (number `copy`) or of other work; `op` is the number of operators issued before."""
 
     mark: Mark
     op: int
@@ -82,11 +82,11 @@ class _SideStream:
 
 
 class Clock:
-    """A clock of simulated seconds since its creation. Queues work in order, so the end of each work is known at once.
+    """A clock of simulated seconds since its creation. Queues work in order, so all ends are known at issue.
 
-    On a CPU the host is the device, so a wait takes effect immediately. The clock records the events that it is given:
-    an event names points and streams by numbers and holds no times, so that `timeline` gives the events to the
-    clock of other hardware.
+    On a CPU the host is the device, so a wait takes effect immediately. The clock records each event as a call with its
+    arguments; points and streams are numbers. Events hold no times, so `timeline` can replay them on the clock of other
+    hardware.
 
     >>> clock = Clock(Hardware(name="card", device_type="cuda", memory_bytes=1, host_to_device_bytes_per_second=1e9,
     ...                        device_to_host_bytes_per_second=1e9, measured=True))
@@ -137,15 +137,15 @@ class Clock:
         self._sides: dict[int, _SideStream] = defaultdict(_SideStream)  # by number
         self._points: list[_Point] = []
         self._of_groups: dict[str, Mark] = {}  # the last collective of each group
-        self._end = 0.0  # of all that the device was given
-        self._awaited: list[Mark] = []  # what its next operator comes after
-        self._accounted = 0  # how many of `held_up` the device has stood still for
-        # Where the device would be if no collective had held it up, and the stalls that it is behind that by: their
-        # places, and how much of each is still behind.
+        self._end = 0.0  # of all work that the device was given
+        self._awaited: list[Mark] = []  # the marks that the device's next operator comes after
+        self._accounted = 0  # the number of waits in `held_up` that are charged to the device
+        # The device's time if no collective had delayed it, and the waits for collectives that make up its delay: the
+        # index in `stalls`, and the seconds of the wait that still count as delay.
         self._free = 0.0
         self._behind: list[tuple[int, float]] = []
-        # The same of each operator, and how far the host is behind, whose launches wait while many are queued: a host
-        # that waits for a device that waits for links is not late.
+        # `_free` at the end of each operator, and the seconds that launches waited in a full queue only because the
+        # device waited for collectives: `now - _host_behind` is the host's time without collectives.
         self._free_ends: list[float] = []
         self._host_behind = 0.0
         self._link_ends: dict[Direction, float] = {"out": 0.0, "in": 0.0}
@@ -153,7 +153,7 @@ class Clock:
         self._disk_end = 0.0
 
     def times(self) -> Times:
-        """Returns when everything so far happened."""
+        """Returns the times of all events so far."""
         return Times(
             self.timed,
             self.end,
@@ -172,13 +172,13 @@ class Clock:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begins a step, at the moment when the device has caught up with the host."""
+        """Begins a step at the time when the device has caught up with the host."""
         self.events.append(("begin_step",))
         self._catch_up()
         self.steps.append(self._end)
 
     def end_step(self) -> None:
-        """End a step, at the moment when the device has caught up with the host; running copies delay the next step."""
+        """Ends a step at the time when the device has caught up with the host; running copies delay the next step."""
         self.events.append(("end_step",))
         self._catch_up()
         self._behind.clear()
@@ -186,12 +186,12 @@ class Clock:
         self.end = self._free = self._end
 
     def trust(self) -> None:
-        """Declares that the seconds of all operators are known, whatever the hardware's rates say of earlier ones."""
+        """Declares the seconds of all operators known, including operators without a rate of the hardware."""
         self.events.append(("trust",))
         self.timed = True
 
     def calls(self, kind: str) -> None:
-        """Advances the host by a call of a kind of `HostSeconds`."""
+        """Advances the host by the seconds of a call; `kind` is a field of `HostSeconds`."""
         self.events.append(("calls", kind))
         self.now += getattr(self.host, kind)
 
@@ -199,8 +199,8 @@ class Clock:
         """Issues an operator on the current stream, and returns its seconds (None if unknown).
 
         Args:
-            cost: the cost of its kernel, or its measured seconds; without work the operator launches nothing.
-            kind: the kind of `HostSeconds` of its call.
+            cost: the cost of its kernel, or its measured seconds; an operator of 0 seconds launches no kernel.
+            kind: the field of `HostSeconds` with the seconds of the call.
             listed: the number of tensors in a list argument.
         """
         self.events.append(("operator", cost, kind, listed))
@@ -215,7 +215,7 @@ class Clock:
         return taken
 
     def host_operator(self, nbytes: int) -> float:
-        """Advances the host by an operator that it computes itself, with `nbytes` of traffic; returns its seconds."""
+        """Advances the host by an operator of the CPU with `nbytes` of memory traffic; returns its seconds."""
         self.events.append(("host_operator", nbytes))
         taken = host_seconds(nbytes, self.hardware)
         self._compute(taken)
@@ -285,7 +285,7 @@ class Clock:
         return self._noted(mark)
 
     def copy(self, direction: Direction, tier: str, nbytes: int, after: Sequence[int]) -> int:
-        """Issues a copy that starts after points, and after all earlier copies in its direction.
+        """Issues a copy that starts after the points `after`, and after all earlier copies in its direction.
 
         Returns:
             The number of the point of its end.
@@ -313,20 +313,20 @@ class Clock:
     def come_after(self, number: int) -> None:
         """Makes all later work of the device begin after a point, if the point is the end of a copy.
 
-        The host waits too for a copy that the CPU carries.
+        If the CPU carries the copy, the host waits as well.
         """
         self.events.append(("come_after", number))
         if (copy := self._points[number].copy) is not None:
             self._come_after(self.transfers[copy])
 
-    # -- questions, which are no events --------------------------------------------------------------------------------
+    # -- reads, which record no event ----------------------------------------------------------------------------------
 
     def end_of(self, point: int) -> float:
         """Returns the end of a point in seconds."""
         return self._points[point].mark.end
 
     def transfer_of(self, point: int) -> Transfer | None:
-        """Returns the copy whose end a point is."""
+        """Returns the copy that ends at a point; None for a point of other work."""
         copy = self._points[point].copy
         return None if copy is None else self.transfers[copy]
 
@@ -368,13 +368,13 @@ class Clock:
         self.issued.append(self.now)
 
     def _compute(self, taken: float) -> None:
-        """Advances the host by an operator that it computes itself."""
+        """Advances the host by an operator of the CPU."""
         self.now += taken
         self.on_host.add(len(self.ends))
         self._issue()
 
     def _issue(self) -> None:
-        """Notes an operator of another stream than the main one."""
+        """Records an operator of the host or of a side stream, at the present time of the main stream."""
         self.issued.append(self.now)
         self.begins.append(self._end)
         self.ends.append(self._end)
@@ -414,7 +414,7 @@ class Clock:
         if tier == "disk":
             begin = max(begin, self._disk_end)
         self.now += self.host.copy
-        # The CPU also carries a copy that follows a carried one, since it must not overtake.
+        # The CPU also carries a copy that is issued behind a carried copy: copies of a direction keep their order.
         carried = self.is_host or tier != "pinned" or self._carried_ends[direction] > self.now
         end = begin + copy_seconds(nbytes, tier, direction, self.hardware)
         if tier == "disk":
@@ -429,9 +429,9 @@ class Clock:
         return self.transfers[-1]
 
     def _catch_up(self) -> None:
-        """Make the device wait until the host's present time, and then for all marks that its next work comes after."""
+        """Makes the device wait for the host's present time, and then for all awaited marks."""
         at = self._end
-        if not (self._awaited or self._behind) and self._accounted == len(self.held_up):  # the host is all it waits for
+        if not (self._awaited or self._behind) and self._accounted == len(self.held_up):  # waits for the host alone
             if self.now > at:
                 self.stalls.append(tuple.__new__(Stall, (at, self.now, "host", len(self.ends))))
                 self._end = self.now
@@ -462,10 +462,10 @@ class Clock:
         return begin
 
     def _would_stand_still(self, end: float, cause: str, still: float) -> None:
-        """Charges earlier waits for collectives to `cause` as far as the device would have waited without collectives.
+        """Charges earlier waits for collectives to `cause`, for the seconds that the device would wait without any.
 
-        Without collectives the device would wait until `end`; with them it waits `still` seconds. The difference moves
-        from the collectives to `cause`: else a step that only the host slows down would seem to wait for its links.
+        Without collectives the device would wait until `end`; with collectives it waits `still` seconds. The difference
+        moves from the collectives to `cause`: else a step that only the host delays would seem to wait for its links.
         """
         seconds = end - self._free - still
         self._free = max(self._free, end)
@@ -489,8 +489,8 @@ class Clock:
 def timeline(trace: Trace, hardware: Hardware) -> Times:
     """Returns the times of the events of a trace on hardware; ``trace.times`` for the hardware of the trace.
 
-    The kernels, copies and collectives are those of the trace. A step that offloads may copy in another order on
-    hardware with another link, since the engine looks at the time: a simulation for that hardware says so.
+    The kernels, copies and collectives of the trace stay the same. On hardware with another link the offload engine,
+    which decides by the time, may copy in another order: simulate the step for that hardware to get its order.
 
     >>> import dataclasses, torch, memscale as ms
     >>> trace = ms.MemoryProfiler(torch.nn.Linear(8, 8), loss=lambda y, _: y.sum(), hardware="h100").simulated(
@@ -500,8 +500,8 @@ def timeline(trace: Trace, hardware: Hardware) -> Times:
     (True, True)
 
     Raises:
-        ConfigError: the kernels of `hardware` are others, or the trace has copies and the speeds of the link are
-            unknown.
+        ConfigError: `hardware` has another device type or compute capability, or the trace has copies and the speeds
+            of the link are unknown.
     """
     if (hardware.device_type, hardware.capability) != (trace.hardware.device_type, trace.hardware.capability):
         raise ConfigError(

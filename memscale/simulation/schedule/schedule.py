@@ -1,6 +1,6 @@
 """The schedule of a step as frozen data: the work of each queue, with its times.
 
-`prefetch_depth` is the number of copies in flight, in each direction, that hides copies behind the compute.
+`prefetch_depth` computes the number of copies in flight, in each direction, at which compute hides the copies.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Schedule:
 
     @property
     def utilisation(self) -> dict[str, float]:
-        """Returns the share of the step in which each queue is busy, without idle queues.
+        """Returns queue -> the share of the step in which the queue is busy; idle queues are left out.
 
         >>> copies = (ScheduledCopy("out", "pinned", 8, 0.0, 0.5), ScheduledCopy("in", "pinned", 8, 1.75, 0.5))
         >>> Schedule(2.0, (), copies, ()).utilisation
@@ -120,7 +120,7 @@ class Schedule:
 
     @property
     def seconds_by_module(self) -> dict[str, float]:
-        """Returns module path -> seconds of the device: its operators, and the waits before them."""
+        """Returns module path -> seconds of the device: the module's operators and the waits before these."""
         found: dict[str, float] = defaultdict(float)
         for operator in self.operators:
             if operator.queue == "device":
@@ -201,7 +201,7 @@ def _operations(trace: Trace) -> Iterator[ScheduledOperator]:
         elif at in on_host:
             assert op.seconds is not None
             queue, seconds, begin = "host", op.seconds, issued - op.seconds
-        # tuple.__new__ takes half the time of calling the class.
+        # `tuple.__new__` takes half the time of a call of the class.
         row = (op.name, op.path, names[op.phase], queue, begin - zero, seconds, issued - zero)
         yield tuple.__new__(ScheduledOperator, row)
 
@@ -215,8 +215,8 @@ def _waits(trace: Trace) -> Iterator[ScheduledWait]:
 
 
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-# A depth is deep enough if no larger one saves this share of the step, beyond the copies that the larger depth only
-# moves from the end of a pass into the next pass, which costs memory and hides nothing.
+# A depth is deep enough if every larger depth saves at most this share of the step, or at most this many copies for
+# each unit of depth: these copies only move from the end of a pass into the next pass, at a cost in memory.
 _WORTH = 0.01
 _COPIES = 2
 
@@ -224,16 +224,16 @@ _COPIES = 2
 def prefetch_depth(
     seconds: Sequence[float], passes: Sequence[int], transfers: Sequence[Transfer], *, first: int
 ) -> int:
-    """Returns the `AsyncOffloadConfig.prefetch_depth` that hides the copies of a step as far as possible.
+    """Returns the smallest `AsyncOffloadConfig.prefetch_depth` that hides the copies of a step as far as possible.
 
     The function replays the step as queues for each depth: the compute waits while more than `depth` copies out are in
     flight, and each copy in starts `depth` requests ahead of its use. Requests at one moment count as one.
 
-    seconds: [operator] the seconds of each operator.
-        passes: [operator] the pass over the model that the operator belongs to; no copy is requested across passes.
+    Args:
+        seconds: [operator] the seconds of each operator.
+        passes: [operator] the pass over the model that the operator belongs to; requests stay within a pass.
         transfers: the copies of the step.
         first: the number of the step's first operator.
-        first: the number of its first operator.
     """
     replay = DepthReplay(seconds, passes, transfers, first)
     took = {depth: replay.seconds(depth) for depth in _DEPTHS}
@@ -250,7 +250,7 @@ def prefetch_depth(
 
 
 class DepthReplay:
-    """A step as queues, which `seconds` replays with a given depth; arguments as in `prefetch_depth`."""
+    """A step as queues, for `seconds` to replay with a given depth; arguments as in `prefetch_depth`."""
 
     def __init__(
         self, seconds: Sequence[float], passes: Sequence[int], transfers: Sequence[Transfer], first: int
