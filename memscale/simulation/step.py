@@ -1,6 +1,6 @@
-"""The subject of a simulation as values: a training step (model, batch, optimizer, loss, loop, parallel), a device.
+"""A training step (model, batch, optimizer, loss, loop, parallel) and its device as frozen values.
 
-The checks raise errors for what cannot be simulated, and give notes about models.
+The checks raise errors for steps that cannot be simulated, and return notes about models.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class TrainingStep:
     (Loop(accumulate=1, keeps_output=True), None)
 
     Attributes:
-        model: a module, or a function without arguments that is a step of its own.
+        model: a module, or a function without arguments that runs one step.
         batch: the batch that the module is called with; None for a function, and before `on`.
         optimizer: the optimizer of the model; None ends the step after backward.
         loss: ``loss(output, batch)``; None takes ``output.loss``.
         loop: the user's loop around the model.
-        parallel: the parallel spec for a plain model; None for a model that is trained as written.
+        parallel: the parallel spec for a plain model; None trains the model as written.
     """
 
     model: nn.Module | Callable[[], object]
@@ -130,7 +130,7 @@ class TrainingStep:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the model's owner has already sharded or replicated it over processes."""
+        """Whether the user's code has sharded or replicated the model over processes."""
         return self.parallel is None and Parallel.of_distributed(self.model) is not None
 
     def function(self, kept: list[Any], *, drops: bool = True) -> Callable[[], object]:
@@ -166,7 +166,7 @@ class TrainingStep:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A device, with the knowledge of its kernels that its simulations share.
+    """A device, with its kernels and measured times, which all simulations for this target share.
 
     >>> Target.of(Hardware("box", "cpu", 2**34)).hardware.name
     'box'
@@ -216,7 +216,7 @@ def _device_type(model: Any) -> str:
 
 
 def check_followed(model: Any) -> None:
-    """Raises ConfigError for a model with scripted modules, whose forward runs in C++, or with lazy parameters."""
+    """Raises ConfigError for a model with scripted modules (their forward runs in C++) or with lazy parameters."""
     if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         raise ConfigError(
             f"this is a {type(model).__name__}, which holds scripted modules: their forward runs in "

@@ -317,7 +317,7 @@ class _Step:
     Attributes:
         nodes: the nodes that the step computes: one node for an operator, all nodes with buffers for a fused kernel.
         reads: the nodes whose buffers a fused kernel reads; None for an operator or a view.
-        last: the nodes whose last reader is this step.
+        last: the nodes whose values are freed after this step.
     """
 
     nodes: tuple[Node, ...]
@@ -417,7 +417,7 @@ def _is_of_tensors(value: Any) -> bool:
 
 
 def _read_whole(nodes: list[Node], kinds: dict[Node, str]) -> set[Node]:
-    """Returns the nodes that run: nodes that make a buffer, nodes that a library or the caller reads, and their views."""
+    """Returns the nodes that run: those with a buffer of their own, and those that a library or the caller reads."""
     found: set[Node] = set()
     for node in reversed(nodes):
         if kinds[node] in ("library", "made"):

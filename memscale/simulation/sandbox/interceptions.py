@@ -1,9 +1,10 @@
 """Interceptions of calls that no dispatch mode sees: modules, steps of optimizers, threads, reads of storages.
 
-`BackwardThread` orders a double backward as on a card, for which autograd works in a thread of its own. Of the ready
-nodes autograd runs the node with the highest sequence number, and each thread counts for itself. On a card the nodes of
-a backward's graph (``create_graph=True``) have numbers of the card's thread. That thread has mostly counted less than
-the caller's, so these nodes run after the forward's; on a CPU one thread makes all nodes, and they run first.
+`BackwardThread` orders a double backward as on a card, where autograd runs in its own thread. Autograd runs the ready
+node with the highest sequence number, and each thread numbers the nodes that it makes. On a card the nodes of a
+backward's graph (``create_graph=True``) have numbers of the card's thread. These are mostly lower than the numbers of
+the caller's thread, so the backward's nodes run after the forward's nodes. On a CPU one thread makes all nodes, and the
+backward's nodes run first.
 
 Source: ``Node`` in torch/csrc/autograd/function.h, ``CompareNodeTaskTime`` in torch/csrc/autograd/engine.h.
 """
@@ -34,10 +35,10 @@ from memscale.simulation.process.process_state import patched, placed
 
 @contextmanager
 def calls_followed(recorder: StepRecorder, paths: dict[int, str]) -> Iterator[None]:
-    """Keeps ``recorder.modules`` at the modules that are running, and the host busy with modules, regions and hooks.
+    """Keeps ``recorder.modules`` at the running modules, and charges the host for calls of modules, regions and hooks.
 
-    Forward hooks would miss a forward that ends in an exception outside `Exception`, such as the one that ends a
-    recompute early, and modules take a slower path while global hooks exist.
+    The patches replace forward hooks, which miss a forward that ends in a `BaseException`, such as a recompute that
+    stops early; and modules take a slower path while global hooks exist.
     """
     run, forward, push = nn.Module.__call__, Method.__call__, internals.autograd._push_saved_tensors_default_hooks
     look = OperatorWatch.__torch_dispatch__
@@ -61,9 +62,9 @@ def calls_followed(recorder: StepRecorder, paths: dict[int, str]) -> Iterator[No
         return pack(tensor)
 
     def pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        # No closure: the frames of an error's traceback keep their functions, and so a failed step's tensors.
+        # A partial, since a closure would live in the frames of an error's traceback, with a failed step's tensors.
         packing: Any = functools.update_wrapper(functools.partial(packed, pack), pack)
-        packing.__self__ = getattr(pack, "__self__", None)  # which a region reads
+        packing.__self__ = getattr(pack, "__self__", None)  # regions read `__self__`
         calls("region")
         push(packing, unpack)
 
@@ -113,8 +114,8 @@ _Hook = Callable[[torch.optim.Optimizer, Any, Any], None]
 def optimizers_followed(before: _Hook, after: _Hook) -> Iterator[None]:
     """Calls `before` and `after` around each step of an optimizer in the threads of the simulation.
 
-    A hook of all optimizers would be called in all threads. This hook appears as one of the optimizer's own hooks, to
-    the wrapper of its `step` alone.
+    PyTorch would call a global optimizer hook in all threads. Here the wrapper of `step`, and no other code, finds one
+    more hook among the optimizer's own hooks.
     """
     names = ("_optimizer_step_pre_hooks", before), ("_optimizer_step_post_hooks", after)
     (pre, first), (post, last) = names
@@ -126,7 +127,7 @@ def optimizers_followed(before: _Hook, after: _Hook) -> Iterator[None]:
 
 
 class _Hooks:
-    """A descriptor in place of an optimizer's table of hooks: the wrapper of `step` sees one more hook."""
+    """A descriptor in place of an optimizer's table of hooks, with one more hook for the wrapper of `step`."""
 
     def __init__(self, name: str, hook: _Hook) -> None:
         self._name = name
@@ -156,7 +157,7 @@ _WRAPPER = torch.optim.Optimizer.profile_hook_step.__code__
 
 @contextmanager
 def reads_checked(mode: FakeMode) -> Iterator[None]:
-    """Makes reads of tensors outside the dispatcher raise an error for values that were not computed."""
+    """Makes reads outside the dispatcher raise `NeedsValues` for tensors whose values only a real run computes."""
 
     def checked(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
@@ -194,7 +195,7 @@ class BackwardThread:
     """Numbers the nodes that backward makes as a card's thread would.
 
     Args:
-        recorder: receives the numbers that the nodes were made with, and whether the next step may run in another
+        recorder: receives the original number of each renumbered node, and whether the next step may run in another
             order.
     """
 
@@ -206,14 +207,14 @@ class BackwardThread:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Begins the next step, which is assumed to make about as many nodes as this one."""
+        """Begins the next step, under the assumption that it makes as many nodes as the step before."""
         self._to_be_made = self._made
         self._ahead += 2 * self._made - (_next() - self._began)
         self._recorder.made_as.clear()
         self._began = _next()
         self._made = 0
-        # Each run of nodes of the caller's thread: the number of the caller's nodes before the run, and its first
-        # number.
+        # For each run of nodes of the caller's thread: the count of the caller's nodes before the run, and the sequence
+        # number of the run's first node.
         self._runs = [(0, self._began)]
 
     @contextmanager

@@ -1,9 +1,9 @@
 """Removal of the simulation's tensors that outlive it, such as in a cache of another file.
 
-NOTE: a later computation would read a tensor without values. A tensor that follows from constants alone is computed for
-real, in place, so that all its holders have the right values. Any other tensor, and every one on a simulated card, is
-removed from its containers, which are then as before the simulation; an attribute or a name that held it becomes None.
-A tensor that remains after that raises an error.
+NOTE: a later computation would read such a tensor without values. A tensor that depends on constants alone is computed
+for real, in place, so that all its holders have the right values. Any other tensor, and every tensor on a simulated
+card, is removed from its containers, which are then as before the simulation. An attribute or a name that held the
+tensor becomes None. A tensor that still has a holder raises an error.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LeftBehind:
     """The storages of a simulation that are alive at its end, for a search after all other state is restored.
 
     Args:
-        storages: the live storages of the simulation, before it ends.
-        on_card: whether the simulated device is a card, for which no real values can be computed in place.
+        storages: the live storages of the simulation, before its end.
+        on_card: whether the simulated device is a card; then real values cannot be computed in place.
     """
 
     def __init__(self, storages: LiveStorages, *, on_card: bool) -> None:
@@ -56,7 +56,7 @@ class LeftBehind:
         """Computes or removes every remaining tensor.
 
         Args:
-            refuses: whether to raise an error for remaining tensors; an error in flight still holds the step's frames.
+            refuses: whether to raise an error for remaining tensors; False while another error holds the step's frames.
 
         Raises:
             ConfigError: an object holds a tensor that cannot be removed from it.
@@ -157,10 +157,9 @@ class _Own(list[Any]):
 class _Wanted(NamedTuple):
     """An object to be removed from its holders.
 
-
     Attributes:
         root: the id of the tensor that leads to the object.
-        thing: the tensor, or an object of the step that holds it.
+        thing: the tensor, or an object of the step that holds the tensor.
         entry: the entry to remove, if `thing` is a dict; else None.
     """
 
@@ -170,9 +169,9 @@ class _Wanted(NamedTuple):
 
 
 def _holders_of(things: _Own) -> dict[int, _Own]:
-    """Returns id -> the objects that refer to each of `things`, without running frames and this file's own lists.
+    """Returns id of each of `things` -> the objects that refer to it, without running frames and this file's own lists.
 
-    One pass over all tracked objects serves all `things`, since a pass takes as long for one as for many.
+    One pass over all tracked objects serves all `things`: the time of a pass hardly depends on their number.
     """
     found = {id(each): _Own() for each in things}
     for holder in _Own(gc.get_referrers(*things)):
@@ -213,13 +212,13 @@ def _keeper(tensors: _Own) -> tuple[torch.Tensor, Any] | None:
 
 
 def _owner(holder: Any, thing: Any) -> Any:
-    """Returns the object whose attributes `holder` is; a plain dict or any other object is its own owner."""
+    """Returns the object that has `holder` as its ``__dict__``; `holder` itself if no object has."""
     owners = _holders_of(_Own([holder]))[id(holder)] if isinstance(holder, dict) else _Own()
     return next((each for each in owners if _has_as_attributes(each, holder, thing)), holder)
 
 
 def _taken_out(tensors: _Own, *, attributes: bool) -> frozenset[int]:
-    """Removes `tensors` from all holders; from attributes only with `attributes`, which then become None.
+    """Removes `tensors` from their containers, and with `attributes` sets attributes that hold one to None.
 
     Returns:
         The ids of the tensors that still have a holder.
@@ -238,7 +237,7 @@ def _taken_out(tensors: _Own, *, attributes: bool) -> frozenset[int]:
                 if each is False:
                     stuck.add(wanted.root)
                 elif each is not True and (key := (each.root, id(each.thing), id(each.entry))) not in visited:
-                    visited.add(key)  # once: references form cycles
+                    visited.add(key)  # visit each object once, since references form cycles
                     above.append(each)
         if not above:
             break
@@ -247,8 +246,8 @@ def _taken_out(tensors: _Own, *, attributes: bool) -> frozenset[int]:
 
 
 def _let_go(holder: Any, wanted: _Wanted, attributes: bool) -> bool | _Wanted:
-    """Removes `wanted` from `holder` and returns True; returns False if that fails, or the next object to remove."""
-    if isinstance(holder, torch.Tensor):  # a view keeps its base alive, and is removed as well
+    """Removes `wanted` from `holder`. Returns True on success, False on failure, or the next object to remove."""
+    if isinstance(holder, torch.Tensor):  # a view, which keeps its base alive, is removed by itself
         return True
     if isinstance(holder, _Cached):
         holder.cache_clear()
@@ -269,7 +268,7 @@ def _let_go(holder: Any, wanted: _Wanted, attributes: bool) -> bool | _Wanted:
             with suppress(Exception):  # a property of the class may raise; `_refuse` reports what remains
                 setattr(holder, name, None)
         return attributes
-    # An object of the step is removed as a whole: a tuple, an instance, a closure.
+    # An object of the step (a tuple, an instance, a closure) is removed as a whole.
     return _Wanted(wanted.root, holder)
 
 
@@ -278,7 +277,7 @@ def _out_of_dict(wanted: _Wanted, holders: _Own, attributes: bool) -> _Own:
     root, table, entry = wanted
     owners = _Own(each for each in holders if _has_as_attributes(each, table, entry))
     if not owners:
-        # An older dict that was empty until now counts as new to the garbage collector.
+        # A plain dict loses its entry whatever its age: the garbage collector counts an old dict that was empty as new.
         for key in [key for key, value in table.items() if value is entry or key is entry]:
             del table[key]
         return _Own([True])

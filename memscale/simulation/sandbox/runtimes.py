@@ -1,7 +1,7 @@
-"""The memory below the device in a simulated step: runtimes, and the shards of FSDP2 under `CPUOffloadPolicy`.
+"""The tiers below the device in a simulated step: runtimes, and the shards of FSDP2 under `CPUOffloadPolicy`.
 
-Each runtime records the copies and the bytes of a real runtime, and moves nothing; its backend reports the times at
-which the copies would end.
+Each counting runtime records the copies and the bytes of a real runtime without moving any bytes; its backend reports
+the times at which the copies would end.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class CountingRuntimes:
     """The counting runtimes of a simulation: one in place of each runtime that the step uses.
 
     Args:
-        mode: the dispatch mode of the step, and not the simulation, which holds the caller's model: a cycle.
+        mode: the dispatch mode of the step. (The simulation, which holds the caller's model, would make a cycle.)
         clock: the clock of the simulated device.
-        aliases: address of a storage -> the number of references that the simulation itself holds.
+        aliases: address of a storage -> the number of references that the simulation holds.
 
     Attributes:
         by_storage: address of a storage -> the host parameter, for storages on another tier in the simulation.
@@ -92,7 +92,7 @@ class CountingRuntimes:
 
 
 class CountingRuntime(Runtime):
-    """A runtime that has the caps of a real one, on a device whose tensors have no values."""
+    """A runtime with the caps of a real runtime, for tensors without values."""
 
     def __init__(self, real: Runtime, step: CountingRuntimes) -> None:
         super().__init__(real.config)
@@ -168,7 +168,7 @@ class _FakeMemory(MappedTensors):
 
     def tensor_over(self, buffer: Buffer, backend: Backend) -> torch.Tensor:
         fakes, nbytes = self._mode.fakes, buffer.nbytes
-        with _disable_current_modes():  # without an operator of the step
+        with _disable_current_modes():  # the step records no operator for this tensor
             tensor = fakes.tensor(fakes.storage(nbytes), torch.uint8, (nbytes,), (1,))
         self._mode.storages.enter_offloaded(tensor)
         return tensor
@@ -184,9 +184,9 @@ class _Left:
 
 
 class CarriedValues:
-    """The values of tensors that the counting runtimes would move; the runtimes themselves move no bytes.
+    """The values of tensors that a real runtime would move; the counting runtimes move no bytes.
 
-    Without this class a fetched tensor would have arbitrary values, and a step that reads these (an index, a mask, the
+    Without these values a fetched tensor would be arbitrary, and a step that reads the tensor (an index, a mask, the
     number of an expert) would take another path in each simulation.
     """
 
@@ -195,7 +195,7 @@ class CarriedValues:
         self._left: weakref.WeakKeyDictionary[Buffer, _Left] = weakref.WeakKeyDictionary()
 
     def copied(self, source: torch.Tensor | Buffer | Sequence[torch.Tensor], target: torch.Tensor | Buffer) -> None:
-        """Copies the values of tensors of bytes and a buffer, from source to target."""
+        """Copies values from `source` to `target`: from one or several tensors to a buffer, or from a buffer back."""
         if isinstance(target, torch.Tensor):
             assert not isinstance(source, (torch.Tensor, Sequence))
             self._come_back(source, target)
@@ -215,7 +215,7 @@ class CarriedValues:
         self._left[buffer] = _Left(record.guess, record.later if whole else None, values)
 
     def _leave_together(self, tensors: Sequence[torch.Tensor], buffer: Buffer) -> None:
-        """Carries the values of integers and flags. Nothing in a backward decides by those of other numbers."""
+        """Carries the values of integer and bool tensors; code of a backward does not branch on other values."""
         records = [self._storages.record(tensor) for tensor in tensors]
         if any(getattr(torch, record.dtype).is_floating_point for record in records):
             return
@@ -261,8 +261,8 @@ class _Reached:
         return self._clock.now >= self.end
 
     def span(self) -> tuple[float, float] | None:
-        # A point has no span, even when done: the engine would take the gaps between points for its load-ahead
-        # distance, and the memory of a step is that of the largest distance.
+        # None for a point, even when done: the engine would derive its load-ahead distance from the gaps between
+        # points, and the simulated memory is that of the largest distance.
         transfer = self._clock.transfer_of(self.point)
         return None if transfer is None or not self.done() else (transfer.begin, self.end)
 
@@ -271,7 +271,7 @@ class _Reached:
 
 
 class ClockedBackend(TraceBackend):
-    """A `TraceBackend` with the times of real copies.
+    """A `TraceBackend` whose copies take the time of real copies, by the clock of the step.
 
     Args:
         caps: the caps of the tiers, as in `TraceBackend`.
@@ -329,7 +329,7 @@ class ClockedBackend(TraceBackend):
         return _Reached(self._clock, self._clock.copy(stream, buffer.tier, buffer.nbytes, points))
 
     def wait(self, event: Event, stream: int | None = None) -> None:
-        """Makes `stream` wait for `event`. The host waits only if the CPU takes part in the copy."""
+        """Makes `stream` wait for `event`, and the host as well if the CPU carries the copy."""
         self._clock.come_after(_reached(event).point)
 
     def synchronize(self, event: Event) -> None:
@@ -355,7 +355,7 @@ def offloaded_shards(mode: FakeMode, clock: Clock, *, pins: bool) -> Iterator[No
     ``Tensor.to``. In a simulation all tensors are on the CPU, where the original ``Tensor.to`` would copy nothing.
 
     Args:
-        mode: the dispatch mode of the step, whose storages know what is offloaded.
+        mode: the dispatch mode of the step, whose storages say which tensors are offloaded.
         clock: the clock of the step.
         pins: whether the shards are in pinned memory, from which copies are asynchronous.
     """

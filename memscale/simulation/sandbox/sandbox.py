@@ -1,4 +1,4 @@
-"""The sandbox of a simulated step: prepares the caller's own objects, and restores them exactly afterwards."""
+"""The sandbox of a simulated step: prepares the caller's own objects, and restores their exact state afterwards."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ _PIECES_AT_ONCE = 2
 class Simulation:
     """A context in which the caller's step runs without computing, and without lasting changes.
 
-    On entry, parameters off the CPU (on ``meta``, on a GPU) get fake CPU contents. On exit all reached objects have
+    On entry, parameters on ``meta`` or on a GPU get fake CPU contents. On exit all objects that the step can reach have
     their former state: contents, gradients, version counters, optimizer state, attributes, random states.
 
     Args:
         step: one pass of the loop.
-        model: the trained module, whose paths name other modules; None names modules by class.
+        model: the trained module; modules have their paths in it as names. None names modules by class.
         optimizer, batch: the optimizer and the batch of the step.
         kernels: the kernels of the simulated device.
         spoofs: whether the step's own code sees the simulated device.
@@ -135,8 +135,8 @@ class Simulation:
             stack.enter_context(optimizers_followed(self._before_optimizer, self._after_optimizer))
             stack.enter_context(calls_followed(self.mode.recorder, self._paths))
             stack.enter_context(threads_followed(self.mode))
-            # Compiled functions run as Python, since the simulation intercepts calls that a compiled function has
-            # inlined.
+            # Compiled functions run as Python: a compiled function has inlined the calls that the simulation
+            # intercepts.
             compiler: Any = importlib.import_module("torch._dynamo.eval_frame")
             stack.enter_context(patched(compiler, "_callback_from_stance", lambda callback: None))
             stack.enter_context(self.mode.randomness.installed(counts=self._kernels.device_type == "cpu"))
@@ -201,10 +201,10 @@ class Simulation:
             self.mode.storages.gone(tensor.untyped_storage())
 
     def let_go(self, kept: list[Any]) -> None:
-        """Drops the loop's values from step to step while the counting runtimes, which free what its graph saved, are
-        active.
+        """Drops the values that the loop keeps from step to step.
 
-        The deaths are not part of a step.
+        The counting runtimes, which free the tensors that the graph of these values saved, must be active. The frees
+        belong to no step, and are removed from the events.
         """
         builder = self.mode.builder
         count = len(builder.events)
@@ -214,7 +214,7 @@ class Simulation:
 
     def _forget_former_contents(self) -> None:
         for tensor, alias in self._contents:
-            # The tensor has other contents now; only the simulation holds the former ones.
+            # The tensor has new contents; only the simulation still holds the former contents.
             if tensor.untyped_storage()._cdata != alias.untyped_storage()._cdata:
                 self.mode.storages.gone(alias.untyped_storage())
 
@@ -237,7 +237,7 @@ class Simulation:
         for optimizer in self.scope.optimizers:
             for tensor in optimizer.below() if isinstance(optimizer, TransformedOptimizer) else ():
                 self.mode.storages.mark_offloaded(tensor)
-        # Optimizer states live where the parameter lives. On a host, the CPU's RAM is the device.
+        # Optimizer states are on the tier of their parameter. On a CPU, the RAM is the device.
         for optimizer in self.scope.optimizers if self._kernels.device_type != "cpu" else ():
             for group in filter(counts_on_host, optimizer.param_groups):
                 for parameter in group["params"]:
@@ -250,7 +250,7 @@ class Simulation:
                         self.mode.storages.mark_offloaded(tensor)
 
     def _is_below(self, parameter: torch.Tensor) -> bool:
-        """Whether `parameter` lives on another memory tier: a region streams it, or FSDP2 has its shard there."""
+        """Whether `parameter` is below the device: a region streams the parameter, or FSDP2 offloads its shard."""
         if host_parameter_of(parameter, self.runtimes.by_storage) is not None:
             return True
         return any(map(self.mode.storages.is_offloaded, with_storages([parameter])))
@@ -264,7 +264,7 @@ class Simulation:
         return found
 
     def mark_gradients(self) -> None:
-        """Records the present gradients of all reached parameters as gradients."""
+        """Records the present ``.grad`` tensors of all reached parameters in the category "gradient"."""
         storages = self.mode.storages
         for tensor in self._leaves:
             if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
@@ -302,7 +302,7 @@ class Simulation:
     def _record_shards(self) -> None:
         """Records the allocation of shards that `fully_shard` cut from real parameters.
 
-        FSDP2 moves the whole parameters of a group, cuts this process's shards and frees the whole ones; the next
+        FSDP2 moves the whole parameters of a group, cuts this process's shards and frees the whole parameters; the next
         group, and the step, reuse that memory.
         """
         builder, seen = self.mode.builder, set[int]()
@@ -330,7 +330,7 @@ class Simulation:
             for part in with_storages([] if tensor is None else [tensor]):
                 found.setdefault(part.untyped_storage()._cdata, (category, name))
 
-        # The order is that of the tree, so that a tied weight has the name that `named_parameters` gives it.
+        # In the order of the module tree, so that a tied weight has its name in `named_parameters`.
         for module in sorted(self.scope.modules, key=self._place):
             prefix = f"{path}." if (path := self._paths.get(id(module), "")) else ""
             for name, parameter in module._parameters.items():
@@ -353,7 +353,7 @@ class Simulation:
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.mark_gradients()
         self.mode.recorder.course.optimizing = True
-        # An optimizer that evaluates the loss itself, such as LBFGS, decides by its value how often.
+        # An optimizer that evaluates the loss itself, such as LBFGS, decides by the loss how often to evaluate it.
         self.mode.searching = any(map(callable, (*args[1:], *kwargs.values())))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
@@ -399,8 +399,9 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[tuple[nn.Modu
 
 
 def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int, str]:
-    """Returns a name by module id: the path in `model`; for other modules the outermost module's class and the path in
-    it.
+    """Returns id of a module -> its name.
+
+    The name is the path in `model`; for a module outside, the class of the outermost module and the path from there.
     """
     paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
     children = {id(child) for module in modules for child in module._modules.values() if child is not None}

@@ -1,6 +1,6 @@
-"""Everything that a training step can reach: modules, tensors, optimizers, schedulers, the user's own objects.
+"""The objects that a training step can reach: modules, tensors, optimizers, schedulers, the user's own objects.
 
-During a simulation the caller's tensors are the same objects, with contents that the step may change freely.
+During a simulation the caller's tensors keep their identity, and have contents that the step may change freely.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class StepScope(Captures):
         known = len(self.modules)
         super()._visit_module(root)
         for module in self.modules[known:]:
-            # A region's forward stores what earlier calls changed; hooks may hold optimizers and lists.
+            # A region's forward stores the effects of earlier calls; hooks may hold optimizers and lists.
             self._visit(module.__dict__.get("forward"), None)
             for name in _HOOKS:
                 self._visit_hooks(module.__dict__.get(name))
@@ -123,8 +123,8 @@ class StepScope(Captures):
     def replaced(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the `tensors` that the step replaced as plain attributes of modules, and that have no other holder.
 
-        A weight made by a hook of `torch.nn.utils.weight_norm` is an example: the first step of a real loop frees the
-        weight from before. A tensor that may be in a container that the step made is not returned.
+        Example: a weight made by a hook of `torch.nn.utils.weight_norm`. The first step of a real loop frees the weight
+        from before the step. A tensor that a container made by the step may hold is left out.
         """
         former: list[torch.Tensor] = []
         for place, content in zip(self.slots, self.contents, strict=True):
@@ -169,7 +169,7 @@ class StepScope(Captures):
             self._add(group)
             self._add(group["params"])
         if isinstance(optimizer, TransformedOptimizer):
-            self._visit(optimizer.parts, NOWHERE)  # the parts store which parameters have stepped, and where states are
+            self._visit(optimizer.parts, NOWHERE)  # parts store which parameters have stepped, and the tiers of states
         self._add(optimizer.state)
         for state in optimizer.state.values():
             if isinstance(state, dict):
@@ -180,7 +180,7 @@ def _has_storage(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) and not value.is_meta
 
 
-# Not followed: these packages hold most of a process's code, and keep no object of a step.
+# The search stops at these packages: they hold most of a process's code, and no object of a step.
 _OTHERS = frozenset({"torch", "memscale", "numpy", *sys.stdlib_module_names})
 _MOST_FUNCTIONS = 2_000
 _CONTAINERS = (dict, list, set, deque)
@@ -189,10 +189,9 @@ _CONTAINERS = (dict, list, set, deque)
 def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | type, str, Any]]:
     """Yields (holder, name, object) for each object that the code of `functions` names, directly or by other functions.
 
-    The object is None for a name that the code assigns and that does not exist yet.
-
-    Functions, classes and modules are followed and not yielded. Numbers and other immutable globals are not yielded
-    unless the code declares them ``global``.
+    The object is None for a name that the code assigns and that does not exist yet. The search goes through functions,
+    classes and modules without yielding them. Numbers and other immutable globals are yielded only if the code declares
+    them ``global``.
 
     >>> table = {}
     >>> def forward(x):
@@ -276,11 +275,11 @@ def contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tens
 
 @contextmanager
 def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeStorages) -> Iterator[frozenset[int]]:
-    """Gives every tensor off the CPU fake contents there; the tensor objects keep their identity.
+    """Gives every tensor outside the CPU fake contents on the CPU; the tensor objects keep their identity.
 
     Yields the addresses of the fake storages.
     """
-    # DDP's C++ reducer waits for the gradients of its own parameters, and would communicate these.
+    # In a process group, parameters on the CPU are swapped too: DDP's C++ reducer would communicate their gradients.
     distributed = in_process_group()
     storages: dict[int, torch.UntypedStorage] = {}
     with _swapping() as swapped:
@@ -288,7 +287,7 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeS
         given = {id(tensor) for tensor in inputs}
         for tensor in tensors:
             if tensor.is_meta and real and id(tensor) not in given:
-                continue  # a meta tensor beside real parameters is the caller's skeleton
+                continue  # next to real parameters, a meta tensor is the caller's skeleton: leave it
             if tensor.device.type == "cpu":
                 if distributed and tensor.requires_grad and tensor.is_leaf:
                     _swap(tensor, tensor.detach(), swapped)
@@ -299,7 +298,7 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeS
                 )
             own = tensor.untyped_storage()
             if own._cdata not in storages:
-                # Values that may be computed need memory; all fake storages share one range.
+                # A tensor whose values may be computed needs its own memory; all fake storages share one range.
                 is_fake = tensor.requires_grad or not is_small(tensor)
                 storages[own._cdata] = fakes.storage(own.nbytes()) if is_fake else _zeros(own.nbytes())
             stand_in = fakes.like(tensor, storages[own._cdata])
