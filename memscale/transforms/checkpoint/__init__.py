@@ -1,4 +1,4 @@
-"""`checkpoint`: keep a region's inputs, recompute the rest. The policies that keep more are in `memscale.policies`."""
+"""`checkpoint`: keep a region's inputs, recompute the rest. Policies that also keep results: `memscale.policies`."""
 
 from memscale.transforms.checkpoint.cuts import Cut, layers
 from memscale.transforms.checkpoint.factory import Checkpoint, Checkpointed, checkpoint

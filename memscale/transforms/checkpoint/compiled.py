@@ -1,9 +1,9 @@
 """Regions that `torch.compile` cannot recompute: those that change a buffer in place.
 
-A compiled graph writes the new value of a buffer over the old one at its end, and its recompute in backward starts from
-the new value: the gradient is wrong without an error, with `torch.utils.checkpoint` as well. No code of memscale runs
-in a compiled region, so the effects of the region must be known from an earlier uncompiled run. The code of the modules
-tells whether such a run is needed.
+A compiled graph ends by writing the new value of a buffer over the old value. Its recompute in backward starts from the
+new value, so the gradient is wrong without an error, with `torch.utils.checkpoint` as well. No code of memscale runs in
+a compiled region: its effects must be known from an earlier uncompiled run. The code of the modules tells whether such
+a run is needed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _WRITES = re.compile(r"[a-zA-Z0-9]_$")  # PyTorch's names of methods that write 
 
 
 def may_change(modules: Iterable[nn.Module]) -> bool:
-    """Whether the code of a module with buffers, among `modules`, looks like writing in place.
+    """Whether a module with buffers, among `modules`, has code that may write in place.
 
-    Modules in lists and dictionaries of `modules` count too, and global modules that their code names. Normalizations
-    are left out, since their backward does not read the running statistics that they update.
+    The search includes modules in lists and dictionaries of `modules`, and global modules that their code names. It
+    leaves out normalizations, whose backward does not read the running statistics that their forward updates.
     """
     found = [module for root in modules for module in (root, *_in_containers(root))]
     kinds: set[Any] = {type(module) for module in found}
@@ -54,7 +54,7 @@ _REGISTERED = frozenset(nn.Module().__dict__)
 
 
 def _of_class(look: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Decorates `look`, a function of a class, to run once per class. The cache does not keep a class alive."""
+    """Decorates `look`, a function of a class, to run once per class. The cache has weak references to the classes."""
     found: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     @functools.wraps(look)
@@ -81,7 +81,7 @@ def _names_one_that_writes(kind: Any) -> bool:
 
 
 def _functions(kind: type[Any]) -> Iterator[types.FunctionType]:
-    """Yields the functions of a module class, and the functions of the same file that these name."""
+    """Yields the functions of a module class, and the functions of the same file that their code names."""
     functions = [
         function
         for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
@@ -119,7 +119,7 @@ _ADDS = {f"{operator}=" for operator in ("+", "-", "*", "/", "//", "%", "@", "**
 
 
 def why_not_compiled(parts: list[Any], learned: Sequence[LearnedEffects], looks_like_it: bool) -> str | None:
-    """Returns why a region must run uncompiled, now or always; `None` if it can be compiled.
+    """Returns the reason why a region must run uncompiled, now or always; `None` if the region can be compiled.
 
     Args:
         parts: the functions and modules that the region is made of.

@@ -1,8 +1,8 @@
-"""Cuts of an `nn.Sequential` into regions: segments of its children, each but the last checkpointed by itself.
+"""Cuts of an `nn.Sequential` into segments of its children; each segment except the last is a checkpointed region.
 
 A segment keeps its input. With a cut behind each convolution of a VGG, the outputs of the convolutions are kept, and
-BatchNorm, activation and pooling are recomputed, up to the input of the next convolution. Where these layers are in
-nn.Sequentials of their own, a segment begins in one and ends in the next, and the cut goes through both.
+BatchNorm, activation and pooling are recomputed, up to the input of the next convolution. If the children are
+nn.Sequentials with these layers, a cut goes through a child, and a segment begins in one child and ends in the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from memscale.algebra import OwnForward, Transformed
 from memscale.core import ConfigError, TransformError, shown
 
-#: The child before which a segment begins: its index, or the indices of its parents and its own.
+#: The child before which a segment begins: its index, or the indices of its parents followed by its own index.
 Cut = int | tuple[int, ...]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -63,7 +63,7 @@ def check_row(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> None:
 
 
 def segments(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
-    """Returns the segments of `fn` as functions, in order, made of its present children."""
+    """Returns the segments of `fn`, in order, as functions of its present children."""
     if torch.compiler.is_compiling():  # Dynamo cannot trace `check_row`
         row = fn.__self__ if isinstance(fn, MethodType) else fn  # before torch 2.12 Dynamo knows no getattr of it
         return _cut(fn.module if isinstance(fn, OwnForward) else row, cuts)
@@ -76,7 +76,7 @@ def _cut(row: Any, cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
     found: list[list[nn.Module]] = [[]]
     opened = {place[:depth] for place in places for depth in range(1, len(place))}
     for place, child in _in_order(row, opened, ()):
-        # A cut before a child that is cut itself is before the first one in it.
+        # A cut before a child that other cuts go through is a cut before the first layer in that child.
         while places and place >= places[0]:
             places = places[1:]
             found.append([])
@@ -85,7 +85,7 @@ def _cut(row: Any, cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
 
 
 def layers(module: nn.Module) -> list[tuple[Cut, nn.Module]]:
-    """Returns the layers that `module` runs in a row, each with the cut before it; empty if it is not such a row."""
+    """Returns the layers that `module` runs in a row, each with the cut before it; empty if `module` is no row."""
     row = _row(module)
     if row is None:
         return []
@@ -98,7 +98,7 @@ def layers(module: nn.Module) -> list[tuple[Cut, nn.Module]]:
 
 
 def _opens(module: nn.Module) -> bool:
-    """Whether a cut may go through `module`: an `nn.Sequential` that runs its children and nothing else."""
+    """Whether a cut may go through `module`: an `nn.Sequential` that runs only its children."""
     hooked = any(getattr(module, name) for name in _HOOKS) or vars(module).get("_compiled_call_impl") is not None
     return _row(module) is not None and type(module).__call__ is nn.Module.__call__ and not hooked
 
@@ -116,7 +116,7 @@ def _opened(module: nn.Module, at: int, cuts: tuple[Cut, ...]) -> nn.Sequential:
 
 def _is_cut(cut: Any) -> bool:
     place = cut if isinstance(cut, (tuple, list)) and len(cut) > 1 else (cut,)
-    # The position before the first child of a child is the position before that child, which is the one spelling.
+    # (2, 0) and 2 are the same position: only 2 is valid, so that equal cuts are `==`.
     return all(type(at) is int and at >= 0 for at in place) and place[-1] > 0
 
 

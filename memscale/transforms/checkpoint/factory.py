@@ -1,4 +1,4 @@
-"""`checkpoint`: keep a region's inputs instead of its intermediate values, and compute those again in backward."""
+"""`checkpoint`: keep a region's inputs instead of its intermediate values, and recompute these values in backward."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Checkpointed(Transformed):
     Attributes:
         learned: the effects that earlier runs found, for each segment between cuts.
         captured: the modules that `fn` captures, if `fn` is neither a module nor made of modules.
-        changes: `may_change` of the region that this one was reassembled from while Dynamo traced; else None.
+        changes: while Dynamo traces, `may_change` of the region from which this region was reassembled; else None.
     """
 
     how: Checkpoint
@@ -84,10 +84,10 @@ class Checkpointed(Transformed):
             self.captured = Captures(self.fn, reruns=False).modules
 
     def may_change(self) -> bool:
-        """Whether the code of the modules of `fn` looks like changing buffers in place."""
+        """Whether the modules of `fn` have code that may change buffers in place."""
         return may_change(self.captured or [each for root in modules_in(self.fn) for _, each in walk(root)])
 
-    # Called only where Dynamo traces the region, which runs it as ordinary Python: the code of the modules is constant.
+    # Dynamo runs this method as ordinary Python while it traces the region, since the code of the modules is constant.
     may_change._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Checkpointed:
@@ -105,7 +105,7 @@ class Checkpointed(Transformed):
 
     @property
     def not_around_sharded(self) -> str:  # type: ignore[override]
-        """Why the region cannot be around sharded modules; empty if it can. A policy numbers the operators."""
+        """Returns why the region cannot contain sharded modules; empty if it can. Policies count calls of operators."""
         if isinstance(self.how.policy, (NothingSaveable, EverythingSaveable)):
             return ""
         return "it gathers parameters by other operators in the recompute, among which a policy does not find its own"
@@ -117,9 +117,9 @@ class Checkpointed(Transformed):
             )
             if why is not None:
                 return uncompiled(_eager, why, self, args, kwargs)
-        # In a `try`, because Dynamo cannot resume in the middle of one: when it cannot trace the region (a side effect
-        # on a Python object, say) it leaves this frame to Python, where `is_compiling` is false. Outside a `try` it
-        # would resume at the call of `torch.utils.checkpoint`, whose eager form repeats side effects.
+        # The `try` makes Dynamo leave the whole frame to Python, where `is_compiling` is false, if Dynamo cannot trace
+        # the region (due to a side effect on a Python object, say). Without the `try` Dynamo would resume at the call
+        # of `torch.utils.checkpoint`, whose eager form repeats side effects.
         try:
             if torch.compiler.is_compiling():
                 if functorch_state.active():  # the compiler traces the transform, and decides what backward keeps
@@ -130,8 +130,8 @@ class Checkpointed(Transformed):
                 return args[0] if rest is None else rest(*args)
         finally:
             pass
-        # A region that runs here must not be compiled piecemeal: its recompute runs uncompiled, and would save other
-        # tensors.
+        # No part of a region that runs here may be compiled: its recompute runs uncompiled, and would save other
+        # tensors than compiled parts.
         return without_dynamo(_eager)(self, args, kwargs)
 
 
@@ -201,7 +201,7 @@ def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
     run: Callable[..., Any] = _region
     if not functorch_state.is_absent():
         if functorch_state.inside_region() or not functorch_state.active():
-            # Also in a dual level of forward-mode differentiation: a rerun after its end would not see the tangents.
+            # Also in a dual level of forward-mode differentiation: after its end a recompute would miss the tangents.
             return self.fn(*args, **kwargs)
         run = _region_under_functorch
     if not self.how.cuts:
@@ -236,7 +236,7 @@ def _traced(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> A
     if isinstance(policy, NothingSaveable):
         return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
-    # A partial of module-level functions: Dynamo takes no closure here.
+    # A partial of module-level functions, since Dynamo refuses a closure here.
     contexts = functools.partial(
         torch_checkpoint.create_selective_checkpoint_contexts, functools.partial(_decide, policy)
     )

@@ -1,15 +1,15 @@
 """`checkpoint` inside `torch.func` transforms: the region becomes one `autograd.Function` with explicit inputs.
 
 `torch.func` refuses saved-tensor hooks, but differentiates and vectorises an `autograd.Function` that has a vmap rule.
-Such a function knows only its explicit inputs. So all tensors that the region captures (parameters from
+Such a function has gradients only for explicit inputs. So all tensors that the region captures (parameters from
 `functional_call`, closure variables, buffers) are inputs too, and are written into their state slots while the region
-runs. The use of a captured tensor that was not found raises an error, since the gradient would be lost silently.
+runs. Using a captured tensor that the search missed raises an error, since its gradient would be lost silently.
 
-A tensor that the region leaves behind (in a list or object among the arguments, in an object that it returns, on a
-module) is one more output, and is written back to where the region left it, so that it has a gradient there.
+A tensor that the region leaves behind (in a list or object among the arguments, in an object that the region returns,
+on a module) is one more output. It is written back to the same place after the run, so that it has a gradient there.
 
-Regions inside a region run untransformed here, and a recompute runs the whole region: early stopping and policies need
-saved-tensor hooks.
+Inside such a region, inner regions run untransformed, and a recompute runs the whole region: early stopping and
+policies need saved-tensor hooks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 class _Call:
-    """One call of a region: its captures, the position of each explicit input, and the tensors that it left behind."""
+    """One call of a region: the captures, the position of each explicit input, and the tensors left behind."""
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.fn = fn
@@ -78,8 +78,8 @@ class _Call:
             for at, _, position in self.captured
             if any(self.captures.slots[at] is mapping for mapping in buffers)
         }
-        # Autograd saves the inputs, and must find the old values of those that the region changes. So buffers of
-        # modules in training mode go in as copies, and `finish` copies the new values into the buffers themselves.
+        # Autograd saves the inputs, and backward needs the values from before the region's changes. So the inputs are
+        # copies of the buffers of modules in training mode, and `finish` copies the new values into the buffers.
         self.targets = list(self.inputs)
         training = {id(t) for module in self.captures.modules if module.training for t in module._buffers.values()}
         for position in self.buffers:
@@ -95,7 +95,7 @@ class _Call:
         self.out_leaves: list[Any] = []
         self.mutated: list[int] = []
         self.assigned: list[tuple[StateSlot, Any]] = []
-        self.returned_inputs: dict[int, int] = {}  # autograd does not accept an input itself as an output
+        self.returned_inputs: dict[int, int] = {}  # autograd refuses an input as an output
         # The arguments and returned objects after the run, and the source of each tensor there: an input or an output.
         self.left: ArgumentSpec | None = None
         self.sources: list[tuple[bool, int]] = []
@@ -103,7 +103,7 @@ class _Call:
         self.left_count = 0
 
     def execute(self, inputs: tuple[torch.Tensor, ...], *, first: bool) -> tuple[torch.Tensor, ...]:
-        """Runs the region on `inputs`. Returns its tensor outputs, the buffers that it changed, the tensors it left."""
+        """Runs the region on `inputs`. Returns the tensor outputs, the changed buffers and the tensors left behind."""
         working = [tensor.clone() if index in self.buffers else tensor for index, tensor in enumerate(inputs)]
         before = [version(tensor) for tensor in working]
         values = [working[position] for position in self.arguments]
@@ -159,9 +159,9 @@ class _Call:
         return (*outputs, *[left.tensors[left.order[occurrence]] for occurrence in self.made])
 
     def _find_sources(self, left: ArgumentSpec, inside: dict[int, int], outputs: list[torch.Tensor]) -> None:
-        """Finds the source of each tensor that the region left behind, and which of them are outputs of their own.
+        """Finds the source of each tensor that the region left behind; a tensor without a source is one more output.
 
-        The latter are identified by their order in the walk, since a rerun sees other identities: `x.to(x.device)` is
+        These outputs are identified by their order in the walk, since identities differ in a rerun: `x.to(x.device)` is
         `x` in the run, and another tensor inside torch.func.
         """
         known = {id(tensor): (True, index) for index, tensor in reversed([*enumerate(outputs)])}
@@ -175,7 +175,7 @@ class _Call:
         self.sources = [known[id(tensor)] for tensor in left.tensors]
 
     def _owner(self, index: int) -> str:
-        """Returns words for the object among the arguments that holds input `index`; empty if none does."""
+        """Returns " (held by a CLASS)" for the object among the arguments that holds input `index`; "" without one."""
         owner = self.call.owner(self.arguments.index(index)) if index in self.arguments else None
         return "" if owner is None else f" (held by a {owner})"
 
@@ -197,8 +197,8 @@ class _Call:
             write(slot, content)
         tensors = [outputs[index] if is_output else self.targets[index] for is_output, index in self.sources]
         self.left.rebuild(tensors, [])
-        # The tensors left behind have a graph by now, and the graph holds this object: references to them would be a
-        # cycle through C++, which Python's collector does not see.
+        # By now the graph of the tensors left behind holds this object. References from here to these tensors would be
+        # a cycle through C++, which Python's collector does not see.
         self.left, self.out_leaves = None, []
         self.call.release()
         return pytrees.unflatten(self.out_spec, leaves)
@@ -282,7 +282,7 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[torch.Tensor | None, ...]:
-        if not any(ctx.differentiable):  # as of a region that returns its argument
+        if not any(ctx.differentiable):  # such as in a region that returns its argument
             return tuple(None for _ in ctx.differentiable)
         inputs = ctx.saved_tensors
         wanted = [index for index in range(len(inputs)) if tangents[index + 1] is not None]
@@ -310,10 +310,10 @@ def _rerun(ctx: Any, inputs: tuple[torch.Tensor, ...], wanted: list[int]) -> Cal
 
 
 class _Guard(TorchFunctionMode):
-    """Raises when a region under `torch.func` uses a tensor that is neither its input nor made from one.
+    """Raises when a region under `torch.func` uses a tensor that is neither an input nor computed from inputs.
 
-    Such a tensor belongs to a transform level that the region has stepped out of: its gradient, or its batch
-    dimension, would be lost without an error.
+    Such a tensor belongs to a transform level outside the region: its gradient, or its batch dimension, would be lost
+    without an error.
     """
 
     def __init__(self, inputs: tuple[torch.Tensor, ...] | None) -> None:
@@ -326,7 +326,7 @@ class _Guard(TorchFunctionMode):
         level = 0 if stack is None else stack.level()
         for tensor in pytrees.tensors((args, kwargs)):
             foreign = _functorch.is_functorch_wrapped_tensor(tensor) and _functorch.maybe_get_level(tensor) > level
-            # Autograd is off in the first run, so only a tensor from outside of the region can require a gradient.
+            # Autograd is off in the first run, so only a tensor from outside the region can require a gradient.
             loses = self._known is not None and tensor.requires_grad and id(tensor) not in self._known
             if foreign or (loses and not torch.is_grad_enabled()):
                 raise TransformError(

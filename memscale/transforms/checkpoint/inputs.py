@@ -1,9 +1,9 @@
 """The tensors that a region was called with, kept for its recomputes.
 
-A recompute is given the very tensors of the forward, so that `is`, `isinstance`, `is_leaf` and their attributes give
-the same answers. Their graphs do no harm, since nothing runs a backward from a recompute. Two kinds of tensors are
-replaced by others of the same class and attributes: tensors that the region changes in place, and tensors that the
-saved-tensor hooks around the region keep (an outer checkpoint, an offload).
+A recompute gets the same tensor objects as the forward, so that `is`, `isinstance`, `is_leaf` and attributes give the
+same answers. The graphs of these tensors do no harm, since no backward starts from a recompute. Two kinds of tensors
+are replaced by tensors of the same class with the same attributes: tensors that the region changes in place, and
+tensors that saved-tensor hooks around the region keep (an outer checkpoint, an offload).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from memscale.transforms.checkpoint.saved import SavedTensors
 
 
 def plain_tensors(values: Iterable[Any], found: list[torch.Tensor]) -> bool:
-    """Appends the tensors among the arguments `values` to `found`. Returns whether a rerun can be given `values` again.
+    """Appends the tensors among the arguments `values` to `found`. Returns whether a rerun can reuse `values` directly.
 
-    It can if there are only distinct tensors, constants, and tuples of these: an `ArgumentSpec` would rebuild the same.
+    A rerun can if `values` are only distinct tensors, constants, and tuples of these: an `ArgumentSpec` would rebuild
+    equal arguments.
     """
     for value in values:
         kind: Any = type(value)
@@ -180,7 +181,7 @@ def _differ(now: dict[str, Any], then: dict[str, Any]) -> bool:
 
 
 def refuse_backward_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """Makes a backward of this thread raise `CorrectnessError` if it goes on behind one of `tensors`.
+    """Makes a backward of this thread raise `CorrectnessError` if the backward goes beyond one of `tensors`.
 
     Returns the handles of the hooks, to be removed.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 from memscale.regions import Captures, RegionEffects, Snapshot, in_recompute
 
-_MOST_WATCHED = 16  # runs of a region, each with other flags or arguments of another kind
+_MOST_WATCHED = 16  # the most watched runs of a region, one for each mode
 
 
 class LearnedEffects:
@@ -20,9 +20,9 @@ class LearnedEffects:
 
     Attributes:
         effects: the effects found in each mode.
-        made: the modes in which a watched run made a tensor. Nothing was learned from that run, since the next run may
-            be the first to change the tensor in place.
-        trained_in: `True` if a watched run had a module in training mode, `False` if one had none; both, or neither.
+        made: the modes in which a watched run made a tensor. The effects of that run were discarded, since the next run
+            may be the first to change the tensor in place.
+        trained_in: has `True` if a watched run had a module in training mode, and `False` if a watched run had none.
         changes: whether a watched run changed a tensor in place other than running statistics of norms.
     """
 
@@ -37,7 +37,7 @@ class LearnedEffects:
     def effects_in(self, mode: Any) -> RegionEffects | None:
         """Returns the effects in `mode`; `None` if the next run must be watched."""
         known = self.effects.get(mode)
-        if known is None and len(self.effects) >= _MOST_WATCHED:  # each call has arguments of a new kind
+        if known is None and len(self.effects) >= _MOST_WATCHED:  # every call seems to have a new mode
             return RegionEffects.of_all(self.effects.values())
         return known
 
@@ -66,7 +66,7 @@ class LearnedEffects:
         return captures
 
     def __reduce__(self) -> Any:
-        return (LearnedEffects, ())  # a copy of the region learns anew: what it changes may differ there
+        return (LearnedEffects, ())  # a copy of the region starts empty, since its effects may differ
 
 
 def _forget_captures(learned: weakref.ref[LearnedEffects], _: object) -> None:

@@ -44,7 +44,7 @@ from memscale.transforms.checkpoint.selective import Misaligned, Recorder, Repla
 _autograd = internals.autograd
 _graph_task = internals.named("torch._C._current_graph_task_id")  # -1 outside of a backward
 _kind_of = operator.attrgetter("dtype", "ndim", "requires_grad")  # of an argument
-# Makes the recorder of a policy for a run with the given inputs; `None` without a policy.
+# A function that makes the recorder of a policy for a run with the given inputs; `None` without a policy.
 Record = Callable[[list[torch.Tensor]], Recorder] | None
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
 _Seen = tuple[torch.Size, torch.dtype, int, bool]  # of a saved tensor: shape, dtype, version and `requires_grad`
@@ -95,7 +95,7 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
     if found is None:
         found = frame.recompute(placeholder)
     if not frame.is_released and _keeps_graph():
-        # Another backward may follow, and recomputes again, so this backward frees each tensor after its use.
+        # A later backward would recompute the tensors again, so this backward frees each tensor after its use.
         placeholder.found = None
     tensor, expected = found
     if frame.streams.are_several:
@@ -117,23 +117,23 @@ _saved: Callable[[torch.Tensor], _Seen] = operator.attrgetter("shape", "dtype", 
 
 
 def _saved_nested(tensor: torch.Tensor) -> _Seen:
-    """Returns the same of a nested tensor that has no shape, since its parts have shapes of their own."""
+    """Returns what `_saved` returns, for a nested tensor without a shape: the number of its parts is the shape."""
     return torch.Size([tensor.size(0)]), tensor.dtype, tensor._version, tensor.requires_grad
 
 
 class _Stop(BaseException):
-    """Ends a recompute. A `BaseException`, since the region's own ``except Exception`` must not catch it."""
+    """Ends a recompute. A `BaseException`, so that the region's own ``except Exception`` lets it pass."""
 
 
 class _Frame:
-    """One run of a region: what a recompute of it needs, and the placeholders that autograd holds for it.
+    """One run of a region: the data that its recompute needs, and the placeholders that autograd holds.
 
     The arguments of most calls are tensors and constants, which the frame holds as they are. Other arguments, and
     arguments that saved-tensor hooks around the region keep, are in `call` and `inputs`.
 
     Attributes:
         snapshot: the state before the run.
-        is_released: whether a backward that keeps no graph has gone through the run; what a recompute needs is dropped.
+        is_released: whether a backward that frees the graph has gone through the run; a recompute is impossible then.
         is_observed: whether a dispatch mode watches the operators of the run.
         recorder: records the values that a policy saves; `None` without a policy.
         streams: the streams that the run used.
@@ -155,7 +155,7 @@ class _Frame:
                 captures = Captures(fn, follows=True)
                 self._call = ArgumentSpec(args, kwargs, captures)
                 captures.seal()
-            tensors = self._call.take_tensors()  # `Inputs` decides what holds them
+            tensors = self._call.take_tensors()  # held by `Inputs`, directly or through hooks
             direct = tensors[: self._call.direct]
             self._inputs = Inputs(tensors, [tensor.requires_grad for tensor in tensors], captures, hooks)
             args = kwargs = None
@@ -197,7 +197,7 @@ class _Frame:
         try:
             effects = snapshot.conclude()
         except CorrectnessError:
-            self._learned.effects.clear()  # the next call copies everything, and learns anew
+            self._learned.effects.clear()  # the next run is watched, and copies all state
             raise
         if effects is not None:
             self._learned.learn(self._mode, effects, snapshot)
@@ -212,7 +212,7 @@ class _Frame:
                 inputs.replace(index, old_value)
 
     def _general(self) -> tuple[ArgumentSpec, Inputs]:
-        """Returns the arguments in a form that can give other tensors in the place of some."""
+        """Returns the arguments in the form that can replace some of the tensors."""
         if self._call is None or self._inputs is None:
             snapshot = self.snapshot
             self._call = ArgumentSpec(self._args, self._kwargs, None)
@@ -255,7 +255,7 @@ class _Frame:
         if in_backward and keeps_graph:
             torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(self._forget))
         elif last:
-            # Every live placeholder has its tensor by now, so no recompute will need the inputs.
+            # Every live placeholder has its tensor by now: no further recompute needs the inputs.
             self.is_released = True
             self._args = self._kwargs = self._call = self._inputs = self.recorder = None
             del self._fn, self.snapshot
@@ -293,8 +293,8 @@ class _Frame:
 
         Args:
             rerun: receives the tensors that the function saves.
-            found: the tensors to be given as arguments, by index; `None` for the arguments of the run.
-            shared: those of them that the function also reaches by other names.
+            found: the tensors to pass as arguments, by index; `None` passes the arguments of the run.
+            shared: the tensors in `found` that the function also reaches by other names.
         """
         snapshot, args, kwargs = self.snapshot, self._args, self._kwargs
         objects: list[Any] = []
@@ -306,7 +306,7 @@ class _Frame:
                 handles = refuse_backward_behind(values)
             else:
                 call = self._general()[0]
-                # A cache of keys and values has hundreds of tensors: only watched runs refuse backwards behind all.
+                # A cache of keys and values has hundreds of tensors: only watched runs put a hook on every tensor.
                 every, direct = snapshot.is_watched, call.direct
                 own = [each for index, each in found.items() if index not in shared and (every or index < direct)]
                 handles = refuse_backward_behind(own)
@@ -319,8 +319,8 @@ class _Frame:
                 if self._concluded and recorder is None:
                     run(self._fn, *args, **kwargs)
                 else:
-                    # A region that computes gradients itself (forces from an energy) is recomputed during its run.
-                    # The operators of such a recompute must not count as operators of the run.
+                    # A region that computes gradients itself (forces from an energy) is recomputed during its run:
+                    # `unrecorded` keeps the operators of that recompute out of the operators of the run.
                     with unrecorded() if recorder is None else recorder.replayer(values) as rerun.replayer:
                         run(self._fn, *args, **kwargs)
             except _Stop:
@@ -340,8 +340,9 @@ class _Frame:
     def _values(self, refused: dict[int, str], fresh: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Returns the tensor arguments for a rerun, by index: the tensors themselves, or copies of changed ones.
 
-        Tensors that objects hold and that were changed in place since go into `refused`, since the region may not need
-        them: the next layer may have written to a cache that all layers are given. Copies go into `fresh`.
+        A tensor that an object holds, and that was changed in place since the run, goes into `refused` and raises no
+        error yet, since the region may not read it: the next layer may have written to a cache that all layers share.
+        Copies go into `fresh`.
         """
         call, inputs = self._general()
         groups = self.snapshot.groups()
@@ -358,7 +359,7 @@ class _Frame:
 
 
 class _AtTheEnd:
-    """A callback that acts when a backward drops it. Autograd drops callbacks also where the backward fails."""
+    """A callback that runs its action when autograd drops it, at the end of a backward, failed backwards included."""
 
     __slots__ = ("_action",)
 
@@ -379,10 +380,10 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _end(seen: list[_Seen], last: int) -> int:
-    """Returns the index of the saved tensor at which a recompute stops whose last tensor to be found is `last`.
+    """Returns the index of the saved tensor at which a recompute stops; `last` is the last tensor that it must find.
 
-    Autograd saves the inputs of `rrelu` before its kernel, which fills one of them (the noise). For any two saved
-    tensors in a row that look like these two, the recompute goes on to the next saved tensor.
+    Autograd saves the two inputs of `rrelu` before its kernel runs, which fills one of the two (the noise). Where two
+    consecutive saved tensors look like these inputs, the recompute goes on to the next saved tensor.
     """
     for first in range(max(last - 1, 0), min(last + 1, len(seen) - 1)):
         (shape, dtype, _, trained), (like_shape, like_dtype, _, like_trained) = seen[first : first + 2]
@@ -398,7 +399,7 @@ _JAGGED = (
 
 
 class _Rerun:
-    """Receives the tensors that a recompute saves, and compares each with the one that the run saved."""
+    """Receives the tensors that a recompute saves, and compares each with the tensor that the run saved."""
 
     def __init__(
         self,
@@ -437,8 +438,8 @@ class _Rerun:
                 now = _saved_nested(tensor)
             if now != self._seen[index]:
                 self._check(index, tensor, now)
-        # Detached also where no placeholder waits: an operator that saves its own result would otherwise be in a
-        # reference cycle with the result. Half of the cycle is in C++, where Python's collector does not see it.
+        # Detached also where no placeholder waits: else an operator that saves its own result would be in a reference
+        # cycle with the result. Half of that cycle is in C++, which Python's collector does not see.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         if index <= self.last and self._live[index] is not None:
             self.found[index] = tensor, tensor._version

@@ -13,15 +13,15 @@ from memscale.regions import hooks_around, recomputes, running_statistics, unrec
 from memscale.runtime import Hooks, Runtime, hooks_here
 from memscale.transforms.checkpoint.saved import SavedTensors
 
-#: An operator and what it is given: of tensors the shape, the dtype and `requires_grad`.
+#: An operator and its arguments; a tensor is given by its shape, dtype and `requires_grad`.
 CallSpec = tuple[Any, ...]
 
 
 def call_spec(op: internals.OpOverload, args: Any, kwargs: Any) -> CallSpec | None:
-    """Returns a key that identifies a call of `op`; `None` for a call on tensors that need no gradient.
+    """Returns a key that identifies a call of `op`; `None` for a call without a tensor that requires a gradient.
 
-    Calls without gradient are not saved. They make tables that code caches, so a run and its recompute make different
-    numbers of such calls, and the result of another call must never become such a table.
+    Calls without gradient are always recomputed. They make tables that code caches, so a run and its recompute make
+    different numbers of such calls, and a replayed result of another call could become a table.
     """
     spec: list[Any] = [op, torch.is_grad_enabled()]
     needs_gradient = False
@@ -39,7 +39,7 @@ _NUMBERS = (bool, int, float, complex, str)
 
 
 def _size(tensor: torch.Tensor) -> Any:
-    if tensor.is_nested and tensor.layout is torch.strided:  # whose parts have shapes of their own
+    if tensor.is_nested and tensor.layout is torch.strided:  # has no shape, since its parts have different shapes
         return tensor.dim()
     return tensor.shape
 
@@ -48,7 +48,7 @@ class Left(NamedTuple):
     """The side effects of a call of an operator.
 
     Attributes:
-        statistics: copies of the running statistics after the call that updated them.
+        statistics: copies of the running statistics that the call updated, after the call.
         random: the generators that the call drew from, with their states after the call.
     """
 
@@ -117,20 +117,20 @@ class Result:
             self._aliases.append((alias, version(alias)))
 
     def copy(self) -> None:
-        """Replaces the outputs by copies, since an operator is about to change one in place."""
+        """Replaces the outputs by copies, before an operator changes an output in place."""
         if not self._is_copied:
             self._is_copied = True
             self.outputs = [output.clone() for output in self.outputs]
             self._aliases = []
 
     def forget_unmoved(self, moved: Collection[torch.Generator]) -> int:
-        """Drops the states of generators other than `moved`. Returns the number of states left."""
+        """Drops the states of all generators except `moved`. Returns the number of states that remain."""
         random = [(generator, state) for generator, state in self._left.random if generator in moved]
         self._left = self._left._replace(random=random)
         return len(random)
 
     def seal(self, hooks: Hooks | None) -> None:
-        """Hands the outputs, after the run, to saved-tensor hooks: to `hooks`, or to those around the region."""
+        """Hands the outputs, after the run, to `hooks`, or else to the saved-tensor hooks around the region."""
         versions = [tensor._version for tensor in self.outputs]
         outputs, self.outputs = self.outputs, []
         self._saved = SavedTensors(outputs, (hooks.pack, hooks.unpack) if hooks is not None else hooks_around())
@@ -160,7 +160,7 @@ class Result:
         return bool(self._left.statistics)
 
     def again(self, outputs: list[torch.Tensor], statistics: list[torch.Tensor]) -> Any:
-        """Returns the result, made of `outputs`. Sets statistics and generators to their states after the call."""
+        """Returns the result made of `outputs`, and sets statistics and generators to their states after the call."""
         for generator, state in self._left.random:
             generator.set_state(state)
         for each, then in zip(statistics, self._left.statistics, strict=False):
@@ -176,14 +176,14 @@ class Result:
 class Results:
     """The saved results of one run of a region, by call.
 
-    A call is identified by its `CallSpec` and by the number of calls with the same spec before it. A call that only the
-    run or only the recompute makes (to fill a cache, say) therefore does not shift calls with another spec. `expected`
-    shows whether it shifted calls with the same spec.
+    A call is identified by its `CallSpec` and by the number of earlier calls with the same spec. So a call that only
+    the run or only the recompute makes (to fill a cache, say) shifts no calls with another spec. `expected` tells a
+    recompute whether calls with the same spec were shifted.
 
     Attributes:
-        by_call: for each spec with saved results, the results by the number of such calls before.
-        weights: a number for each of these specs; a sum of them encodes how many calls of each spec there were.
-        expected: for each tensor that autograd saved, that sum over the calls before it.
+        by_call: maps each spec with saved results to {number of earlier calls with this spec: result}.
+        weights: maps each of these specs to a power of 2**32; the sum over calls encodes the number of calls per spec.
+        expected: for each tensor that autograd saved, the sum of the weights of all earlier calls.
     """
 
     def __init__(self, calls: list[CallSpec], results: Collection[Result], marks: list[int]) -> None:
@@ -218,7 +218,7 @@ def seal_all(results: list[Result], calls: list[CallSpec], runtime: Runtime | No
     around = hooks_around()
     if results and around is not None and recomputes(around[1]):
         # A recompute around this region matches saved tensors by position and compares their shapes. A tensor whose
-        # size is a hash of the saved calls lets it notice that this region saves other results.
+        # size is a hash of the saved calls shows the recompute that this region saves other results.
         with unrecorded():
             around[0](torch.empty(0, hash(tuple(calls[result.call] for result in results)) & 0x7FFFFFFF))
     tiers = {result.tier for result in results if result.tier is not None}

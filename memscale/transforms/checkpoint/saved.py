@@ -1,8 +1,8 @@
 """Tensors that a region saves for its backward, as autograd would have saved them.
 
 If saved-tensor hooks are active where the region is called (an outer checkpoint, an offload, PyTorch's
-`save_on_cpu`), they see these tensors exactly as they would see any saved tensor. That is what makes a checkpoint
-inside a checkpoint hold nothing of its own, and an offload around a checkpoint move the region's input.
+`save_on_cpu`), the hooks receive these tensors like any saved tensor. So a checkpoint inside a checkpoint holds no
+tensors of its own, and an offload around a checkpoint moves the region's input.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class SavedTensors:
         return recomputes(self._unpack)
 
     def seal(self, versions: list[int]) -> None:
-        """Requires the tensors to stay at `versions` from now on. Hooks check the tensors that they hold themselves."""
+        """Requires the tensors to stay at `versions` from now on. Tensors held by hooks are checked by the hooks."""
         if self._unpack is None:
             self._versions = versions
 
     def unchanged(self) -> list[torch.Tensor] | None:
-        """Returns the tensors if they are held directly and none was changed since `seal`, else `None`."""
+        """Returns the tensors if they are held directly and unchanged since `seal`, else `None`."""
         if self._unpack is not None or (self._versions and versions(self._held) != self._versions):
             return None
         return self._held

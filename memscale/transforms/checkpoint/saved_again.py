@@ -1,11 +1,11 @@
-"""Placeholders in a backward that is differentiated itself, as of a model that returns an energy and its forces.
+"""Placeholders for a double backward, such as that of a model which returns an energy and its forces.
 
-The nodes of a backward with ``create_graph=True`` save tensors for the second backward. Saved tensors that a checkpoint
-has recomputed would stay in memory, and the checkpoint would free next to nothing. So while a node runs that has
-unpacked a recomputed tensor, saved-tensor hooks replace that tensor, or a transpose of it, by its placeholder.
+The nodes of a backward with ``create_graph=True`` save tensors for the second backward. Recomputed tensors among them
+would stay in memory, and the checkpoint would free next to nothing. So while a node runs that has unpacked a recomputed
+tensor, saved-tensor hooks replace that tensor, or a transpose of the tensor, by its placeholder.
 
 NOTE: the hooks are pushed inside an unpack hook and never popped. Autograd's engine runs each node under the
-thread-local state of the whole backward, which includes the stack of hooks, and restores that state behind the node.
+thread-local state of the whole backward, which includes the stack of hooks, and restores that state after the node.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Layout = tuple[torch.dtype, int, list[tuple[int, int]]]  # dtype, offset, and t
 def save_again(placeholder: Any, tensor: torch.Tensor, unpack: Callable[[Any], torch.Tensor]) -> None:
     """Lets the current node of a backward save `placeholder` in place of the recomputed `tensor` and its transposes.
 
-    Other saved-tensor hooks around the backward see the tensors themselves, as without checkpoint.
+    If the caller has saved-tensor hooks around the backward, these receive the tensors, as without checkpoint.
 
     Args:
         placeholder: the placeholder from which `unpack` brings the tensor back.
@@ -55,8 +55,8 @@ class _SavedAgain:
 
     Attributes:
         unpack: the unpack hook of the checkpoint.
-        known: maps the address of a storage to a weak reference, which keeps the address from being used again, and to
-            the placeholder and the layout of the recomputed tensor there.
+        known: maps the address of a storage to a weak reference, which keeps the address unique, and to the placeholder
+            and the layout of the recomputed tensor in the storage.
     """
 
     __slots__ = ("known", "unpack")
@@ -86,7 +86,7 @@ def _layout(tensor: torch.Tensor) -> _Layout | None:
 def _permutation(of: _Layout, layout: _Layout | None) -> list[int] | None:
     """Returns the order of the dimensions of `of` that gives `layout`; `None` if no order does.
 
-    Views other than transposes do not count: a recompute may return a tensor with other strides.
+    Only transposes count, and no other views, since a recompute may return a tensor with other strides.
     """
     if layout is None or of[:2] != layout[:2] or sorted(of[2]) != sorted(layout[2]):
         return None

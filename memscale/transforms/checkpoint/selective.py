@@ -1,8 +1,8 @@
 """Policies that save some values: a run records results of operators, and a recompute returns them again.
 
-Both sides watch the operators of a region. `Recorder` asks the policy about each call and saves the chosen results.
-`Replayer` returns a saved result for the same call: the same operator on tensors of the same shapes, after as many such
-calls as in the run. A recompute that makes other such calls is noticed at the next tensor that autograd saves.
+Both classes watch the operators of a region. `Recorder` asks the policy about each call and saves the chosen results.
+`Replayer` returns a saved result for the same call: the same operator on tensors of the same shapes, after the same
+number of such calls as in the run. If the numbers differ, the recompute raises `Misaligned` at the next saved tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from memscale.transforms.checkpoint.results import (
 )
 from memscale.transforms.labels import listeners
 
-# The results of these operators share memory with their input but have a version counter of their own.
+# The results of these operators share the memory of their input but have their own version counters.
 _UNSAFE_VIEWS = frozenset(
     {
         torch.ops.aten._unsafe_view.default,
@@ -52,12 +52,12 @@ _UNSAFE_VIEWS = frozenset(
 
 
 def is_view(op: internals.OpOverload) -> bool:
-    """Whether the result of `op` shares memory with an input, also `_unsafe_view`, which ends every batched `@`."""
+    """Whether the result of `op` shares memory with an input; true for `_unsafe_view`, which ends every batched `@`."""
     return op.is_view or op is torch.ops.aten._unsafe_view.default
 
 
 class Misaligned(BaseException):
-    """Raised when a recompute makes other calls than the run. A `BaseException`, since the region may catch others."""
+    """A recompute makes other calls than the run. A `BaseException`, since the region may catch an `Exception`."""
 
 
 class _Kind(enum.Enum):
@@ -96,7 +96,7 @@ class _Asked(NamedTuple):
 
 @cache
 def _asked(policy: Policy) -> dict[int, _Asked]:
-    """Returns the cache of `policy`, by the id of the operator. (Operators hash in Python, in a microsecond.)"""
+    """Returns the cache of `policy`, by the id of the operator: the hash of an operator runs Python code."""
     return {}
 
 
@@ -112,10 +112,10 @@ def _ask(policy: Policy, op: Any) -> _Asked:
 
 
 class _Output(NamedTuple):
-    """The layout of an operator's first output; `rest` are its other outputs, such as the log-sum-exp of attention.
+    """The layout of an operator's first output; `rest` are the other outputs, such as the log-sum-exp of attention.
 
-    A record is valid while the storage `lives`. Afterwards nobody can label the output, and another tensor may have its
-    memory.
+    A record is valid while the storage `lives`. Afterwards the output can get no label, and another tensor may have the
+    same memory.
     """
 
     call: int
@@ -130,7 +130,7 @@ class _Output(NamedTuple):
 
 
 class _Watch(OperatorWatch):
-    """Watches the operators of a region, except memscale's own and casts that autocast may have cached."""
+    """Watches the operators of a region, except memscale's own operators and casts that autocast may have cached."""
 
     supports_higher_order_operators = True
 
@@ -145,8 +145,8 @@ class _Watch(OperatorWatch):
         return True
 
     def _is_of_cached_cast(self, source: torch.Tensor) -> bool:
-        # Autocast casts a leaf once and then answers from a cache, which a recompute finds in another state. The inputs
-        # of a recompute are leaves, also where those of the run are not.
+        # Autocast casts a leaf once and then answers from a cache, which has another state in a recompute. An input of
+        # a recompute is a leaf even if the input of the run is not.
         return id(source) in self._inputs or (source.is_leaf and source.requires_grad) or is_stand_in(source)
 
 
@@ -216,7 +216,7 @@ class Recorder(_Watch):
                 self._by_memory.setdefault(memory_of(output), []).append(saved)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns `tensor.detach()` with the same version counter. A `detach` in a dispatch mode makes a new one."""
+        """Returns `tensor.detach()` with the same version counter; `detach` in a dispatch mode makes a new counter."""
         with torch._C._ForceDispatchKeyGuard(*self._keys):
             return tensor.detach()
 
@@ -272,10 +272,10 @@ class Recorder(_Watch):
 
         Args:
             moved: the generators that the region has drawn from. A recompute restores only these at its end. The state
-                of another generator (of attention without dropout) is dropped: a replayed result would set it, and the
-                numbers drawn after the forward would be drawn again after backward.
+                of any other generator (of attention without dropout) is dropped: a replayed result would set that
+                generator back, and the program would draw the numbers of after the forward again after backward.
         """
-        # A recompute stops at the last tensor that autograd saved, so it makes none of the calls behind that tensor.
+        # A recompute stops at the last tensor that autograd saved, before all later calls.
         last = self._marks[-1] if self._marks else 0
         results = [result for call, result in self._results.items() if call < last]
         del self._states[sum(result.forget_unmoved(moved) for result in results) :]
@@ -298,7 +298,7 @@ def _forget(recorder: weakref.ref[Recorder], storage: int, _: object) -> None:
 
 
 class Replayer(_Watch):
-    """Returns saved results instead of running the calls that the results are of."""
+    """Returns saved results in place of running their calls."""
 
     def __init__(self, results: Results, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__(inputs)
@@ -306,8 +306,8 @@ class Replayer(_Watch):
         self._ops = {id(op) for op in results.ops}
         self._seen: Counter[CallSpec] = Counter()
         self._sum = 0
-        # Brought back now and not inside `on_call`: the recompute of the region around this one needs autograd, which
-        # is off inside a dispatch mode.
+        # Brought back before `on_call`: the recompute of the region around this one needs autograd, which is off inside
+        # a dispatch mode.
         self._brought = {result: result.tensors() for result in results if result.is_by_recompute}
 
     def on_call(self, op: Any, args: Any, kwargs: Any) -> Any:
