@@ -225,7 +225,7 @@ def check_followed(model: Any) -> None:
     lazy = [name for name, each in model.named_parameters() if is_lazy(each)] if isinstance(model, nn.Module) else []
     if lazy:
         raise ConfigError(
-            f"the model's parameter {lazy[0]!r} has no shape yet, for its module is a lazy one; run a batch "
+            f"the model's parameter {lazy[0]!r} has no shape yet, since its module is lazy; run a batch "
             "through the model first"
         )
 
@@ -256,7 +256,7 @@ def check_call(model: Any, batch: Any) -> None:
     """Raises ConfigError for a batch that does not fit the model, a layout without fixed sizes, or nothing to train."""
     if not isinstance(model, nn.Module):
         if batch is not None:
-            raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
+            raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own batch")
         return
     batches.check_call(model, batch)
     for tensor in (*batches.tensors(batch), *model.buffers()):

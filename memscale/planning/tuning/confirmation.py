@@ -40,7 +40,7 @@ def confirmed(step: TrainingStep, batch: Any, plan: ProvenPlan, hardware: Hardwa
     free_bytes = _free_bytes(parameter.device)
     if free_bytes is not None and needed > _SHARE * free_bytes:
         takes, free = format_unlike(needed, free_bytes)
-        return None, f"simulated only: it takes {takes}, and {free} are free"
+        return None, f"simulated only: the step takes {takes}, and {free} are free"
     config = Config(use_static_profiling=False, warmup_steps=0, enable_logging=False)
     try:
         real = profile_of(step.on(_real(batch, parameter.device)), plan, Target.of(hardware), config)

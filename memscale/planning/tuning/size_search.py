@@ -172,7 +172,7 @@ class SizeSearch:
             known[largest] = self._pace(largest)
         found, bound = fastest_size(self._pace, known, most=_MOST_PLANS)
         if bound is None:
-            uneven = "the time of a step does not grow evenly with its size: sizes between those shown may do better"
+            uneven = "the time of a step grows unevenly with its size: sizes between the sizes shown may be faster"
             self.notes[uneven] = None
         elif max(found) < self.at_most and not self.too_large:
             bound = max(bound, self._beyond(found))

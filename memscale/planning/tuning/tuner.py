@@ -154,7 +154,7 @@ class AutoTuner:
             takes, allowed, said = format_unlike(real.peak_bytes, limit, found.plan.evidence.planned.peak_bytes)
             fault = BudgetError(
                 f"a real step with batch_fn({found.size}) takes {takes}, and {allowed} are allowed; it was "
-                f"simulated to take {said}. Give a smaller budget, or confirm=False for what simulation finds"
+                f"simulated to take {said}. Give a smaller budget, or confirm=False for the simulated result"
             )
             rounds += 1
             if rounds == _CONFIRMATIONS or less < 1:
@@ -170,5 +170,5 @@ class AutoTuner:
         step = self._step.step
         # A real step of one process would wait forever for collectives of the other processes.
         if (spec := step.parallel or Parallel.of_distributed(step.model)) is not None:
-            return None, f"simulated only: it is one process's of several ({spec})"
+            return None, f"simulated only: the step is of one process of several ({spec})"
         return confirmed(step, sizes.batch(found.size), found.plan, self.hardware)

@@ -128,15 +128,15 @@ def why_not_compiled(parts: list[Any], learned: Sequence[LearnedEffects], looks_
     """
     if any(each.changes for each in learned):
         return (
-            "checkpoint() around a region that changes a tensor in place, which would be recomputed without the old "
-            "value if it were compiled"
+            "checkpoint() around a region that changes a tensor in place: if the region were compiled, its recompute "
+            "would lack the old value"
         )
     if not looks_like_it:
         return None
     training = any(module.training for part in parts for root in modules_in(part) for module in root.modules())
     if any(training not in each.trained_in for each in learned):
         return (
-            "checkpoint() around a module with buffers, and code that may write to them in place, has to see it run "
-            "uncompiled once in training mode, and once in eval()"
+            "checkpoint() around a module with buffers, whose code may write to the buffers in place, needs one "
+            "uncompiled run in training mode, and one in eval()"
         )
     return None
