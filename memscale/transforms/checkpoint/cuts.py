@@ -65,7 +65,7 @@ def check_row(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> None:
 def segments(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
     """Returns the segments of `fn`, in order, as functions of its present children."""
     if torch.compiler.is_compiling():  # Dynamo cannot trace `check_row`
-        row = fn.__self__ if isinstance(fn, MethodType) else fn  # before torch 2.12 Dynamo knows no getattr of it
+        row = fn.__self__ if isinstance(fn, MethodType) else fn  # Dynamo before torch 2.12 cannot trace a getattr here
         return _cut(fn.module if isinstance(fn, OwnForward) else row, cuts)
     check_row(fn, cuts)
     return _cut(_row(fn), cuts)

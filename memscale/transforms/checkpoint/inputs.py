@@ -54,11 +54,11 @@ class Inputs:
 
     def __init__(self, tensors: list[torch.Tensor], trained: list[bool], captures: Captures, hooks: Any) -> None:
         self._requires_grad = trained
-        self._replaced: set[int] = set()  # those that the region changes in place
+        self._replaced: set[int] = set()  # indices of tensors that the region changes in place
         self._is_cut = False
         self._own: dict[int, tuple[torch.Tensor, int]] = {}  # held directly in spite of hooks
         self._attributes = {index: dict(each.__dict__) for index, each in enumerate(tensors) if each.__dict__}
-        self._leaves: list[bool] = []  # where hooks bring back other tensors
+        self._leaves: list[bool] = []  # `is_leaf` of each tensor; empty without hooks
         if hooks is not None:
             self._leaves = [tensor.is_leaf for tensor in tensors]
             captured = {id(tensor) for _, _, tensor in captures.tensors}
@@ -86,7 +86,7 @@ class Inputs:
             self._kept.replace(self._number(index), tensor)
 
     def cut(self) -> None:
-        """Detaches the tensors for recomputes. The region runs a backward itself, which must end at its inputs."""
+        """Detaches the tensors for recomputes: a backward inside the region must end at the region's inputs."""
         self._is_cut = True
 
     def again(
@@ -100,10 +100,10 @@ class Inputs:
         """Returns the tensors for a recompute by index, except the indices `without`.
 
         Args:
-            without: indices of tensors that come from elsewhere.
-            replaced: the old values of tensors that the region is changing, while it runs.
+            without: indices of tensors that the snapshot restores.
+            replaced: for a recompute during the run, the old values of tensors that the run has changed, by index.
             owner: maps an index to the class name of the object among the arguments that holds the tensor, or `None`.
-            refused: receives the message for each tensor of an object that was changed since, by its storage.
+            refused: receives, by storage, the error message for each tensor of an object that was changed since.
             fresh: receives the copies, whose version counters start anew.
         """
         if not (without or replaced) and (as_they_are := self._unchanged()) is not None:
@@ -121,7 +121,7 @@ class Inputs:
         return found
 
     def _unchanged(self) -> dict[int, torch.Tensor] | None:
-        """Returns all tensors if a rerun may be given each of them, else `None`. One pass: a cache has hundreds."""
+        """Returns all tensors if a rerun can use every tensor as it is, else `None`. One pass: a cache has hundreds."""
         is_other = self._replaced or self._own or self._attributes or self._is_cut
         held = None if is_other else self._kept.unchanged()
         if held is None or [tensor.requires_grad for tensor in held] != self._requires_grad:
@@ -151,7 +151,7 @@ class Inputs:
     ) -> torch.Tensor:
         through_hooks = self._kept.through_hooks and index not in self._own
         attributes = self._attributes.get(index, {})
-        if is_changed:  # needs a tensor of its own that is not a leaf, since PyTorch refuses to change leaves
+        if is_changed:  # the clone has its own memory and is no leaf: PyTorch refuses to change leaves in place
             with unrecorded(), torch.enable_grad():
                 given = held.detach().requires_grad_(requires_grad).clone()
             fresh.append(given)

@@ -48,7 +48,7 @@ _kind_of = operator.attrgetter("dtype", "ndim", "requires_grad")  # of an argume
 Record = Callable[[list[torch.Tensor]], Recorder] | None
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
 _Seen = tuple[torch.Size, torch.dtype, int, bool]  # of a saved tensor: shape, dtype, version and `requires_grad`
-_reruns = [0]  # the number in this process; two threads that count at once may add one
+_reruns = [0]  # of this process; two threads that count at once may add only 1
 
 
 def recomputed_regions() -> int:
