@@ -246,9 +246,9 @@ def test_a_recurrent_layer_on_cuda_is_noted(layer, monkeypatch):
         return [note for note in profile.notes if "cuDNN" in note]
 
     (note,) = notes("h100")
-    assert note.startswith(f"{layer.__name__}: on CUDA cuDNN runs it")
-    assert "by measurement on one card, an H100 with cuDNN 9.19" in note
-    assert "off by 1.8 % in the median and 5.6 % at worst" in note
+    assert note.startswith(f"{layer.__name__}: cuDNN")
+    assert "measurements on one H100 with cuDNN 9.19" in note
+    assert "off by 1.8 % in the median and 5.6 %" in note
     assert notes("cpu") == []
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     assert notes("h100") == []  # nothing of it is unknown then

@@ -71,8 +71,8 @@ def test_a_profile_says_where_workspaces_come_from(card, noted):
     hardware = ms.Hardware.detect("cpu") if card == "cpu" else card
     model, batch = torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 8, 8)
     profile = ms.profile(model, batch, loss=lambda y, _: y.mean(), hardware=hardware)
-    assert sum("cuDNN takes for convolutions" in note for note in profile.notes) == noted
-    assert sum("off by 0.6 % in the median and 13 % at worst" in note for note in profile.notes) == noted
+    assert sum("cuDNN's convolutions" in note for note in profile.notes) == noted
+    assert sum("off by 0.6 % in the median and 13 %" in note for note in profile.notes) == noted
 
 
 def of(dtype, image, kernel, result, stride=1, **changes):

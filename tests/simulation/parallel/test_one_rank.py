@@ -382,7 +382,7 @@ def test_a_distributed_model_is_planned_as_it_is(group, parallel):
     assert not any("made for" in note for note in under.notes)
     assert len(ms.frontier(model, TOKENS, points=2, **step)) == 2
     tuned = ms.AutoTuner(model, **step).tune(lambda rows: TOKENS[:1].repeat(rows, 1), at_most=1, objective="batch")
-    assert any(f"one process's of several ({parallel} over 8" in note for note in tuned.notes), "it would wait for them"
+    assert any(f"one process of several ({parallel} over 8" in note for note in tuned.notes), "it would wait for them"
     assert (state_of(model), bits([getattr(each, "_local_tensor", each) for each in model.parameters()])) == (
         before,
         numbers,
