@@ -24,6 +24,7 @@ class Proven:
         assignment: the number of the candidate of each part.
         plan: the rules of the assignment.
         profile: the profile of the simulated step.
+        operators: the number of operators of the simulated step.
         held_bytes: [interval of the costs] the most bytes held; the estimate at intervals that the step did not reach.
         part_seconds: [part] seconds of the part's operators, forward and backward; 0 for groups. The last entry is for
             the rest of the model.
@@ -35,6 +36,7 @@ class Proven:
     assignment: Assignment
     plan: Plan
     profile: Profile
+    operators: int
     held_bytes: Bytes
     part_seconds: Floats
 

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from torch import nn
@@ -126,7 +126,6 @@ class Search:
             )
         self._link, self._loop_share = link, loop_share
         self._proofs: dict[Assignment, Proven] = {}
-        self._counts: dict[Assignment, float] = {}  # the simulated steps that each of `_proofs` counts for
         self._choices: dict[tuple[frozenset[str], int], Choice | None] = {}
         self._trial_steps = 0
         self._by_rules: dict[Rules, Proven] = {}
@@ -360,15 +359,13 @@ class Search:
     def prove(self, assignment: Assignment) -> Proven:
         """Returns an assignment with its simulated step."""
         if assignment not in self._proofs:
-            step = self._whole(assignment)
-            self._proofs[assignment] = self._proven(self.costs, assignment, step)
-            longer = len(step.last_operators) / max(1, len(self.plain.last_operators))
-            self._counts[assignment] = max(1.0, longer / _LONG)
+            self._proofs[assignment] = self._proven(self.costs, assignment, self._whole(assignment))
         return self._proofs[assignment]
 
-    def _count(self, tried: Iterable[Assignment]) -> float:
-        """Returns how many simulated steps the steps of these assignments count for."""
-        return sum(self._counts[each] for each in tried)
+    def _count(self, tried: Mapping[Assignment, Proven]) -> float:
+        """Returns how many simulated steps these steps count for."""
+        usual = _LONG * max(1, len(self.plain.last_operators))
+        return sum(max(1.0, each.operators / usual) for each in tried.values())
 
     def _proven(self, costs: Costs, assignment: Assignment, step: Trace) -> Proven:
         found = attribute(step, costs.paths)
@@ -381,6 +378,7 @@ class Search:
             assignment,
             Plan(self._with(costs.rules(assignment))),
             analyse(step),
+            len(step.last_operators),
             shown_bytes(costs, assignment, held),
             np.r_[taken[:-1], np.zeros(len(costs.groups)), taken[-1:]],
         )
@@ -493,10 +491,6 @@ class Search:
         """Returns the number of the last grid limit for which a choice exists."""
         return max(0, self._at(self._chooser.held_bytes(self._least(among).assignment)) - 1)
 
-    def _has_groups(self, among: frozenset[str]) -> bool:
-        """Returns whether `among` is the set of all techniques without groups, in a model that has groups."""
-        return among == self._sets[-1] and among | GROUPED in self._sets and GROUPED.isdisjoint(among)
-
     def _least(self, among: frozenset[str]) -> Choice:
         if (among, -1) not in self._choices:
             self._choices[among, -1] = self._chooser.smallest(among)
@@ -508,9 +502,12 @@ class Search:
         """Returns the fastest choice whose estimate is at most the grid limit number `at`."""
         if (among, at) not in self._choices:
             limit_bytes = self.prove(self.costs.as_it_is).taken_bytes * (1 + 1e-9) * (1 - _STEP) ** at
-            wider = self._choice(at, among | GROUPED) if self._has_groups(among) else None
-            alike = wider is not None and not self.costs.covered(wider.assignment)  # the best of more is the best
-            self._choices[among, at] = wider if alike else self._chooser.fastest(limit_bytes, among)
+            # The fastest choice with groups is also the fastest without, if it changes no group.
+            with_groups = among | GROUPED
+            found = self._choice(at, with_groups) if with_groups != among and with_groups in self._sets else None
+            if found is None or self.costs.covered(found.assignment):
+                found = self._chooser.fastest(limit_bytes, among)
+            self._choices[among, at] = found
         return self._choices[among, at] or self._least(among)  # None: the solver found no choice
 
     def _small_ones(self, among: frozenset[str], floor_bytes: int = 0) -> dict[Assignment, Proven]:
