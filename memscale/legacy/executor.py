@@ -244,7 +244,8 @@ class Executor:
 
     def __str__(self) -> str:
         verdict = str(self.plan) if self.skipped is None else wrapped(f"unchanged: {self.skipped}")
-        lines = [f"{self._kind} on {self.hardware}", wrapped(self.step_text()), *planned_text(self._verdict), verdict]
+        planned = planned_text(self._verdict, self.config)
+        lines = [f"{self._kind} on {self.hardware}", wrapped(self.step_text()), *planned, verdict]
         if self._looked and (text := self.idle_text()) is not None:
             lines.append(text)
         lines += self._optimizing.text()

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from torch import nn
 
 from memscale.algebra import Plan, chain
-from memscale.core import format_bytes, format_unlike, matches
+from memscale.config import Config
+from memscale.core import format_bytes, format_unlike, matches, wrapped
 from memscale.legacy.decision import Verdict
 from memscale.planning import ProvenPlan, repeated_blocks
-
-_FASTER = "faster: a larger budget, fewer rows a batch, or Config(mode='aggressive'), which\n  rounds differently"
 
 
 def headline(model: nn.Module, verdict: Verdict, regions: Iterable[str]) -> str | None:
@@ -36,14 +35,17 @@ def headline(model: nn.Module, verdict: Verdict, regions: Iterable[str]) -> str 
     return f"{format_bytes(verdict.step_bytes)} → {format_bytes(taken_bytes)}{above}{_times(plan)}: {done}"
 
 
-def planned_text(verdict: Verdict) -> list[str]:
-    """Returns the simulated step under the plan of `verdict`, and what would be faster; empty without a simulation."""
+def planned_text(verdict: Verdict, config: Config) -> list[str]:
+    """Returns the simulated step under the plan of `verdict`, and what may be faster; empty without a simulation."""
     if verdict.planned_bytes is None or verdict.limit_bytes is None:
         return []
     takes, allowed = format_unlike(verdict.planned_bytes, verdict.limit_bytes)
     of = "of" if verdict.planned_bytes <= verdict.limit_bytes else "above"
     text = f"step with the plan: {takes} {of} {allowed} allowed{_times(verdict.plan)}"
-    return [text, _FASTER] if verdict.plan.of_functions() else [text]
+    if not verdict.plan.of_functions():
+        return [text]
+    rounds = "" if "tile" in config.eligible() else ", enable_tiling=True (which rounds differently)"
+    return [text, wrapped(f"faster: a larger budget, fewer rows a batch{rounds}")]
 
 
 def _times(plan: Plan) -> str:
