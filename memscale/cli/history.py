@@ -224,16 +224,12 @@ def push(
             return 0
         if url is not None:
             history.queue(url)
-        refused: list[str] = []
-        counts = {"new": 0, "was there": 0}
-
-        def tell(run: Run, _: str, said: str) -> None:
+        counts, refused = {"new": 0, "was there": 0}, []
+        for run, said in send(history):  # runs without an acknowledgement stay queued for the next push
             if said in counts:
                 counts[said] += 1
             else:
                 refused.append(f"{run.id} {run.name!r}: {said}")
-
-        send(history, tell)  # runs without an acknowledgement stay queued for the next push
     print(f"{counts['new']} sent, {counts['was there']} were there")
     for line in refused:
         print(f"memscale: {line}", file=sys.stderr)

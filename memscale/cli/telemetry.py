@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import platform
-import ssl
 import sys
-import threading
 from datetime import date, datetime, timezone
-from typing import Annotated, Any
-from urllib.parse import SplitResult, urlsplit
+from typing import Annotated
+from urllib.parse import urlsplit
 
 import torch
 import typer
 from typer import Option
 
-from memscale.core import ConfigError
+from memscale.core import ConfigError, RuntimeUnavailable, http_request
 from memscale.telemetry import (
     Consent,
     State,
@@ -58,7 +55,7 @@ def status() -> int:
 @TELEMETRY.command("on")
 def switch_on(endpoint: Annotated[str, Option(metavar="URL", help="Where `send` posts to; none is built in.")]) -> int:
     """Count calls from now on, and let `send` post the counts."""
-    _checked(endpoint)
+    _check(endpoint)
     give_consent(State.ON, since=date.today().isoformat(), endpoint=endpoint)
     return status()
 
@@ -118,9 +115,14 @@ def send(
         if dry_run:
             print(f"would post {len(report)} bytes of {week} to {now.endpoint}:\n{report.decode()}")
             continue
-        fault = _posted(_checked(now.endpoint), report, _SECONDS)
-        if fault is not None:
-            print(f"memscale: {week} is not sent, and stays: {now.endpoint} {fault}", file=sys.stderr)
+        _check(now.endpoint)
+        try:
+            answered, _ = http_request("POST", now.endpoint, {}, report, seconds=_SECONDS)
+            fault = "" if 200 <= answered < 300 else f"{now.endpoint} answered {answered}"
+        except RuntimeUnavailable as error:
+            fault = str(error)
+        if fault:
+            print(f"memscale: {week} is not sent, and stays: {fault}", file=sys.stderr)
             return 1
         weeks.keep_sent(week, report)
         print(f"sent {len(report)} bytes of {week} to {now.endpoint}")
@@ -168,7 +170,7 @@ def _not_on(now: Consent) -> int:
     )
 
 
-def _checked(endpoint: str) -> SplitResult:
+def _check(endpoint: str) -> None:
     try:
         url = urlsplit(endpoint)
         port_is_sound = url.port is None or url.port > 0
@@ -180,33 +182,6 @@ def _checked(endpoint: str) -> SplitResult:
             f"--endpoint {endpoint!r} must be an https:// address without a user's name (http:// on this machine "
             "only); no address is built in"
         )
-    return url
-
-
-def _posted(url: SplitResult, report: bytes, seconds: float) -> str | None:
-    """Posts the report. Returns the error or `None`. A thread bounds the time, as a name lookup has no timeout."""
-    answer: list[str | None] = []
-    posting = threading.Thread(target=lambda: answer.append(_answer(url, report, seconds)), daemon=True)
-    posting.start()
-    posting.join(seconds)
-    return answer[0] if answer else f"gave no answer in {seconds:g} s"
-
-
-def _answer(url: SplitResult, report: bytes, seconds: float) -> str | None:
-    connection: Any
-    if url.scheme == "https":
-        connection = http.client.HTTPSConnection(url.netloc, timeout=seconds, context=ssl.create_default_context())
-    else:
-        connection = http.client.HTTPConnection(url.netloc, timeout=seconds)
-    headers = {"Content-Type": "application/json", "User-Agent": "memscale"}
-    try:
-        connection.request("POST", f"{url.path or '/'}{'?' * bool(url.query)}{url.query}", report, headers)
-        answer = connection.getresponse()
-        return None if 200 <= answer.status < 300 else f"answered {answer.status}"
-    except (OSError, http.client.HTTPException, ValueError) as error:  # of network, server or address
-        return f"failed: {type(error).__name__}: {error}"
-    finally:
-        connection.close()
 
 
 def _this_week() -> str:

@@ -26,6 +26,7 @@ from memscale.core.host import (
     is_in_memory,
     read_or_empty,
 )
+from memscale.core.http import http_request
 from memscale.core.misuse import by_name, shown, takes_no
 from memscale.core.paths import in_rows, in_runs, matches, misfit, numbers, row_label, template, written
 from memscale.core.recording import HISTORY, Record, history_path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 
 from memscale.core import ConfigError
@@ -96,16 +95,11 @@ class Baseline:
         Raises:
             ConfigError: the file cannot be read, or a line is not a run.
         """
-        runs: list[Run] = []
         try:
-            runs.extend(map(Run.from_json, self.path.read_text(encoding="utf-8").splitlines()))
-        except FileNotFoundError:
-            pass
-        except (OSError, UnicodeDecodeError) as error:
+            lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+            return [Run.from_json(line) for line in lines]
+        except (OSError, ValueError) as error:  # a ConfigError of `Run.from_json` is a ValueError
             raise ConfigError(f"the baseline {str(self.path)!r} cannot be read: {error}") from error
-        except ConfigError as error:  # `extend` has added the runs before the wrong line
-            raise ConfigError(f"line {len(runs) + 1} of the baseline {str(self.path)!r}: {error}") from error
-        return runs
 
     def run(self, name: str, hardware: str) -> Run | None:
         """Returns the run of this step on this device, or None."""
@@ -119,13 +113,8 @@ class Baseline:
         """
         run = dataclasses.replace(run, timeline=None)  # comparisons do not use it, and it would fill a diff
         runs = {(each.name, each.hardware): each for each in (*self.runs(), run)}
-        part = self.path.with_name(f"{self.path.name}.part-{os.getpid()}")
         try:
             # Sorted, so that a change touches few lines of a diff.
-            part.write_text(to_json_lines([runs[step] for step in sorted(runs)]), encoding="utf-8")
-            os.replace(part, self.path)
+            self.path.write_text(to_json_lines([runs[step] for step in sorted(runs)]), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                f"the baseline {str(self.path)!r} cannot be written: {error.strerror}; pass a file in a folder that "
-                "exists and is yours to write"
-            ) from error
+            raise ConfigError(f"the baseline {str(self.path)!r} cannot be written: {error.strerror}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sqlite3
 import time
@@ -25,12 +24,11 @@ CREATE TABLE IF NOT EXISTS delivery (
     run TEXT NOT NULL, url TEXT NOT NULL, stamp INTEGER NOT NULL, done INTEGER NOT NULL, PRIMARY KEY (run, url)
 ) WITHOUT ROWID;
 PRAGMA user_version = {_SCHEMA};
+PRAGMA journal_mode = WAL;
 """
 _BUSY_SECONDS = 5.0
 # Filesystems on which SQLite's WAL cannot share memory between machines.
 _ELSEWHERE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "fuse.sshfs")
-
-_log = logging.getLogger(__name__)
 
 
 class History:
@@ -49,7 +47,7 @@ class History:
 
     Raises:
         ConfigError: no path is given or set; or the file is on a network filesystem, cannot be written, or was made by
-            a newer memscale. A file that is damaged or no database is renamed, with a warning in the log.
+            a newer memscale, is damaged or no database.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -63,14 +61,20 @@ class History:
                 f"the history {chosen!r} is on {filesystem}, where processes of several machines would spoil it; use a "
                 "file on a disk of this machine, and `memscale history export` to share runs"
             )
-        with self._errors_explained():
-            try:
-                self._connection = self._opened()
-            except sqlite3.OperationalError:  # locked, read-only or no room: the file is intact
-                raise
-            except sqlite3.DatabaseError:
-                self._set_aside()
-                self._connection = self._opened()
+        with self._errors_explained(), contextlib.ExitStack() as closed_on_error:
+            # IMMEDIATE: a writer waits for another one when it begins; later it would fail at once.
+            connection = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level="IMMEDIATE")
+            closed_on_error.callback(connection.close)
+            (schema,) = connection.execute("PRAGMA user_version").fetchone()
+            if schema > _SCHEMA:
+                raise ConfigError(
+                    f"the history {chosen!r} has schema version {schema}, and this memscale knows {_SCHEMA}; "
+                    "use a newer memscale, or another file"
+                )
+            if schema < _SCHEMA:
+                connection.executescript(_TABLES)
+            closed_on_error.pop_all()
+        self._connection = connection
 
     def __enter__(self) -> History:
         return self
@@ -158,24 +162,6 @@ class History:
         with self._transaction() as execute:
             return [Run.from_json(document) for (document,) in execute(f"SELECT document FROM run {which}", values)]
 
-    def _opened(self) -> sqlite3.Connection:
-        # IMMEDIATE: a writer waits for another one when it begins; later it would fail at once.
-        connection = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level="IMMEDIATE")
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            (schema,) = connection.execute("PRAGMA user_version").fetchone()
-            if schema > _SCHEMA:
-                raise ConfigError(
-                    f"the history {str(self.path)!r} has schema version {schema}, and this version of memscale "
-                    f"knows {_SCHEMA}; use a newer memscale, or another file"
-                )
-            if schema < _SCHEMA:
-                connection.executescript(_TABLES)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Callable[..., Any]]:
         with self._errors_explained(), self._connection:
@@ -187,13 +173,6 @@ class History:
             yield
         except sqlite3.Error as error:
             raise ConfigError(
-                f"the history {str(self.path)!r} cannot be used: {error}; check that it is a file in a folder that you "
-                "may write to, on a disk with room, or use another one"
+                f"the history {str(self.path)!r} cannot be used: {error}; check that it is an undamaged file in "
+                "a folder that you may write to, on a disk with room, or use another one"
             ) from error
-
-    def _set_aside(self) -> None:
-        aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
-        for suffix in ("-wal", "-shm", ""):
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(f"{self.path}{suffix}", f"{aside}{suffix}")
-        _log.warning("the history %s is no database, or damaged; it is now %s, and a new one begins", self.path, aside)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,27 +16,18 @@ from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.core import HISTORY, MemscaleError, tensors
 from memscale.history.database import History
+from memscale.history.remote import Remote, send
 from memscale.history.run import Run
-from memscale.history.sending import is_address, send_later
 from memscale.observability import rank
 from memscale.simulation import Profile
 
 _MOST_SHAPES = 4  # shapes in a run's name
 
 _log = logging.getLogger(__name__)
+_sending = threading.Lock()
 
 
-def record(
-    profile: Profile,
-    name: str,
-    *,
-    plan: Plan | None = None,
-    measured: Mapping[str, float] | None = None,
-    path: str | os.PathLike[str] | None = None,
-    model: object = None,
-    batch: Any = None,
-    config: Config | None = None,
-) -> Run | None:
+def record(profile: Profile, name: str, *, path: str | os.PathLike[str] | None = None, **about: Any) -> Run | None:
     """Adds a run to the history and returns it, or None if there is no history or it cannot be written.
 
     A history that cannot be written is logged, and the script continues.
@@ -47,13 +40,9 @@ def record(
     Args:
         profile: as in `Run.of`.
         name: as in `Run.of`.
-        plan: as in `Run.of`.
-        measured: as in `Run.of`.
         path: the file of the history; None is ``$MEMSCALE_HISTORY``, and if that is not set nothing is recorded. The
             address of a project on a server, ``"https://..."``, sends the run there, through a local queue.
-        model: as in `Run.of`.
-        batch: as in `Run.of`.
-        config: as in `Run.of`.
+        about: the other arguments of `Run.of`: ``plan``, ``measured``, ``model``, ``batch`` and ``config``.
 
     Raises:
         ConfigError: as in `Run.of`.
@@ -61,8 +50,7 @@ def record(
     """
     if path is None and not os.environ.get(HISTORY):
         return None
-    run = Run.of(profile, name, plan=plan, measured=measured, model=model, batch=batch, config=config)
-    return _added(run, path)
+    return _added(Run.of(profile, name, **about), path)
 
 
 def keep(
@@ -87,11 +75,10 @@ def keep(
     settings = [f"{name}={value}" for name, value in options.items() if value not in (None, 1)]
     words = [kind, *shapes, *([] if optimizer is None else [type(optimizer).__name__]), *settings]
     try:
-        run = Run.of(profile, " ".join(words), plan=plan, model=model, batch=batch, config=config)
-    except Exception as error:  # for example a plan with a user's own policy, which has no JSON form
+        return record(profile, " ".join(words), path=path, plan=plan, model=model, batch=batch, config=config)
+    except MemscaleError as error:  # a plan with a user's own policy has no JSON form
         _log.warning("this run is not recorded: %s", error)
         return None
-    return _added(run, path)
 
 
 def keep_measured(run: Run, path: str, measured: Mapping[str, float]) -> Run | None:
@@ -99,14 +86,37 @@ def keep_measured(run: Run, path: str, measured: Mapping[str, float]) -> Run | N
     return _added(dataclasses.replace(run, measured={**run.measured, **measured}), path)
 
 
+def is_address(place: object) -> bool:
+    """Whether `place` is the address of a server rather than a file."""
+    return isinstance(place, str) and place.startswith(("https://", "http://"))
+
+
+def queue_path() -> Path:
+    """Returns the file in which runs wait: ``$MEMSCALE_HISTORY``, or a file in the user's state folder."""
+    if chosen := os.environ.get(HISTORY):
+        return Path(chosen)
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "memscale"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder / "history.db"
+
+
 def _added(run: Run, path: str | os.PathLike[str] | None) -> Run | None:
     try:
-        if is_address(path):
-            send_later(run, str(path))
-        else:
-            with History(path) as history:
-                history.add(run)
+        url = Remote(str(path)).url if is_address(path) else None
+        with History(path if url is None else queue_path()) as history:
+            history.add(run, send_to=url)
     except (MemscaleError, OSError) as error:
         _log.warning("this run is not recorded: %s", error)
         return None
+    if url is not None:
+        threading.Thread(target=_send_waiting, name="memscale-history", daemon=True).start()
     return run
+
+
+def _send_waiting() -> None:
+    try:
+        with _sending, History(queue_path()) as history:
+            for run, said in send(history):
+                _log.debug("%s: %s", run.id, said)
+    except (MemscaleError, OSError) as error:
+        _log.info("runs wait in %s: %s", queue_path(), error)

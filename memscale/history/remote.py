@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from memscale.algebra import Plan
-from memscale.core import ConfigError, MemscaleError, PlanError, RuntimeUnavailable
+from memscale.core import ConfigError, MemscaleError, PlanError, http_request
+from memscale.history.database import History
 from memscale.history.run import Run
 
 _SECONDS = 10.0
-_MOST_ANSWER_BYTES = 2 << 20
+_OF_THE_RUN = (400, 409, 413, 422)  # statuses of an answer that rejects one run, so that another attempt is useless
 _PAGE = re.compile(
     r"(https://(?:[\w.-]+|\[[\da-f:]+\])(?::\d+)?|http://(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?)"
     r"/t/([\w-]+)(?:/([\w-]+))?/?(?:[?#].*)?",
@@ -130,26 +130,36 @@ class Remote:
         return self._project
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        headers = {"Authorization": f"Bearer {token()}", "User-Agent": "memscale", "Content-Type": "application/json"}
-        scheme, _, host = self._site.partition("://")
-        kind = http.client.HTTPSConnection if scheme.lower() == "https" else http.client.HTTPConnection
-        connection = kind(host, timeout=_SECONDS)  # follows no redirect, and uses no proxy
+        sent = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {token()}"}
+        status, answer = http_request(method, f"{self._site}{path}", headers, sent, seconds=_SECONDS)
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            answer = connection.getresponse()
-            data = json.loads(answer.read(_MOST_ANSWER_BYTES))
-        except (OSError, http.client.HTTPException) as error:
-            raise RuntimeUnavailable(
-                f"{self.url} cannot be reached: {str(error) or repr(error)}; check the address and the server"
-            ) from error
-        except ValueError:  # no JSON
+            data = json.loads(answer)
+        except ValueError:
             data = {}
-        finally:
-            connection.close()
-        if not 200 <= answer.status < 300:
+        if not 200 <= status < 300:
             parts = [str(data[key]) for key in ("value", "rule", "remedy") if isinstance(data, dict) and key in data]
-            raise Refused(answer.status, f"{self.url} answered {answer.status}: {'; '.join(parts) or answer.reason}")
+            raise Refused(status, f"{self.url} answered {status}: {'; '.join(parts)}")
         return data
+
+
+def send(history: History) -> Iterator[tuple[Run, str]]:
+    """Sends every waiting run, and yields each with the outcome: ``"new"``, ``"was there"``, or why it is refused.
+
+    Raises:
+        ConfigError: there is no token.
+        RuntimeUnavailable: a server cannot be reached; runs that were not acknowledged stay in the queue.
+        Refused: a server is in trouble, or does not know the token or the project; the queue stays likewise.
+    """
+    for run, url, stamp in history.waiting():
+        try:
+            said = "new" if Remote(url).send(run) else "was there"
+        except Refused as refused:
+            if refused.status not in _OF_THE_RUN:
+                raise
+            said = str(refused)
+        history.delivered(run, url, stamp)
+        yield run, said
 
 
 def document_of(run: Run) -> dict[str, Any]:

@@ -108,7 +108,8 @@ class Run:
         """
         if not isinstance(name, str) or not name.strip() or len(name.splitlines()) != 1:
             raise ConfigError(f"a run's name is {name!r}, and must be one line of text; say what the step is of")
-        now = time.time_ns()
+        now, proven = time.time_ns(), plan if isinstance(plan, ProvenPlan) else None
+        source = "user" if proven is None else proven.decision.decision_source
         return cls(
             id=f"{now // 1000:013x}{os.urandom(2).hex()[:3]}",
             name=name,
@@ -124,12 +125,12 @@ class Run:
                 "python": platform.python_version(),
             },
             simulator=hashlib.sha256(repr(simulator()).encode()).hexdigest(),
-            decision_source=_source_of(plan),
+            decision_source="planner" if source == "user_config" else source,
             measured=dict(measured or {}),
             model=_hash_of(model) if isinstance(model, nn.Module) else "",
             shapes=tuple(_shape_of(tensor) for tensor in tensors(batch)[:_MOST_SHAPES]),
             config="" if config is None or not config.given else repr(config),
-            budget_bytes=plan.evidence.budget_bytes if isinstance(plan, ProvenPlan) else None,
+            budget_bytes=None if proven is None else proven.evidence.budget_bytes,
             timeline=_timeline_of(profile),
         )
 
@@ -202,12 +203,6 @@ def _timeline_of(profile: Profile) -> dict[str, Any] | None:
         "phases": [[name, begin] for name, begin in timeline.phases],
         "live": {category: values.tolist() for category, values in live.items() if values.any()},
     }
-
-
-def _source_of(plan: Plan | None) -> str:
-    if not isinstance(plan, ProvenPlan):
-        return "user"
-    return "planner" if plan.decision.decision_source == "user_config" else plan.decision.decision_source
 
 
 def _hash_of(model: nn.Module) -> str:

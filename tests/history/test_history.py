@@ -96,22 +96,24 @@ def test_what_was_added_outlives_a_killed_process_and_two_write_at_once(profile,
     assert promised <= kept
 
 
-def test_a_damaged_file_is_set_aside_and_told(profile, tmp_path, caplog):
+def test_a_damaged_file_is_refused_and_left_as_it_is(profile, tmp_path, caplog):
     path = tmp_path / "runs.db"
     path.write_bytes(b"these are not the bytes of a database" * 100)
-    with History(path) as history:
-        history.add(Run.of(profile, "layer"))
-        assert len(history.runs()) == 1
-    (aside,) = tmp_path.glob("runs.db.damaged-*")
-    assert aside.read_bytes().startswith(b"these are not")
-    assert "is no database, or damaged" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"cannot be used: file is not a database; check that it is an undamaged file"
+    ):
+        History(path)
+    assert record(profile, "layer", path=path) is None
+    assert "this run is not recorded" in caplog.text
+    assert path.read_bytes().startswith(b"these are not")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_cannot_be_a_history_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("MEMSCALE_HISTORY", raising=False)
     with pytest.raises(ConfigError, match=r"no history: pass the path .* \$MEMSCALE_HISTORY"):
         History()
-    with pytest.raises(ConfigError, match=r"cannot be used: .*; check that it is a file in a folder"):
+    with pytest.raises(ConfigError, match=r"cannot be used: .*; check that it is an undamaged file"):
         History(tmp_path / "no" / "runs.db")
     monkeypatch.setattr("memscale.history.database.filesystem_of", lambda folder: "nfs4")
     with pytest.raises(ConfigError, match=r"is on nfs4, .*; use a file on a disk of this machine"):
@@ -140,7 +142,7 @@ def test_a_file_that_may_only_be_read_is_one_clear_line(profile, tmp_path, monke
     monkeypatch.setattr("memscale.history.database.sqlite3.connect", read_only)
     with History(path) as history:
         assert [run.name for run in history.runs()] == ["layer"]
-        with pytest.raises(ConfigError, match=r"readonly database; check that it is a file .* that you may write to"):
+        with pytest.raises(ConfigError, match=r"readonly database; check that it is .* that you may write to"):
             history.add(Run.of(profile, "another"))
     monkeypatch.setenv("MEMSCALE_HISTORY", str(path))
     assert record(profile, "another") is None
@@ -215,7 +217,7 @@ def test_a_baseline_keeps_one_run_of_each_step(profile, tmp_path):
         baseline.write(run)
     assert baseline.runs() == [runs[2], runs[0]]
     baseline.path.write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"line 1 of the baseline .*schema version None"):
+    with pytest.raises(ConfigError, match=r"the baseline .* cannot be read: .*schema version None"):
         baseline.runs()
 
 
