@@ -430,12 +430,14 @@ def counted(during: str) -> Callable[[Any], Any]:
 
 @finding(15, "a dispatch mode in the forward only")
 def _() -> None:
-    same(counted("forward"))
+    for how in (CHECKPOINT, DOTS):
+        same(counted("forward"), how=how)
 
 
 @finding(15, "a dispatch mode in the backward only")
 def _() -> None:
-    same(counted("backward"))
+    for how in (CHECKPOINT, DOTS):
+        same(counted("backward"), how=how)
 
 
 def transformer_under_a_mode(how: Any, counted: str) -> Any:

@@ -78,9 +78,9 @@ def test_a_model_on_meta_is_asked_at_sizes_beyond_those_of_the_host():
             raise RuntimeError("these are not positions")
         return m.layer(tokens.view(-1, 8).float())
 
-    tokens = torch.empty(1 << 11, LENGTH, dtype=torch.long, device="meta")
+    tokens = torch.empty(1 << 9, LENGTH, dtype=torch.long, device="meta")
     model = Forward(forward, layer=nn.Linear(8, 8, device="meta"))
-    assert ms.profile(model, tokens, loss=mean).peak_bytes > 1 << 28
+    assert ms.profile(model, tokens, loss=mean).peak_bytes > 1 << 26
 
 
 def test_what_follows_from_weights_is_not_known_at_any_size():

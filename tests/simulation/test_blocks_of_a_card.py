@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.simulation.allocator.caching import TRIM
-from memscale.simulation.analysis import _once_more
 from memscale.simulation.rules.recurrences import flattened_bytes
 from tests.support.steps import mean
 
@@ -73,17 +71,6 @@ def test_the_gradient_of_a_selection_is_summed_up_in_place(choose):
     numbers = torch.arange(16, device="meta")
     found = ms.profile(Chosen(choose), numbers, loss=lambda output, _: output, hardware="h100")
     assert 2 * 8 * MIB <= found.peak_bytes < 2 * 8 * MIB + MIB  # the rows and their gradient, and no second one
-
-
-def test_the_step_is_repeated_with_names_of_its_own():
-    step = [(7, 512), (3, -256), (8, 1024), (7, -512), (9, 256), TRIM, (8, -1024), (1, 0)]
-    # 9 takes the place of 3, which the step before left.
-    again = [(17, 512), (9, -256), (18, 1024), (17, -512), (19, 256), TRIM, (18, -1024), (1, 0)]
-    assert _once_more(step, 10) == again
-
-
-def test_a_step_that_leaves_something_else_is_not_repeated():
-    assert _once_more([(7, 512), (3, -256)], 10) == []
 
 
 class Growing(nn.Module):

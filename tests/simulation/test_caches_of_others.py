@@ -236,29 +236,6 @@ def test_a_model_gives_what_it_gives_in_a_process_that_did_not_simulate(kind, wa
         assert torch.allclose(wrapped(x), expected, atol=1e-6)
 
 
-def test_the_program_of_a_cached_causal_mask(monkeypatch):
-    monkeypatch.setenv("MEMSCALE_CACHE", "")
-
-    @functools.lru_cache
-    def causal(n):
-        return torch.full((n, n), float("-inf")).triu(1)
-
-    class Attention(nn.Module):
-        def __init__(self, n):
-            super().__init__()
-            self.qkv, self.out = nn.Linear(n, 3 * n), nn.Linear(n, n)
-
-        def forward(self, x):
-            q, k, v = self.qkv(x).chunk(3, -1)
-            return x + self.out((q @ k.mT + causal(x.shape[1])).softmax(-1) @ v)
-
-    model, x = nn.Sequential(Attention(16), Attention(16)), torch.randn(1, 512, 16)
-    y = model(x)
-    causal.cache_clear()
-    ms.wrap(model, sample_input=x)
-    assert torch.equal(model(x), y)
-
-
 STATS = []
 TRACKER = {}
 

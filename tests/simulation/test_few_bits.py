@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 import memscale as ms
 from memscale.core import ConfigError
 from memscale.simulation.measured import measure, training_roles
-from memscale.simulation.packed import quantization_tensors
 from tests.support.coverings import DEEP, in_turn
 
 bnb = pytest.importorskip("bitsandbytes", reason="the weights in few bits are of bitsandbytes")
@@ -159,22 +157,6 @@ def test_a_weight_is_unpacked_for_each_product_on_a_card():
     assert (found.moment.phase, found.moment.op) == ("backward", "aten::_to_copy")
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("kind", ["nf4, doubly", "int8"])
-def test_plans_of_a_model_on_meta_keep_their_budget_with_numbers(kind):
-    def step(device):
-        model = in_few_bits("llama", kind, device, prepares=kind != "int8")
-        return model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
-
-    on_meta, optimizer = step("meta")
-    options = {"hardware": "cpu", "keeps_output": False}
-    plain = ms.profile(on_meta, BATCH, optimizer=optimizer, **options).taken_bytes
-    plan = ms.plan(on_meta, BATCH, budget=plain * 9 // 10, optimizer=optimizer, **options)
-    real, optimizer = step("cpu")
-    assert 0 < ms.profile(real, BATCH, optimizer=optimizer, plan=plan, **options).taken_bytes <= plain * 9 // 10
-    assert plan.rules
-
-
 def test_fused_experts_that_stay_in_16_bits_are_told():
     config = transformers.MixtralConfig(**SIZES, **WIDE, num_key_value_heads=1, num_local_experts=4)
     with torch.device("meta"):
@@ -204,8 +186,3 @@ def test_an_old_bitsandbytes_is_told_which_is_needed(monkeypatch):
     model = nn.Sequential(bnb.nn.Linear4bit(8, 8, device="meta"))
     with pytest.raises(ms.RuntimeUnavailable, match=r"no kernel on meta.*need bitsandbytes>=0\.46"):
         ms.profile(model, torch.ones(2, 8), loss=lambda y, _: y.sum(), hardware="t4")
-
-
-def test_layers_without_few_bits_have_nothing_beside():
-    assert quantization_tensors(nn.Linear(2, 2)) == {}
-    assert "bitsandbytes.nn" in sys.modules

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memscale as ms
+from tests.support.coverings import in_turn
 from tests.support.steps import mean
 
 _optimizer_module = sys.modules["torch.optim.optimizer"]  # torch.optim deletes the attribute
@@ -216,9 +217,14 @@ def test_nothing_is_changed_by_a_profile_of_a_loop(steps):
     assert_same(before, trainer.world())
 
 
-@pytest.mark.parametrize("failure", [Interrupted, KeyboardInterrupt, SystemExit, GeneratorExit])
-@pytest.mark.parametrize("point", ["forward", "backward", "between", "optimizer"])
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    ("point", "failure", "steps"),
+    in_turn(
+        ["forward", "backward", "between", "optimizer"],
+        [Interrupted, KeyboardInterrupt, SystemExit, GeneratorExit],
+        [0, 1],
+    ),
+)
 def test_nothing_is_changed_when_the_step_is_interrupted(point, failure, steps):
     trainer = trained(steps)
     trainer.model.fail_in, trainer.model.failure = point, failure

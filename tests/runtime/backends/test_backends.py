@@ -142,39 +142,6 @@ def test_an_optimizer_on_the_host_step_after_step(backend):
             backend.free(used, after=[])
 
 
-def test_copies_of_several_buffers_at_a_time_do_not_mix(backend):
-    backend, device = backend
-    sizes = (1, 4096, 70_001, 3 * MIB + 1, 5 * MIB, 12_288)
-    for tier in backend.tiers:
-        held = [(nbytes, *mapped(backend, nbytes, tier)) for nbytes in sizes]
-        written = [tensor.copy_(noise(nbytes)).clone() for nbytes, _, tensor in held]
-        like = torch.empty(0, dtype=torch.uint8, device=device)
-        targets = [backend.empty(nbytes, like) for nbytes in sizes]
-        after = [backend.record()]
-        loads = [
-            backend.copy(buffer, target, "in", after=after)
-            for (_, buffer, _), target in zip(held, targets, strict=True)
-        ]
-        for event in reversed(loads):
-            backend.wait(event)
-        assert [torch.equal(target.cpu(), bytes_) for target, bytes_ in zip(targets, written, strict=True)] == [
-            True
-        ] * 6
-        for event in loads:
-            backend.synchronize(event)
-        sources = [noise(nbytes, device) for nbytes in sizes]
-        after = [backend.record()]
-        leaves = [
-            backend.copy(source, buffer, "out", after=after)
-            for (_, buffer, _), source in zip(held, sources, strict=True)
-        ]
-        for event in leaves:
-            backend.synchronize(event)
-        for (_, buffer, tensor), source, event in zip(held, sources, leaves, strict=True):
-            assert torch.equal(tensor, source.cpu())
-            backend.free(buffer, after=[event])
-
-
 @pytest.mark.parametrize("make", [fake_cuda, lazy])
 def test_nothing_but_synchronize_lets_a_copy_happen(tmp_path, monkeypatch, make):
     """On devices that do only what somebody waits for, the array shows whether anybody did."""
@@ -402,50 +369,6 @@ def test_memory_that_is_touched_under_a_copy(way, write, is_hazard, how):
         assert f"4096 bytes on pinned, {'written' if write else 'read'} by the CPU" in str(hazard)
         assert "in test_memory_that_is_touched" in hazard.here
         assert "in copied" in hazard.there
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_programs_that_synchronize_have_no_hazard(seed):
-    """Many mapped buffers, used in random order by a caller that keeps the rules, on a device that keeps none."""
-    draw = random.Random(seed)
-    checked = Checked(AdversarialDevice(draw.randrange, {"pinned": 40_000, "disk": 100_000}))
-    held = []
-    for _ in range(60):
-        if len(held) < 6:
-            buffer = checked.allocate(draw.choice([1, 5000, 9000]), "auto")
-            array = checked.map(buffer)
-            checked.touched(buffer, write=True)
-            array[:] = value = draw.randrange(256)
-            held.append([buffer, array, value, None])
-        item = draw.choice(held)
-        buffer, array, value, event = item
-        action = draw.choice(["in", "out", "write", "read", "free"])
-        if event is not None:
-            checked.synchronize(event)
-        if action == "in":
-            target = on_device(checked, buffer.nbytes)
-            item[3] = copied(checked, buffer, target, "in")
-            checked.wait(item[3])
-            checked.used(target)
-            assert target.unique().tolist() == [value]
-        elif action == "out":
-            item[2] = draw.randrange(256)
-            tensor = on_device(checked, buffer.nbytes).fill_(item[2])
-            checked.produced(tensor)
-            item[3] = copied(checked, buffer, tensor, "out")
-            checked.wait(item[3])
-        elif action == "free":
-            checked.free(buffer, after=[])
-            held.remove(item)
-        else:
-            checked.touched(buffer, write=action == "write")
-            assert np.unique(array).tolist() == [value]
-            if action == "write":
-                item[2] = draw.randrange(256)
-                array[:] = item[2]
-    for buffer, *_ in held:
-        checked.free(buffer, after=[])
-    assert checked.finish() == []
 
 
 # ---------------------------------------------------------------------------------------------------- threads

@@ -1,18 +1,15 @@
 """The engine on a real disk: what moves and what not, what comes back, and what happens when something goes wrong."""
 
 import json
-import threading
 import types
 import weakref
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memscale as ms
 from memscale.runtime import HostParameters, Runtime
 from memscale.runtime.backends.host import HostBackend
-from memscale.runtime.backends.trace import TraceBackend
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.loader import State
 from memscale.runtime.storage.copy_pool import CopyFuture
@@ -162,38 +159,6 @@ def test_a_handle_that_goes_while_the_engine_works_is_let_go_afterwards(engine):
     assert victims == []
     assert sum(engine.stats().live_bytes.values()) == NBYTES
     assert len(survivors) == 1
-
-
-def test_threads_share_an_engine():
-    engine = Engine(HostBackend(disk_bytes=1 << 24), depth=2)
-    failures = []
-
-    def train(seed):
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(10):
-            x = torch.randn(64, 64, generator=generator).requires_grad_()
-
-            def chain(x):
-                for _ in range(5):
-                    x = (x * 1.5).sin() @ x.cos()
-                return x.sum()
-
-            with torch.autograd.graph.saved_tensors_hooks(engine.stash, engine.fetch):
-                loss = chain(x)
-            found = torch.autograd.grad(loss, x)[0]
-            del loss
-            if not torch.equal(found, torch.autograd.grad(chain(x), x)[0]):
-                failures.append(seed)
-
-    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert out_bytes(engine) > 0
-    assert set(engine.stats().live_bytes.values()) == {0}
-    assert (engine._moved, engine._by_storage) == ({}, {})
 
 
 @pytest.mark.parametrize("depth", range(4))
@@ -423,47 +388,6 @@ def test_without_room_or_after_a_failure_all_of_them_stay():
 
 
 # ------------------------------------------------------------------------------------------- other backends, reports
-
-
-def test_under_fake_tensors_bytes_are_counted_and_memory_is_let_go():
-    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0))
-    with FakeTensorMode():
-        x = torch.ones(1024, requires_grad=True)
-
-        def fn(x):
-            hidden = x * 2
-            alive.append(torch.multiprocessing.reductions.StorageWeakRef(hidden.untyped_storage()))
-            return hidden.sin()
-
-        alive = []
-        out = ms.offload().on(runtime)(fn)(x)
-        assert runtime.stats()["fake cpu"].out_bytes == {"disk": NBYTES}
-        assert alive[0].expired()
-        out.sum().backward()
-        assert x.grad.shape == (1024,)
-    stats = runtime.stats()["fake cpu"]
-    assert (stats.in_bytes, stats.live_bytes) == ({"disk": NBYTES}, {"disk": 0})
-
-
-def test_a_tier_without_room_gives_way_to_the_next_in_a_simulation_too():
-    backend = TraceBackend({"pinned": NBYTES, "pageable": None, "disk": None})
-    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0), backend=backend)
-
-    def moved(tier):
-        with FakeTensorMode():
-            x = torch.ones(1024, requires_grad=True)
-            out = ms.offload(tier=tier).on(runtime)(lambda x: ((x * 2).sin() * 2).sin())(x)
-            stats = runtime.stats()["fake cpu"]
-            del out
-        return stats.out_bytes
-
-    assert moved("auto") == {"pinned": NBYTES, "pageable": NBYTES}
-    assert moved("disk") == {"disk": 2 * NBYTES}
-    assert {tier: use.high_water_bytes for tier, use in backend.usage().items()} == {
-        "pinned": NBYTES,
-        "pageable": NBYTES,
-        "disk": 2 * NBYTES,
-    }
 
 
 def test_a_step_can_be_written_for_a_trace_viewer(tmp_path):

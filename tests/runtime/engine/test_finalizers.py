@@ -61,14 +61,3 @@ def test_what_is_under_way_when_its_graph_ends_is_let_go_by_the_next_call():
     del queue.wait, queue.synchronize
     assert engine.stats().live_bytes == {"pinned": 0}
     assert engine._moved == {}
-
-
-def test_time_passes_also_where_nothing_can_happen():
-    backend = AdversarialDevice(lambda n: 0, {"pinned": 1 << 20})
-    buffer = backend.allocate(NBYTES, "pinned")
-    source = torch.ones(NBYTES, dtype=torch.uint8)
-    never = backend.record()
-    never.finished = None
-    copy = backend.copy(source, buffer, "out", after=[never])
-    backend.let_time_pass()
-    assert not copy.done()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memscale.core.errors import ConfigError
-from memscale.simulation.allocator.caching import TRIM, TRIM_IF_GROWN, AllocatorSettings, Replayed, _Allocator, replay
+from memscale.simulation.allocator.caching import TRIM, TRIM_IF_GROWN, AllocatorSettings, Replayed, replay
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -462,68 +462,35 @@ SETTINGS = st.builds(
 SIZES = st.one_of(st.integers(1, 3 * KIB), st.integers(1, 2 * MIB), st.integers(1, 60 * MIB))
 
 
-def segment_ranges(allocator, live):
-    """All addresses the allocator holds as (address, size, mapped, in use), by walking each block's segment."""
-    starts = {}
-    pools = [pool for pair in allocator.pools.values() for pool in pair]
-    for block in [*live.values(), *(block for pool in pools for block in pool.blocks.values())]:
-        while block.prev is not None:
-            block = block.prev
-        starts[block.address] = block
-    used = {id(block) for block in live.values()}
-    found = []
-    for block in starts.values():
-        end = block.address
-        while block is not None:
-            assert block.address == end, "a gap or an overlap inside a segment"
-            assert block.free != (id(block) in used)
-            end += block.size
-            found.append((block.address, block.size, block.mapped, id(block) in used))
-            if block.next is not None:
-                assert block.next.prev is block
-                assert not (block.free and block.next.free and block.mapped == block.next.mapped), "not merged"
-            block = block.next
-    return sorted(found)
-
-
 @given(
     settings=SETTINGS,
     capacity=st.sampled_from([None, 100 * MIB, 300 * MIB]),
     steps=st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 99)), max_size=60),
 )
-def test_blocks_never_overlap_and_every_byte_is_accounted_for(settings, capacity, steps):
-    allocator, live, events, streams = _Allocator(settings, capacity), {}, [], {}
+def test_every_byte_is_accounted_for(settings, capacity, steps):
+    events, sizes, streams = [], {}, {}
     for index, (frees, nbytes, choice) in enumerate(steps):
-        if frees and live:
-            name = sorted(live)[choice % len(live)]
-            events.append((name, -1))
-            allocator.free(live.pop(name))
+        if frees and sizes:
+            name = sorted(sizes)[choice % len(sizes)]
+            events.append((name, -sizes.pop(name)))
         else:
+            sizes[index], streams[index] = nbytes, choice % 2
             events.append((index, nbytes))
-            streams[index] = choice % 2
-            block = allocator.malloc(nbytes, choice % 2)
-            if block is None:
-                break
-            assert block.size >= settings.rounded_bytes(nbytes) >= nbytes
-            live[index] = block
-        memory = segment_ranges(allocator, live)
-        ends = [address + size for address, size, *_ in memory]
-        assert all(end <= start for end, (start, *_) in zip(ends, memory[1:], strict=False))
-        assert sum(size for _, size, mapped, _ in memory if mapped) == allocator.reserved
-        assert sum(size for _, size, _, used in memory if used) == allocator.allocated
-        assert len({block.address for block in live.values()}) == len(live)
-        assert capacity is None or allocator.reserved <= int(settings.memory_fraction * capacity)
-    result = replay(events, settings=settings, capacity_bytes=capacity, streams=streams)
-    assert result == replay(iter(events), settings=settings, capacity_bytes=capacity, streams=streams)
-    assert (result.allocated_end_bytes, result.reserved_end_bytes) == (allocator.allocated, allocator.reserved)
+    options = {"settings": settings, "capacity_bytes": capacity, "streams": streams}
+    result = replay(events, **options)
+    if result.out_of_memory_at is not None:
+        events = events[: result.out_of_memory_at]
+        sizes = {name: nbytes for name, nbytes in dict(events).items() if nbytes > 0}
+        result = replay(events, **options)
+    assert result == replay(iter(events), **options)
+    assert all(result.block_bytes[name] >= settings.rounded_bytes(nbytes) >= nbytes for name, nbytes in sizes.items())
+    assert sum(result.block_bytes[name] for name in sizes) == result.allocated_end_bytes
     assert result.allocated_end_bytes <= result.allocated_peak_bytes <= result.reserved_peak_bytes
+    assert result.allocated_end_bytes <= result.reserved_end_bytes <= result.reserved_peak_bytes
+    assert capacity is None or result.reserved_peak_bytes <= int(settings.memory_fraction * capacity)
     assert 0 <= result.fragmentation_bytes <= result.reserved_peak_bytes
-
-    for block in live.values():
-        allocator.free(block)
-    assert allocator.allocated == 0
-    allocator.trim()
-    assert (allocator.reserved, allocator.segments) == (0, 0)
+    freed = replay([*events, *((name, -nbytes) for name, nbytes in sizes.items()), TRIM], **options)
+    assert (freed.allocated_end_bytes, freed.reserved_end_bytes) == (0, 0), "all parts of a segment have merged again"
 
 
 @pytest.mark.cuda

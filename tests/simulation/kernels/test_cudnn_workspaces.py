@@ -56,16 +56,6 @@ def test_large_ones_are_close_which_is_where_the_bytes_are():
     assert sum(error < -0.1 for error in found) / len(found) < 0.03
 
 
-def test_half_precision_is_copied_with_its_channels_last_and_padded():
-    image, kernel, result = (
-        torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        for shape in ((4, 3, 32, 32), (16, 3, 3, 3), (4, 16, 30, 30))
-    )
-    one = Convolution(image, kernel, result, (1, 1), (0, 0), 1, channels_last=False)
-    assert one.result_bytes((9, 0)) == (image.nbytes + kernel.nbytes) * 8 // 3 + result.nbytes
-    assert one.result_bytes((6, 1)) == 0  # no tensor cores
-
-
 @pytest.mark.parametrize(("card", "noted"), [("h100", 1), ("cpu", 0)])
 def test_a_profile_says_where_workspaces_come_from(card, noted):
     hardware = ms.Hardware.detect("cpu") if card == "cpu" else card
@@ -73,48 +63,6 @@ def test_a_profile_says_where_workspaces_come_from(card, noted):
     profile = ms.profile(model, batch, loss=lambda y, _: y.mean(), hardware=hardware)
     assert sum("cuDNN's convolutions" in note for note in profile.notes) == noted
     assert sum("off by 0.6 % in the median and 13 %" in note for note in profile.notes) == noted
-
-
-def of(dtype, image, kernel, result, stride=1, **changes):
-    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in (image, kernel, result)]
-    options = {"padding": (0,), "groups": 1, "channels_last": False} | changes
-    return Convolution(*tensors, stride=(stride,) * (len(image) - 2), **options)
-
-
-def test_float32_reads_colours_as_they_lie_only_where_there_is_a_result_for_each_position():
-    dense = of(torch.float32, (8, 3, 32, 32), (16, 3, 3, 3), (8, 16, 30, 30))
-    patches = of(torch.float32, (8, 3, 32, 32), (16, 3, 4, 4), (8, 16, 8, 8), 4)
-    windows = of(torch.float32, (8, 3, 32, 32), (16, 3, 5, 5), (8, 16, 14, 14), 2)
-    assert dense.result_bytes((9, 0)) == 0
-    assert (
-        patches.result_bytes((9, 0)) == (patches.image.nbytes + patches.kernel.nbytes) * 4 // 3 + patches.result.nbytes
-    )
-    assert windows.result_bytes((9, 0)) == sum(each.nbytes for each in (windows.image, windows.kernel, windows.result))
-
-
-def test_a_point_lies_in_both_layouts_and_is_not_copied():
-    point = of(torch.float32, (4, 64, 32, 32), (64, 64, 1, 1), (4, 64, 16, 16), 2)
-    assert point.image_bytes((9, 0)) == point.image.nbytes + point.result.nbytes
-    assert point.image_bytes((7, 5)) == 0  # a T4 has no tensor cores for it
-
-
-@pytest.mark.parametrize(
-    ("channels", "side", "multiprocessors", "sums"),
-    [
-        (64, 3, 132, 9 * 14 * 64 * 64),  # a tile at each of nine places, each shared by fourteen
-        (64, 3, 40, 9 * 4 * 64 * 64),
-        (256, 3, 132, 36 * 3 * 128 * 128),
-        (512, 1, 132, 16 * 8 * 128 * 128),
-        (512, 3, 132, 132 * 128 * 128),  # 144 tiles: of the second wave few are left
-        (640, 3, 132, 0),  # 225 fill two waves
-    ],
-)
-def test_sums_of_a_weight_fill_the_card(channels, side, multiprocessors, sums):
-    one = of(
-        torch.float32, (32, channels, 56, 56), (channels, channels, side, side), (32, channels, 28, 28), 2,
-        channels_last=True,
-    )  # fmt: skip
-    assert one.weight_bytes((9, 0), multiprocessors) == 4 * sums
 
 
 def convolutions(**options):

@@ -35,16 +35,6 @@ def decides_on_a_tensor(hidden):
     return hidden * 2 if hidden.mean() > 0 else hidden.sin()
 
 
-def loops(hidden):
-    while hidden.norm() > 1:
-        hidden = hidden / 2
-    return hidden
-
-
-def counts(hidden):
-    return torch.cat([hidden, hidden[: int((hidden > 0).sum()) % ROWS]])
-
-
 def lists(hidden):
     return hidden * max(hidden.detach().flatten().tolist())
 
@@ -70,22 +60,15 @@ def formats(hidden):
     return hidden
 
 
-def indexes_a_list(hidden):
-    return hidden * [1.0, 2.0][int(hidden[0, 0] > 0)]
-
-
 READS = {
     "item": branches,
     "bool of a tensor": decides_on_a_tensor,
-    "a loop until it converges": loops,
-    "int": counts,
     "tolist": lists,
     "numpy": through_numpy,
     "the array protocol": through_array_protocol,
     "a mask of activations": selects_by_mask,
     "nonzero of activations": finds,
     "printing": formats,
-    "an index": indexes_a_list,
 }
 
 

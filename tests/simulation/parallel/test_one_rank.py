@@ -43,23 +43,6 @@ class Model(nn.Module):
 TOKENS = torch.arange(8 * 40).view(8, 40) % 301
 
 
-@pytest.fixture
-def group():
-    """Makes the process a rank among others that are not there."""
-
-    def begin(world: int, rank: int = 0, backend: str = "fake") -> None:
-        if backend == "fake":
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world)
-
-    yield begin
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def sharded(*, plan=None, device="cpu", half=False, **options):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

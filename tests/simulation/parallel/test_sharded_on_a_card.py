@@ -44,13 +44,9 @@ def loss(output, _):
     return output.float().square().mean()
 
 
-@pytest.fixture
-def group():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    yield
-    dist.destroy_process_group()
+@pytest.fixture(autouse=True)
+def _one_of_eight(group):
+    group(WORLD)
 
 
 def sharded(mesh_device, *, device="cpu", half=False, pins=None, **options):
@@ -73,7 +69,7 @@ def rows(device="cpu"):
     return torch.zeros(256, WIDTH, device=device)
 
 
-def test_whole_parameters_of_a_group_come_and_go_before_the_next_groups(group):
+def test_whole_parameters_of_a_group_come_and_go_before_the_next_groups():
     model = sharded("cpu")
     trace = MemoryProfiler(model, loss=loss, hardware="h100").simulated(rows())
     before = trace.events[: trace.steps[0][0]]
@@ -93,7 +89,7 @@ def test_whole_parameters_of_a_group_come_and_go_before_the_next_groups(group):
     assert all(event > 0 for event in on_meta.events[: on_meta.steps[0][0]])
 
 
-def test_a_step_that_is_repeated_takes_from_the_same_streams(group):
+def test_a_step_that_is_repeated_takes_from_the_same_streams():
     model = sharded("cpu")
     profiler = MemoryProfiler(model, torch.optim.AdamW(model.parameters()), loss=loss, hardware="h100")
     step = profiler.simulated(rows())
@@ -112,7 +108,7 @@ def offloaded(hardware="h100", **options):
     return model, profile
 
 
-def test_offloaded_shards_are_copied_where_they_are_gathered_and_reduced(group):
+def test_offloaded_shards_are_copied_where_they_are_gathered_and_reduced():
     model, profile = offloaded()
     shards = [parameter.to_local().nbytes for parameter in model.parameters()]
     blocks = [parameter.to_local().nbytes for parameter in model.blocks.parameters()]
@@ -134,7 +130,7 @@ def test_offloaded_shards_are_copied_where_they_are_gathered_and_reduced(group):
     assert updates == ["host"] * len(shards)
 
 
-def test_a_slow_link_holds_an_offloaded_step_up(group):
+def test_a_slow_link_holds_an_offloaded_step_up():
     card = ms.Hardware.named("h100")
     slow = dataclasses.replace(card, host_to_device_bytes_per_second=1e8, device_to_host_bytes_per_second=1e8)
     seconds = [offloaded(each)[1].step_seconds for each in (card, slow)]
@@ -142,7 +138,7 @@ def test_a_slow_link_holds_an_offloaded_step_up(group):
     assert seconds[1] > seconds[0] + moved / 1e8
 
 
-def test_a_wait_for_a_shards_copy_is_not_told_as_one_for_the_collective_behind_it(group):
+def test_a_wait_for_a_shards_copy_is_not_told_as_one_for_the_collective_behind_it():
     card = ms.Hardware.named("h100")
     slow = dataclasses.replace(card, host_to_device_bytes_per_second=1e8, device_to_host_bytes_per_second=1e8)
     profile = offloaded(slow)[1]
@@ -155,7 +151,7 @@ def test_a_wait_for_a_shards_copy_is_not_told_as_one_for_the_collective_behind_i
     assert sum(each.seconds for each in by_host if each.cause in COLLECTIVES) <= sent
 
 
-def test_what_ddp_sends_when_it_is_made_comes_and_goes_before_the_step(group):
+def test_what_ddp_sends_when_it_is_made_comes_and_goes_before_the_step():
     model = nn.parallel.DistributedDataParallel(Model())
     model.broadcast_bucket_size = 1 << 22
     trace = MemoryProfiler(model, loss=loss, hardware="h100").simulated(rows())
@@ -173,7 +169,7 @@ def test_what_ddp_sends_when_it_is_made_comes_and_goes_before_the_step(group):
 @pytest.mark.cuda
 @pytest.mark.parametrize("pins", [None, True, False], ids=["on the card", "pinned", "pageable"])
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
-def test_a_card_reserves_what_was_predicted(group, half, pins):
+def test_a_card_reserves_what_was_predicted(half, pins):
     torch._C._cuda_clearCublasWorkspaces()
     gc.collect()
     torch.cuda.empty_cache()

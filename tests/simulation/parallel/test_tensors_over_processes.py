@@ -47,16 +47,6 @@ def loss(output, _):
     return output.float().logsumexp(-1).mean()
 
 
-@pytest.fixture
-def group():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def split(plan=None):
     """As its owner would write it."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -91,13 +81,10 @@ ASKED = {"parallel": "fsdp2", "world": 8, "tensor": 2}
 
 def test_a_plain_model_is_asked_about_as_the_split_one_whose_peak_is_the_allocators(group):
     model = Model()
-    dist.destroy_process_group()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     asked = ms.profile(model, TOKENS, optimizer=optimizer, loss=loss, **ASKED)
     assert not dist.is_initialized()
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    group(8)
     part = split()
     own = ms.profile(part, TOKENS, optimizer=trained(part)[0], loss=loss)
     truth = true_peaks(lambda: trained(split())[1])[-1]
@@ -133,6 +120,7 @@ def test_tied_weights_stay_one():
 
 @pytest.mark.deep  # by default a plain one is, as the split one, and a sharded one as it is
 def test_a_split_model_is_planned_as_it_is(group):
+    group(8)
     model = split()
     plan = ms.DecisionEngine(model, TOKENS, loss=loss, config=FEW, hardware="cpu").smallest()
     assert plan

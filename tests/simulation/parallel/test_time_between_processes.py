@@ -125,18 +125,10 @@ def test_buckets_are_reduced_during_backward_and_waited_for_at_its_end():
     assert profile.exposed_seconds["all-reduce"] < sum(each.seconds for each in reduced)
 
 
-@pytest.fixture
-def group():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
-    yield
-    dist.destroy_process_group()
-
-
 def test_a_functional_collective_is_waited_for_where_its_result_is_used(group):
     from torch.distributed import _functional_collectives as functional
 
+    group(16)
     weight = torch.empty(4096, 4096, device="meta", requires_grad=True)
     found = []
     for first in (True, False):

@@ -161,19 +161,3 @@ def test_a_write_into_an_object_that_is_copied_is_refused_by_name():
         DOUBLE(region)(torch.ones(2), carrier)
     read = DOUBLE(lambda x, carrier: x * carrier.hidden)
     assert read(torch.ones(2), carrier).dtype == torch.float32
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.usefixtures("cast_in_one_graph")
-@pytest.mark.deep
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_under_torch_compile(fullgraph):
-    torch._dynamo.reset()
-    model, x = Mixture(), torch.randn(6, 4, requires_grad=True)
-    expected = gradients(model, x)
-    fit = ms.transform(model, {"experts.*": DOUBLE})
-    compiled = torch.compile(fit, backend="aot_eager", fullgraph=fullgraph)
-    for _ in range(2):
-        for grad, other in zip(gradients(fit, x, compiled), expected, strict=True):
-            torch.testing.assert_close(grad, other)
-    torch._dynamo.reset()

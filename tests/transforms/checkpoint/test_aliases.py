@@ -82,21 +82,6 @@ class Children(nn.Module):
         return x
 
 
-class Shared(nn.Module):
-    """One buffer in two modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Module(), nn.Module()
-        self.a.register_buffer("state", torch.ones(3))
-        self.b.register_buffer("state", self.a.state)
-
-    def forward(self, x):
-        self.a.state.mul_(1.5)
-        self.b.state.add_(0.5)
-        return torch.sin(x * self.a.state * self.b.state)
-
-
 class Argument(nn.Module):
     """A buffer that is also given as an argument."""
 
@@ -126,17 +111,6 @@ class Weight(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def closure():
-    table = torch.ones(2, 3)
-    row = table[0]
-
-    def region(x):
-        table.mul_(1.5)
-        return torch.sin(x * row)
-
-    return region
-
-
 def checkpointed(module):
     if isinstance(module, Argument):
         module.inner = ms.checkpoint()(module.region)
@@ -156,11 +130,9 @@ CASES = {
     "with a gradient": ViewWithGradient,
     "columns": Columns,
     "children": Children,
-    "two modules": Shared,
     "argument": Argument,
     "view as an argument": lambda: Argument(slice(1, None)),
     "row of a weight": Weight,
-    "closure": closure,
 }
 
 

@@ -102,22 +102,6 @@ def test_functional_call_over_a_transformed_module(pattern, per_sample):
     assert bits(gradients(ms.transform(model, {pattern: checkpoint()}))) == bits(gradients(model))
 
 
-def test_functional_gives_a_pure_function_of_the_state():
-    model = mlp(4).double()
-    fn, state = ms.functional(ms.transform(model, {"*": checkpoint()}))
-    plain, _ = ms.functional(model)
-    assert bits(grad(lambda s: fn(s, X).sum())(state)) == bits(grad(lambda s: plain(s, X).sum())(state))
-
-
-def test_a_captured_tensor_gets_its_gradient():
-    def loss(transform):
-        return lambda w: transform(lambda x: torch.sin(x @ w))(X).sum()
-
-    expected = grad(loss(ms.identity))(W)
-    assert expected.abs().max() > 0
-    assert torch.equal(grad(loss(checkpoint()))(W), expected)
-
-
 @pytest.mark.parametrize("level", [grad, lambda f: vmap(grad(f)), jacrev], ids=["grad", "vmap(grad)", "jacrev"])
 def test_a_captured_tensor_that_cannot_be_followed_is_an_error(level):
     class holder:

@@ -40,35 +40,6 @@ def test_the_recompute_sees_what_was_trained_in_the_forward(how, frozen, change)
     assert step(how, change, frozen=frozen) == step(ms.identity, change, frozen=frozen)
 
 
-class Adapted(nn.Module):
-    """A linear layer with an adapter that can be off, as PEFT's `disable_adapter()` turns it."""
-
-    def __init__(self):
-        super().__init__()
-        self.base, self.adapter, self.off = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3), False
-
-    def turn(self, off):
-        self.off = off
-        self.adapter.requires_grad_(not off)
-
-    def forward(self, x):
-        return self.base(x).tanh() if self.off else (self.base(x) + self.adapter(x)).tanh()
-
-
-@pytest.mark.parametrize("off_in", ["forward", "backward"])
-def test_an_adapter_that_is_off_in_one_of_forward_and_backward(off_in):
-    def run(how):
-        seed()
-        layer, x = Adapted(), torch.ones(5, 3, requires_grad=True)
-        layer.turn(off_in == "forward")
-        y = how(layer)(x * 0.5).square().sum()
-        layer.turn(off_in == "backward")
-        y.backward()
-        return bits([x.grad, *[p.grad for p in layer.parameters()]])
-
-    assert run(ms.checkpoint()) == run(ms.identity)
-
-
 def test_tied_weights_that_are_unfrozen_stay_one():
     class Tied(nn.Module):
         def __init__(self):

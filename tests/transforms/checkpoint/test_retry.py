@@ -18,7 +18,7 @@ import memscale as ms
 from memscale import checkpoint, compose, identity, offload, policies
 from memscale.runtime import Runtime
 from memscale.simulation.measured.allocator_trace import measure
-from memscale.transforms.checkpoint import functorch, recompute
+from memscale.transforms.checkpoint import functorch
 from tests.support.checks import bits
 from tests.support.coverings import pairwise, taking_turns
 from tests.support.models import numbers
@@ -389,18 +389,3 @@ def test_values_kept_inside_another_region_come_back_without_arguments_to_ask_fo
 
     expected = torch.autograd.grad(((w.sin() @ w).exp() @ w).sum(), w)
     assert bits(torch.autograd.grad(outer(fn)(numbers(2)).sum(), w, retain_graph=keep)) == bits(expected)
-
-
-def test_another_backward_of_the_graph_may_end_at_any_moment(monkeypatch):
-    """What that one forgets, this one has in hand."""
-    original = recompute._AtTheEnd
-
-    def forget_first(action):
-        action()
-        return original(action)
-
-    monkeypatch.setattr(recompute, "_AtTheEnd", forget_first)
-    x = numbers(4)
-    loss = checkpoint()(lambda x: x.sin().exp().cos())(x).sum()
-    expected = torch.autograd.grad(x.sin().exp().cos().sum(), x)
-    assert bits(torch.autograd.grad(loss, x, retain_graph=True)) == bits(expected)

@@ -215,13 +215,6 @@ def test_a_moved_value_that_the_region_changed_raises_as_autograd_does():
 # ----------------------------------------------------------------------------------------------- what it refuses
 
 
-def test_torch_func_inside_it_is_refused_by_name():
-    with pytest.raises(ms.TransformError, match=r"the region of offload\(\) uses a transform of torch\.func"):
-        offload()(lambda x: torch.func.grad(lambda y: y.sin().sum())(x) * x)(numbers(3))
-    with pytest.raises(RuntimeError, match="some error of the region"):
-        offload()(lambda x: exec("raise RuntimeError('some error of the region')"))(numbers(3))
-
-
 def test_sparse_tensors_are_refused():
     matrix = torch.eye(4).to_sparse()
     with pytest.raises(ms.TransformError, match=r"a tensor of layout torch\.sparse_coo, .* moves strided tensors"):
@@ -338,26 +331,6 @@ def test_a_model_trains_to_the_same_bits_with_the_default_settings():
     assert moved > 0
     assert 0 < back < moved, "what was still on its way out when backward asked for it did not have to come back"
     assert live == 0
-
-
-LEVELS = {
-    "grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
-    "vmap": lambda f: torch.func.vmap(f),
-    "vmap(grad)": lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x).sum())),
-    "jacrev": lambda f: torch.func.jacrev(f),
-    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
-def test_inside_torch_func_a_checkpoint_around_it_leaves_it_nothing_to_do(level):
-    def fn(x):
-        return x.sin().exp()
-
-    x = torch.randn(3, 3)
-    how = compose(checkpoint(), offload(min_bytes=0))
-    assert bits(level(how(fn))(x)) == bits(level(checkpoint()(fn))(x))
 
 
 def test_vmap_inside_a_region_is_right():

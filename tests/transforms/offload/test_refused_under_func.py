@@ -65,7 +65,8 @@ def test_tangents_from_outside_are_refused() -> None:
             grad(lambda x: ms.offload()(region)(x).sum())(x)
 
 
-@pytest.mark.parametrize("way", [WAYS["grad"], WAYS["vmap of grad"]], ids=["grad", "vmap of grad"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("way", [WAYS[name] for name in ("grad", "vmap of grad", "jacrev", "jvp")])
 def test_a_region_inside_a_checkpoint_has_nothing_to_move(way: Any) -> None:
     x = torch.linspace(-1, 1, 9).reshape(3, 3)
     assert bits(way(ms.compose(ms.checkpoint(), ms.offload(min_bytes=0))(region))(x)) == bits(way(region)(x))

@@ -1,11 +1,9 @@
 """offload(what="params") with torch.func, torch.compile, DistributedDataParallel and threads around and inside it."""
 
 import contextlib
-import subprocess
 import sys
 import threading
 import traceback
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from tests.support.checks import bits
 from tests.support.coverings import in_turn
 from tests.support.layers import (
     HOWS,
-    LAYER,
     LAYERS,
     PARAMS,
     WIDTH,
@@ -94,21 +91,6 @@ def test_torch_compile_around_it_leaves_it_as_it_is(how):
             torch.compile(fit, backend="aot_eager", fullgraph=True)(rows())
     finally:
         torch._dynamo.reset()
-
-
-def check_compiled_once_and_streamed():
-    fit, runtime = streamed(model=nn.Sequential(*[torch.compile(layer, backend="aot_eager") for layer in layers()]))
-    plain = layers()
-    assert trained(fit, 12) == trained(plain, 12)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
-    assert moved(runtime)[1] == 12 * LAYERS * LAYER
-
-
-@pytest.mark.deep
-def test_torch_compile_inside_it_is_compiled_once_and_streamed():
-    # In a process of its own: after other tests have compiled, Dynamo may make four graphs of it.
-    program = f"from {__name__} import check_compiled_once_and_streamed as check; check()"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3])
 
 
 @pytest.mark.parametrize("bucket_view", [True, False])

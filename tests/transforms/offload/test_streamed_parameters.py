@@ -342,24 +342,3 @@ def test_another_type(dtype):
         found.append(bits(gradients(model)))
     assert found[0] == found[1]
     assert len(names_on_host(fit)) == 2 * LAYERS
-
-
-class Clipped(nn.Module):
-    """Clips its weight as old code does, past autograd."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).reshape(WIDTH, WIDTH))
-
-    def forward(self, x):
-        self.weight.data.clamp_(-0.5, 0.5)
-        return x @ self.weight
-
-
-def test_a_change_that_no_version_counter_sees_is_refused_on_the_first_run():
-    fit = ms.transform(Clipped(), {"": PARAMS}, runtime=runtime_of())
-    message = rf"changes parameter 'weight' of Clipped, float32\[{WIDTH}, {WIDTH}\], through \.data"
-    with pytest.raises(ms.TransformError, match=message):
-        fit(rows())
-    with pytest.raises(RuntimeError, match="shape"):  # the region's own error is not replaced
-        ms.transform(Clipped(), {"": PARAMS}, runtime=runtime_of())(torch.ones(1, WIDTH + 1))

@@ -8,22 +8,7 @@ import memscale as ms
 from memscale import tile
 from memscale.transforms.tile.head import linear
 from memscale.transforms.tile.head.lazy_logits import LazyLogits
-from tests.support.checks import bits
-
-
-class Assigns(nn.Module):
-    """A projection but for what `change` does first."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("scale", torch.full((4,), 3.0))
-        self.note = Note()
-        self.change = change
-
-    def forward(self, x):
-        self.change(self)
-        return self.linear(x) * self.scale
+from tests.transforms.test_hidden_changes import CHANGES, Changing, objects
 
 
 class Note:
@@ -32,71 +17,10 @@ class Note:
         self.kept = []
 
 
-def assigned(self):
-    self.linear.weight.data = torch.renorm(self.linear.weight.data, 2, 0, 0.5)
-
-
-def assigned_buffer(self):
-    self.scale.data = self.scale.data * 0.5
-
-
-def doubled(self):
-    self.linear.weight.data.mul_(2)
-
-
-def doubled_buffer(self):
-    self.scale.data.mul_(2)
-
-
-def momentum(self):
-    with torch.no_grad():
-        for parameter in self.linear.parameters():
-            parameter.data = parameter.data * 0.9
-
-
-def by_foreach(self):
-    torch._foreach_mul_([p.data for p in self.linear.parameters()], 0.5)
-
-
-def by_out(self):
-    torch.mul(self.scale.data, 2, out=self.scale)
-
-
-CHANGES = [assigned, assigned_buffer, doubled, doubled_buffer, momentum, by_foreach, by_out]
-
-
-def objects(model):
-    return [(name, id(value), value.device, value.data_ptr(), bits(value)) for name, value in state(model)]
-
-
-def state(model):
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
-@pytest.mark.parametrize("how", [tile(chunks=2), tile(chunks=2, recompute=False)], ids=["recomputing", "kept"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("training", [True, False])
-def test_a_change_of_data_is_refused_by_name_before_anything_is_lost(change, how, training):
-    model = Assigns(change).train(training)
-    before = objects(model)
-    fit = ms.transform(model, {"": how})
-    for _ in range(2):
-        with pytest.raises(ms.TransformError, match=r"would update '\w+' once|changes .* through \.data"):
-            fit(torch.ones(6, 4))
-    assert objects(model) == objects(fit) == before
-
-
-def test_an_assignment_in_a_later_call_only_is_refused_too():
-    """Where pieces recompute, the checkpoint of the first piece refuses it (`CorrectnessError`)."""
-    model, calls = Assigns(lambda self: None), []
-    fit = ms.transform(nn.Sequential(model, nn.ReLU()), {"": tile(chunks=3, recompute=False)})
-    fit[0].change = lambda self: calls and assigned(self)
-    fit(torch.ones(6, 4))
-    before = objects(model)
-    calls.append(1)
-    with pytest.raises(ms.TransformError, match=r"changes parameter '\S*weight' of \w+ through \.data"):
-        fit(torch.ones(6, 4))
-    assert objects(model) == before
+class Assigns(Changing):
+    def __init__(self, change):
+        super().__init__(change)
+        self.note = Note()
 
 
 @pytest.mark.parametrize(
