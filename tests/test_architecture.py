@@ -243,7 +243,7 @@ def test_who_catches_any_error_raises_another_or_says_whose_it_is():
 
 # Public classes of two folders with one name, for two things: a list that only shrinks. Rows and forms of the server
 # are named as what they are of.
-SHARED_NAMES = {"MemScaleCallback", "Result", "State"}
+SHARED_NAMES = {"MemScaleCallback"}
 
 
 def test_a_public_class_has_a_name_of_its_own():

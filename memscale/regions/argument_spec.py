@@ -38,13 +38,13 @@ def refuse_iterators(leaves: list[Any]) -> None:
             )
 
 
-class State(NamedTuple):
+class ObjectState(NamedTuple):
     """The attributes and items of a container or an object."""
 
     attributes: dict[str, Any]
     items: Any  # a list or a dictionary; None for an object without items
 
-    def same(self, other: State) -> bool:
+    def same(self, other: ObjectState) -> bool:
         """Whether both hold identical objects (compared by `is`), in the same order."""
         return _same(self.attributes, other.attributes) and (
             self.items is other.items or _same(self.items, other.items)
@@ -109,7 +109,7 @@ class _Node:
         return self.kind.__new__(self.kind)
 
 
-_NO_STATE = State({}, None)
+_NO_STATE = ObjectState({}, None)
 _CONTAINERS = {list, dict, set}
 _MARKS = {_TensorMark, _Node, _Items, _Array}
 
@@ -162,12 +162,12 @@ class ArgumentSpec:
         """Returns the class name of the object that holds tensor `index`; `None` for an argument of the call."""
         return self._owners[index]
 
-    def contents(self) -> list[tuple[Any, State]]:
+    def contents(self) -> list[tuple[Any, ObjectState]]:
         """Returns each object that still lives, with its present state."""
         found = [(thing, _read(thing)) for node in self._nodes if (thing := node.find()) is not None]
-        return [(thing, State(attributes.copy(), items)) for thing, (attributes, items) in found]
+        return [(thing, ObjectState(attributes.copy(), items)) for thing, (attributes, items) in found]
 
-    def rebuild(self, values: list[Any], before: list[tuple[Any, State]]) -> tuple[list[Any], dict[str, Any]]:
+    def rebuild(self, values: list[Any], before: list[tuple[Any, ObjectState]]) -> tuple[list[Any], dict[str, Any]]:
         """Returns the recorded arguments with `values` in place of `tensors`; objects get their recorded state.
 
         The present states of the objects are appended to `before`, for `restore`.
@@ -179,18 +179,18 @@ class ArgumentSpec:
             for node, thing, old in zip(self._nodes, things, found, strict=True):
                 present = _read(thing)
                 if old is not None:
-                    before.append((thing, State(present.attributes.copy(), present.items)))
+                    before.append((thing, ObjectState(present.attributes.copy(), present.items)))
                 attributes, items = node.state
                 if isinstance(items, dict):
                     items = _values(items, values, things)
                 elif items is not None:
                     items = [_value(mark, values, things) for mark in items]
-                _write(thing, State(_values(attributes, values, things), items), present)
+                _write(thing, ObjectState(_values(attributes, values, things), items), present)
         given = [_value(mark, values, things) for mark in self._marks]
         return given[: self._count], dict(zip(self._keys, given[self._count :], strict=True))
 
 
-def restore(before: list[tuple[Any, State]]) -> None:
+def restore(before: list[tuple[Any, ObjectState]]) -> None:
     """Restores the states of objects that `ArgumentSpec.rebuild` has appended to `before`."""
     for thing, state in reversed(before):
         _write(thing, state, _read(thing))
@@ -233,7 +233,7 @@ class _Walk:
         if items is not None:
             is_mapping = isinstance(items, dict)
             items = self._mapping(items, owner) if is_mapping else [self.mark(item, owner) for item in items]
-        node.state = State(self._mapping(attributes, owner) if attributes else attributes, items)
+        node.state = ObjectState(self._mapping(attributes, owner) if attributes else attributes, items)
 
     def _mapping(self, found: dict[Any, Any], owner: str | None) -> dict[Any, Any]:
         mark = self.mark
@@ -304,25 +304,25 @@ def _value(mark: Any, values: list[Any], things: list[Any]) -> Any:
     return mark.kind(items) if hasattr(mark.kind, "n_sequence_fields") else tuple.__new__(mark.kind, items)
 
 
-def _read(thing: Any) -> State:
+def _read(thing: Any) -> ObjectState:
     """Returns the state of `thing`. The attributes may be those of the object itself, and not a copy."""
     kind: Any = type(thing)
     if kind is list or kind is set:
-        return State({}, list(thing))
+        return ObjectState({}, list(thing))
     if kind is dict:
-        return State({}, thing.copy())
+        return ObjectState({}, thing.copy())
     if is_plain(kind):
-        return State(object.__getattribute__(thing, "__dict__"), None)
+        return ObjectState(object.__getattribute__(thing, "__dict__"), None)
     fields = Fields(thing)
     items: Any = None
     if isinstance(thing, dict):
         items = dict(thing.items())
     elif isinstance(thing, (list, set, deque)):
         items = list(thing)
-    return State(read(fields) if fields.members else fields.own(), items)  # type: ignore[arg-type]  # they have names
+    return ObjectState(read(fields) if fields.members else fields.own(), items)  # type: ignore[arg-type]  # they have names
 
 
-def _write(thing: Any, state: State, present: State) -> None:
+def _write(thing: Any, state: ObjectState, present: ObjectState) -> None:
     if state.same(present):  # no write: other threads may be reading it, say a frozen configuration
         return
     if state.items is not None:

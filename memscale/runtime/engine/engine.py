@@ -35,7 +35,7 @@ from memscale.runtime.backends.protocol import ALIGNMENT, Backend, Buffer
 from memscale.runtime.engine.entry import Entry, Handle, Moving, Record, bare_references, is_unshared
 from memscale.runtime.engine.finalized import Finalized
 from memscale.runtime.engine.link import Copy
-from memscale.runtime.engine.loader import Loader, State
+from memscale.runtime.engine.loader import Loader, LoadState
 from memscale.runtime.engine.locks import new_lock
 from memscale.runtime.engine.prefetch import Prefetch
 from memscale.runtime.engine.refusals import warn_of_staying
@@ -237,7 +237,7 @@ class Engine:
         ready: list[Entry] = []
         for _ in range(min(len(self._waiting), most)):
             entry = self._waiting.popleft()
-            if entry.state is not State.DEVICE:
+            if entry.state is not LoadState.DEVICE:
                 continue
             if not entry.is_last_keeper():
                 if entry.is_live():
@@ -255,7 +255,7 @@ class Engine:
             if len(self._tail) > depth:
                 oldest = self._tail.popleft()
                 self._stays(oldest.region, "tail", -oldest.nbytes)
-                if oldest.state is State.DEVICE and oldest.is_last_keeper():
+                if oldest.state is LoadState.DEVICE and oldest.is_last_keeper():
                     ready.append(oldest)
                 elif oldest.is_live():  # backward has fetched it from the tail
                     self._waiting.append(oldest)
@@ -309,7 +309,7 @@ class Engine:
         # After an exception from here on the entry still has its bytes, and `_retire` resumes.
         self._leaving.append((self._regions, into))
         into.sources = [part.source for _, part in moving]
-        into.nbytes, into.state = nbytes, State.LEAVING
+        into.nbytes, into.state = nbytes, LoadState.LEAVING
         into.ordinals = sum([entry.ordinals for entry, _ in moving], ())
         into.moved_bytes = moved_bytes = dict[str, int]()
         ends = [part.start for _, part in moving[1:]] + [nbytes]
@@ -317,7 +317,7 @@ class Engine:
             moved_bytes[part.region] = moved_bytes.get(part.region, 0) + end - part.start
             del self._by_storage[entry.key]
             if entry is not into:
-                entry.into, entry.state = into, State.LEAVING
+                entry.into, entry.state = into, LoadState.LEAVING
                 into.records += entry.records
                 for ordinal in entry.ordinals:
                     self._moved[ordinal] = into
@@ -343,7 +343,7 @@ class Engine:
     def _retire_first(self) -> None:
         """Frees the device memory of the oldest copy out, after the copy."""
         _, entry = self._leaving[0]
-        if entry.state is State.LEAVING:
+        if entry.state is LoadState.LEAVING:
             self._retire(entry)
         self._leaving.popleft()  # last, so that an exception leaves the entry in the queue
 
@@ -352,7 +352,7 @@ class Engine:
         event = self.transfers.release(departure)
         while (error := event.error()) is not None:
             if not self._try_below(entry):
-                entry.state, entry.departure = State.KEPT, None
+                entry.state, entry.departure = LoadState.KEPT, None
                 self._keep(entry, error)
                 return
             event = self.transfers.release(self._copy_out(entry))
@@ -432,7 +432,7 @@ class Engine:
         self._prefetch.requested(ordinal, at=self.backend.record())
         for ordinal, seconds in self._prefetch.upcoming():
             candidate = self._moved.get(ordinal)
-            if candidate is not None and candidate.state is State.OFFLOADED and candidate.is_live():
+            if candidate is not None and candidate.state is LoadState.OFFLOADED and candidate.is_live():
                 try:
                     self._load(candidate, seconds=seconds)
                 except torch.OutOfMemoryError:  # loaded when requested, when it may fit
@@ -469,17 +469,17 @@ class Engine:
 
     def drop(self, entry: Entry) -> None:
         """Called when a handle on `entry` is dropped; this may happen inside the engine's own code."""
-        if entry.is_live() and (entry.state is not State.BACK or not entry.is_fetched()):
+        if entry.is_live() and (entry.state is not LoadState.BACK or not entry.is_fetched()):
             return
         self.finalized.add(entry, self._close)
 
     def _close(self, entry: Entry) -> None:
         entry = entry.into or entry
         if entry.is_live():
-            if entry.state is State.BACK and entry.is_fetched():
+            if entry.state is LoadState.BACK and entry.is_fetched():
                 self.loader.let_go(entry)
             return
-        if entry.state is State.DEVICE and not entry.ordinals:
+        if entry.state is LoadState.DEVICE and not entry.ordinals:
             self._counters.held_bytes += entry.nbytes
             self._counters.met(entry.region, "held", entry.nbytes)
         if self._by_storage.get(entry.key) is entry:

@@ -12,7 +12,7 @@ import torch
 from memscale.core import changed_error, described, found_once, version
 from memscale.runtime.backends.protocol import ALIGNMENT, Event
 from memscale.runtime.engine.link import Copy
-from memscale.runtime.engine.loader import Loadable, State
+from memscale.runtime.engine.loader import Loadable, LoadState
 
 
 class Layout(NamedTuple):
@@ -191,7 +191,10 @@ class Entry(Loadable):
     into: Entry | None = None
 
     def __init__(self, engine: Owner, key: int, tier: str, nbytes: int, region: str, *, has_floats: bool) -> None:
-        self.nbytes, self.state = nbytes, State.DEVICE  # nbytes: of the storage, and after the move of the moved bytes
+        self.nbytes, self.state = (
+            nbytes,
+            LoadState.DEVICE,
+        )  # nbytes: of the storage, and after the move of the moved bytes
         self.engine = engine
         self.key = key
         self.tier = tier

@@ -12,7 +12,7 @@ from memscale.runtime.engine.link import Copy
 from memscale.runtime.engine.transfers import Transfers
 
 
-class State(enum.Enum):
+class LoadState(enum.Enum):
     """The place of loaded bytes."""
 
     DEVICE = "where they were"
@@ -30,7 +30,7 @@ class Loadable:
     like: torch.Tensor | None = None  # an empty tensor of the device
     arrival: Copy | None = None
 
-    def __init__(self, nbytes: int, state: State) -> None:
+    def __init__(self, nbytes: int, state: LoadState) -> None:
         self.nbytes = nbytes
         self.state = state
 
@@ -48,7 +48,7 @@ class Loadable:
     def is_gone(self) -> None:
         """Called when the memory on the device belongs to this object no longer."""
         self.base = None
-        self.state = State.OFFLOADED
+        self.state = LoadState.OFFLOADED
 
     def events(self) -> list[Event]:
         """Returns the end events of the copies that have started."""
@@ -86,7 +86,7 @@ class Loader:
         )
         # All three together, before the copy starts: after an interruption, memory without a copy would pass for
         # loaded.
-        item.base, item.arrival, item.state = base, arrival, State.BACK
+        item.base, item.arrival, item.state = base, arrival, LoadState.BACK
         self.back[item] = None
         self._transfers.pump()
 
@@ -102,7 +102,7 @@ class Loader:
 
     def let_go(self, item: Loadable) -> None:
         """Frees the device memory of a loaded item; its bytes stay on the tier."""
-        if item.state is not State.BACK:
+        if item.state is not LoadState.BACK:
             return
         if item.arrival is not None:
             self._transfers.no_longer(item.arrival)

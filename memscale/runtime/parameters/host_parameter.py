@@ -17,7 +17,7 @@ import torch
 from memscale.core import changed_error, described, version
 from memscale.runtime.backends.protocol import Buffer, Event
 from memscale.runtime.engine.entry import Layout
-from memscale.runtime.engine.loader import Loadable, State
+from memscale.runtime.engine.loader import Loadable, LoadState
 
 # The host parameters that a region uses together, by their numbers.
 Group = tuple[int, ...]
@@ -70,7 +70,7 @@ class HostParameter(Loadable):
         like: torch.Tensor,
         data: torch.Tensor,
     ) -> None:
-        super().__init__(parameter.nbytes, State.OFFLOADED)
+        super().__init__(parameter.nbytes, LoadState.OFFLOADED)
         self.mover = mover
         self.tier = tier
         self.buffer, self.like = buffer, like

@@ -12,7 +12,7 @@ from memscale.core import version
 from memscale.runtime.backends.protocol import Event
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Layout
-from memscale.runtime.engine.loader import State
+from memscale.runtime.engine.loader import LoadState
 from memscale.runtime.engine.prefetch import MOST_HINTS, Prefetch
 from memscale.runtime.parameters.gradients import Gradients
 from memscale.runtime.parameters.host_parameter import (
@@ -262,9 +262,9 @@ class HostParameters:
 
     def _ask(self, host: HostParameter, seconds: float, *, anew: bool = False) -> None:
         now = host.version()
-        if host.state is State.BACK and (anew or host.loaded[0] != now):  # loaded ahead, and possibly changed since
+        if host.state is LoadState.BACK and (anew or host.loaded[0] != now):  # loaded ahead, and possibly changed since
             self._let_go(host)
-        if host.state is State.OFFLOADED:
+        if host.state is LoadState.OFFLOADED:
             self._load(host, seconds)
 
     def _load(self, host: HostParameter, seconds: float = 0.0) -> None:

@@ -77,7 +77,7 @@ def may_leave(op: internals.OpOverload) -> bool:
     return "running_mean" in names or torch.Tag.nondeterministic_seeded in op.tags
 
 
-class Result:
+class SavedResult:
     """The saved result of one call of an operator.
 
     Attributes:
@@ -186,7 +186,7 @@ class Results:
         expected: for each tensor that autograd saved, the sum of the weights of all earlier calls.
     """
 
-    def __init__(self, calls: list[CallSpec], results: Collection[Result], marks: list[int]) -> None:
+    def __init__(self, calls: list[CallSpec], results: Collection[SavedResult], marks: list[int]) -> None:
         """Indexes the results.
 
         Args:
@@ -195,7 +195,7 @@ class Results:
             marks: for each tensor that autograd saved, the number of recorded calls before it.
         """
         by_number = {result.call: result for result in results}
-        self.by_call: dict[CallSpec, dict[int, Result]] = {calls[number]: {} for number in by_number}
+        self.by_call: dict[CallSpec, dict[int, SavedResult]] = {calls[number]: {} for number in by_number}
         self.weights = {spec: 1 << (32 * at) for at, spec in enumerate(self.by_call)}
         seen: Counter[CallSpec] = Counter()
         sums = [0]
@@ -208,12 +208,12 @@ class Results:
         self.expected = [sums[mark] for mark in marks]
         self.ops = frozenset(result.op for result in results)
 
-    def __iter__(self) -> Iterator[Result]:
+    def __iter__(self) -> Iterator[SavedResult]:
         for results in self.by_call.values():
             yield from results.values()
 
 
-def seal_all(results: list[Result], calls: list[CallSpec], runtime: Runtime | None) -> None:
+def seal_all(results: list[SavedResult], calls: list[CallSpec], runtime: Runtime | None) -> None:
     """Hands the outputs of all `results` to saved-tensor hooks."""
     around = hooks_around()
     if results and around is not None and recomputes(around[1]):

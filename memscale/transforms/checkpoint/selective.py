@@ -33,8 +33,8 @@ from memscale.transforms.checkpoint.results import (
     NOTHING_LEFT,
     CallSpec,
     Left,
-    Result,
     Results,
+    SavedResult,
     call_spec,
     may_leave,
     seal_all,
@@ -161,8 +161,8 @@ class Recorder(_Watch):
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         self._calls: list[CallSpec] = []
         self._marks: list[int] = []  # for each tensor that autograd saved, the number of calls before it
-        self._results: dict[int, Result] = {}  # by the number of the call
-        self._by_memory: dict[int, list[Result]] = {}
+        self._results: dict[int, SavedResult] = {}  # by the number of the call
+        self._by_memory: dict[int, list[SavedResult]] = {}
         self._made: dict[int, _Output] = {}  # by memory
         self._states: list[torch.Tensor] = []  # of random generators; a simulation counts their bytes
         self._replayed = Results([], [], [])
@@ -207,7 +207,7 @@ class Recorder(_Watch):
         if isinstance(verdict, Recompute) or call in self._results:
             return
         tier = verdict.tier if isinstance(verdict, Move) else None
-        saved = Result(op, call, tier, result, left, self._alias)
+        saved = SavedResult(op, call, tier, result, left, self._alias)
         if saved.outputs:  # the result may be a number of Python
             self._results[call] = saved
             if left.random:

@@ -93,7 +93,13 @@ MUTANTS = {
     ),
     "a load is started again": (
         hazards.PREFETCHED_TWICE,
-        [("_load_ahead", "candidate.state is State.OFFLOADED", "candidate.state in (State.OFFLOADED, State.BACK)")],
+        [
+            (
+                "_load_ahead",
+                "candidate.state is LoadState.OFFLOADED",
+                "candidate.state in (LoadState.OFFLOADED, LoadState.BACK)",
+            )
+        ],
     ),
     "what was consumed is loaded": (
         hazards.PREFETCHED_LATE,

@@ -11,7 +11,7 @@ import memscale as ms
 from memscale.runtime import HostParameters, Runtime
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.engine.engine import Engine
-from memscale.runtime.engine.loader import State
+from memscale.runtime.engine.loader import LoadState
 from memscale.runtime.storage.copy_pool import CopyFuture
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.checking.checked_engine import CheckedEngine
@@ -70,7 +70,7 @@ def test_any_strided_tensor_comes_back_as_it_was(engine, make):
     expected = make()
     torch.manual_seed(0)
     (handle,) = stashed(engine, make)
-    assert handle.entry.state is State.OFFLOADED
+    assert handle.entry.state is LoadState.OFFLOADED
     found = engine.fetch(handle)
     assert (found.dtype, found.stride(), found.is_conj(), found.is_neg()) == (
         expected.dtype,
@@ -135,7 +135,7 @@ def test_a_change_in_place_is_the_error_of_autograd(engine, moved):
     if moved:
         del tensor
         engine.look_again()
-        assert handle.entry.state is State.OFFLOADED
+        assert handle.entry.state is LoadState.OFFLOADED
     with pytest.raises(
         ms.CorrectnessError, match=r"inplace operation: .*float32\[4, 4\], is at version 1, .* version 0"
     ):
@@ -192,7 +192,7 @@ def test_a_write_that_fails_loses_nothing():
         assert torch.equal(engine.fetch(handle), torch.arange(1024.0))
     failures[0] = None
     (other,) = stashed(engine, lambda: torch.arange(1024.0))
-    assert other.entry.state is State.OFFLOADED
+    assert other.entry.state is LoadState.OFFLOADED
     del handle, other
     assert engine.backend.finish() == []
 
