@@ -91,7 +91,7 @@ $(GHOST)/.installed: tests/ghost/setup.sh constraints.txt
 	sh tests/ghost/setup.sh $(GHOST)
 	@touch $@
 
-$(GHOST)/.built: $(GHOST)/.installed $(wildcard tests/ghost/*.c) tests/ghost/build_libraries.py
+$(GHOST)/.built: $(GHOST)/.installed $(wildcard tests/ghost/*.c tests/ghost/*.cpp) tests/ghost/build_libraries.py
 	$(GHOST)/bin/python tests/ghost/build_libraries.py $(GHOST)/headers/nvidia/cu13/include $(GHOST)/headers/nvidia/cudnn/include
 	@touch $@
 

@@ -110,6 +110,14 @@ def build(soname: str, names_by_version: dict[str, set[str]], runtime: str, out:
     return f"{soname}: {len(own)} written, {len(missing)} generated"
 
 
+def build_allocator(torch: Path, runtime: str, out: Path, flags: list[str]) -> str:
+    """Compile what follows the caching allocator, against the headers of the wheel."""
+    inside = [f"-I{torch / 'include'}", f"-L{torch / 'lib'}", f"-L{out}", "-lc10", "-lc10_cuda", f"-l:{runtime}"]
+    source, library = HERE / "allocator.cpp", out / "libghost_allocator.so"
+    subprocess.run(["g++", "-std=c++20", "-shared", *flags, source, *inside, "-o", library], check=True)
+    return f"{library.name}: written"
+
+
 def main(*includes: str) -> None:
     found = importlib.util.find_spec("torch")
     assert found is not None, f"{sys.executable} has no torch"
@@ -122,6 +130,7 @@ def main(*includes: str) -> None:
     runtime = next(name for name in libraries if name.startswith(RUNTIME))
     for soname in sorted(libraries, key=lambda soname: soname != runtime):
         print(build(soname, libraries[soname], runtime, out, flags))
+    print(build_allocator(torch, runtime, out, flags))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """A record of the calls that order memory, as a CUDA program makes them, and what is wrong with their order.
 
-The stand-in for libcudart writes down copies, events, waits, launches, pinned memory. It cannot know which memory a
-kernel is given, nor when PyTorch's allocator hands out a block of a segment. A dispatch mode and PyTorch's hooks for
-sanitizers tell it, at the moment in the order of calls.
+The fake libcudart records copies, events, waits, launches and pinned memory. A dispatch mode adds which memory a kernel
+is given, and `allocator.cpp` which blocks PyTorch's allocator hands out and gets back, each at its moment.
 """
 
 import contextlib
@@ -10,7 +9,8 @@ import ctypes
 import gc
 import importlib
 from bisect import bisect_right, insort
-from collections import defaultdict, deque
+from collections import defaultdict
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -26,7 +26,8 @@ _NAMES = (
     "unpinned, stream"
 )
 KINDS = dict(enumerate(_NAMES.split(", "), start=1)) | {32: "handed out", 33: "given back", 34: "read", 35: "write"}
-HANDED_OUT, GIVEN_BACK, READ, WRITTEN = range(32, 36)
+READ, WRITTEN = 34, 35
+_FOLLOWER = Path(torch.__file__).parents[1] / "nvidia/cu13/lib/libghost_allocator.so"
 _PAGE_BITS = 21
 _HOST = "host"
 
@@ -66,6 +67,7 @@ def recording():
     if found is None:
         pytest.skip("a real CUDA runtime keeps no record of its calls")
     torch.zeros(1).cuda()
+    ctypes.CDLL(str(_FOLLOWER)).ghost_follow_allocator()
     gc.collect()
     gc.freeze()  # what is there by now need not be gone through again in every program
     yield found
@@ -118,26 +120,9 @@ class Accessing(TorchDispatchMode):
 @contextlib.contextmanager
 def recorded(lib, *, delay=0):
     """A list that has the calls of the body once that is over; `delay` is the seed of `ghost_delay`."""
-    from torch.cuda import _gpu_trace
-
-    torch._C._activate_gpu_trace()
     found = []
-
-    def handed_out(pointer):
-        lib.ghost_note(HANDED_OUT, torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()), pointer, 0)
-
-    def given_back(pointer):
-        lib.ghost_note(GIVEN_BACK, None, pointer, 0)
-
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    torch.cuda.memory._record_memory_history("all", context=None, max_entries=1 << 20)
-    callbacks = [
-        (_gpu_trace.MemoryAllocationCallbacks, handed_out),
-        (_gpu_trace.MemoryDeallocationCallbacks, given_back),
-    ]
-    for registry, callback in callbacks:
-        registry.add_callback(callback)
     lib.ghost_delay(delay)
     lib.ghost_record(1)
     try:
@@ -146,21 +131,11 @@ def recorded(lib, *, delay=0):
     finally:
         lib.ghost_record(0)
         lib.ghost_delay(0)
-        for registry, callback in callbacks:
-            registry.callback_list.remove(callback)
-        sizes = [entry for entry in torch.cuda.memory._snapshot()["device_traces"][0] if entry["action"] == "alloc"]
-        torch.cuda.memory._record_memory_history(None)
         raw = ctypes.POINTER(_Raw)()
         count = lib.ghost_calls(ctypes.byref(raw))
-        # By address: the hooks of two threads may be called in another order than the allocator's history has.
-        blocks = defaultdict(deque)
-        for block in sizes:
-            blocks[block["addr"]].append(block["size"])
-        for call in raw[:count]:
-            size = call.size
-            if call.kind == HANDED_OUT:
-                size = blocks[call.to].popleft()
-            found.append(Call(KINDS[call.kind], call.stream, call.to, call.source, size, call.thread))
+        found += [
+            Call(KINDS[call.kind], call.stream, call.to, call.source, call.size, call.thread) for call in raw[:count]
+        ]
 
 
 class Race(NamedTuple):
