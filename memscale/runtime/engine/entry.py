@@ -191,10 +191,7 @@ class Entry(Loadable):
     into: Entry | None = None
 
     def __init__(self, engine: Owner, key: int, tier: str, nbytes: int, region: str, *, has_floats: bool) -> None:
-        self.nbytes, self.state = (
-            nbytes,
-            LoadState.DEVICE,
-        )  # nbytes: of the storage, and after the move of the moved bytes
+        self.nbytes, self.state = nbytes, LoadState.DEVICE  # bytes of the storage; after the move, the moved bytes
         self.engine = engine
         self.key = key
         self.tier = tier
