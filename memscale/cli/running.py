@@ -26,10 +26,13 @@ def run_app(app: typer.Typer, arguments: list[str]) -> int:
         if (context := getattr(error, "ctx", None)) is not None:
             message = f"{message.rstrip('.')}; {context.command_path} --help shows what it takes"
     except OSError as error:
-        if error.errno not in _UNWRITABLE:
+        if error.filename is not None:
+            message = f"{error.filename!r}: {error.strerror}"
+        elif error.errno in _UNWRITABLE:
+            message = f"the output cannot be written: {error.strerror}"
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or Python would report it again at its exit
+        else:
             raise
-        message = f"the output cannot be written: {error.strerror}"
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or Python would report it again at its exit
     except (KeyboardInterrupt, typer.Abort):
         print("memscale: stopped", file=sys.stderr)
         return 130

@@ -7,13 +7,12 @@ import enum
 import json
 import os
 import shutil
-import stat
+from pathlib import Path
 
 from memscale.core import ConfigError
 from memscale.telemetry.counters import SCHEMA
 
 _FILE = "consent.json"
-_MOST_BYTES = 4096
 
 # Variables of people, build machines and tests that turn counting off with any value but "", "0" and "false".
 _NAMES = (
@@ -63,27 +62,25 @@ def is_off() -> bool:
 
 def consent() -> Consent:
     """Returns the state in force in this process. Environment variables can lower the user's choice, never raise it."""
-    place = folder()
-    if place is None:
-        return Consent(State.OFF, "there is no home folder")
+    path = Path(folder() or os.devnull, _FILE)
     if is_off():
         return Consent(State.OFF, "the default: nobody has switched it on")
     try:
-        chosen = _read(f"{place}/{_FILE}")
+        if not path.is_file():  # reading a pipe would wait for its other end
+            raise ValueError
+        chosen = json.loads(path.read_bytes())
         state, endpoint = State(chosen["state"]), str(chosen["endpoint"])
         because = f"memscale telemetry {state.value}, of {chosen['since']}"
         if state is State.ON and chosen["schema"] != SCHEMA:
             state, because = State.LOCAL, f"schema {SCHEMA} is new since {because}; `telemetry on` agrees to it"
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return Consent(State.OFF, f"{place}/{_FILE} cannot be read; say `memscale telemetry local` or `on` again")
+        return Consent(State.OFF, f"{path} cannot be read; say `memscale telemetry local` or `on` again")
     for name in _REFUSALS:
         if os.environ.get(name, "").strip().lower() not in ("", "0", "false"):
             return Consent(State.OFF, f"${name} is set")
     own = os.environ.get(_OWN, "").strip().lower()
-    if own == "local":
-        return Consent(State.LOCAL, f"${_OWN}={own}")
     if own not in ("", "on"):
-        return Consent(State.OFF, f"${_OWN}={own}")
+        return Consent(State.LOCAL if own == "local" else State.OFF, f"${_OWN}={own}")
     return Consent(state, because, endpoint if state is State.ON else "")
 
 
@@ -97,12 +94,9 @@ def give_consent(state: State, *, since: str, endpoint: str = "") -> None:
     if place is None:
         raise ConfigError("there is no folder for settings: set $HOME or $XDG_CONFIG_HOME to an absolute path")
     chosen = {"state": state.value, "endpoint": endpoint, "since": since, "schema": SCHEMA}
-    part = f"{place}/{_FILE}.part-{os.getpid()}"
     try:
         os.makedirs(place, mode=0o700, exist_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            json.dump(chosen, file)
-        os.replace(part, f"{place}/{_FILE}")
+        Path(place, _FILE).write_text(json.dumps(chosen), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"{place} cannot be written: {error.strerror}; set $XDG_CONFIG_HOME to a folder that can"
@@ -115,24 +109,11 @@ def take_consent_back(*, clean: bool = False) -> None:
     Raises:
         ConfigError: a file cannot be removed.
     """
-    place = folder()
+    place = Path(folder() or os.devnull)
     try:
-        if place is not None:
-            shutil.rmtree(place) if clean else os.unlink(f"{place}/{_FILE}")
-    except FileNotFoundError:
-        return
+        if clean and place.is_dir():
+            shutil.rmtree(place)
+        elif not is_off():
+            (place / _FILE).unlink()
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}; remove it by hand") from error
-
-
-def _read(path: str) -> dict[str, str | int]:
-    """Reads a small regular file that this user owns, without ever waiting, as for the other end of a pipe."""
-    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    try:
-        found = os.fstat(number)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != getattr(os, "geteuid", lambda: found.st_uid)():
-            raise ValueError("not a file of this user's")
-        chosen: dict[str, str | int] = json.loads(os.read(number, _MOST_BYTES))
-        return chosen
-    finally:
-        os.close(number)

@@ -72,8 +72,7 @@ def count(name: str, facts: Callable[[], Iterable[str]] = tuple) -> None:
         # Cheapest checks first, because telemetry is usually off.
         if is_off() or _events >= _MOST_EVENTS or sys.is_finalizing() or _is_a_worker() or _is_a_rank():
             return
-        state = consent().state
-        if state is State.OFF:
+        if (state := consent().state) is State.OFF:
             return
         _events += 1
         line = " ".join((name, *facts()))

@@ -40,37 +40,24 @@ class Weeks:
             machine: the fields of the report about the machine.
 
         Raises:
-            ConfigError: nothing was counted in the week, or its file cannot be read.
+            ConfigError: nothing was counted in the week.
         """
-        fields = {"schema": SCHEMA, "week": week, **machine, "counters": self._counters(week)}
-        # To this the canonical form reduces for these keys and integers.
-        return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-
-    def keep_sent(self, week: str, report: bytes) -> None:
-        """Replaces the counts of a week by a copy of the sent report.
-
-        Raises:
-            ConfigError: the copy cannot be written.
-        """
-        try:
-            self.sent.mkdir(mode=0o700, exist_ok=True)
-            (self.sent / f"{week}.json").write_bytes(report)
-            (self.counted / f"{week}.txt").unlink()
-        except OSError as error:
-            message = f"the week {week} was sent, and {error.filename} cannot be written: {error.strerror}"
-            raise ConfigError(message) from error
-
-    def _counters(self, week: str) -> dict[str, int]:
         if week not in self.names():
             raise ConfigError(f"nothing was counted in the week {week!r}; there is {', '.join(self.names()) or 'none'}")
-        try:
-            with open(self.counted / f"{week}.txt", "rb") as file:
-                lines = file.read(_MOST_BYTES).decode("ascii", "replace").splitlines()
-        except OSError as error:
-            raise ConfigError(f"the counts of the week {week} cannot be read: {error.strerror}") from error
+        with open(self.counted / f"{week}.txt", "rb") as file:
+            lines = file.read(_MOST_BYTES).decode("ascii", "replace").splitlines()
         found = collections.Counter[str]()
         for line in lines:
             call, *facts = line.split(" ")
             found.update([call, *(f"{call}/{fact}" for fact in dict.fromkeys(facts))])
         # Names that are not listed, as in a torn or foreign line, are dropped.
-        return {name: min(found[name], MOST) for name in counters() if found[name]}
+        counts = {name: min(found[name], MOST) for name in counters() if found[name]}
+        fields = {"schema": SCHEMA, "week": week, **machine, "counters": counts}
+        # To this the canonical form reduces for these keys and integers.
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+    def keep_sent(self, week: str, report: bytes) -> None:
+        """Replaces the counts of a week by a copy of the sent report."""
+        self.sent.mkdir(mode=0o700, exist_ok=True)
+        (self.sent / f"{week}.json").write_bytes(report)
+        (self.counted / f"{week}.txt").unlink()
