@@ -222,18 +222,6 @@ def test_nothing_fits():
     assert max(again.peak_bytes, again.first_step_peak_bytes) == caught.value.peak_bytes == smallest
 
 
-@pytest.mark.deep  # by default `test_a_plan_changes_no_bit_unless_it_is_asked_to` has a case of it
-def test_a_budget_that_nothing_fits_is_told_which_switches_would_lower_it():
-    model, batch = _mlps(2), torch.ones(512, 64)
-    config = ms.Config(enable_checkpointing=False, enable_offloading=False)
-    steps = []
-    step = {**_step(model, batch), "progress": lambda what, *_: steps.append(what)}
-    with pytest.raises(ms.BudgetError, match=r"Config\(enable_checkpointing=True\) would lower it") as caught:
-        ms.plan(model, budget=10_000, config=config, **step)
-    assert "Config(use_mixed_precision=True) would lower it" in str(caught.value)
-    assert steps.count("the step as written") == 1  # what is known is not simulated again to say so
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -551,19 +539,6 @@ def test_a_plan_says_where_rounding_was_allowed_and_not_needed():
     notes = ms.plan(model, budget=limit, exact=False, **step).evidence.notes
     assert any("rounding is allowed, and the fastest plan needs none" in note for note in notes)
     assert not any("rounding is allowed" in note for note in ms.plan(model, budget=limit, **step).evidence.notes)
-
-
-@pytest.mark.deep  # by default in test_plan_cache.py: plans with and without
-def test_mixed_precision_only_where_it_is_allowed():
-    model, batch = _mlps(2), torch.ones(512, 64)
-    step = _step(model, batch)
-    # Cut finely enough, exact activations are no larger than what is cast.
-    config = ms.Config(mode="conservative")
-    allowed = ms.Config(mode="conservative", use_mixed_precision=True)
-    exact, mixed = (ms.DecisionEngine(model, config=each, **step).smallest() for each in (config, allowed))
-    assert "cast" not in repr(exact)
-    assert "cast" in repr(mixed)
-    assert mixed.evidence.planned.peak_bytes < exact.evidence.planned.peak_bytes
 
 
 def test_the_script_of_a_plan_makes_the_same_module(planned):

@@ -88,18 +88,6 @@ def test_the_second_time_a_plan_is_only_proven(unkept):
     assert plans[0].to_json() == plans[1].to_json() == unkept().to_json()
 
 
-@pytest.mark.deep
-def test_that_nothing_fits_is_known_too():
-    found = []
-    for _ in range(2):
-        asked = Planned()
-        with pytest.raises(ms.BudgetError) as caught:
-            asked.plan(1 * MIB)
-        found.append((str(caught.value), caught.value.peak_bytes, caught.value.plan.to_json()))
-    assert asked.known
-    assert found[0] == found[1]
-
-
 def test_an_answer_depends_on_its_arguments_alone(monkeypatch):
     """Not on what was asked before, nor on what is known from disk."""
     budgets = (4 * MIB, int(4.4 * MIB))
@@ -280,11 +268,6 @@ DIFFERENT = {
 def test_each_part_of_the_key_tells_its_own_differences(make, parts):
     one, other = key(), key(**make())
     assert {name for name in one if one[name] != other[name]} == parts
-
-
-def test_scaled_losses_differ_by_what_they_close_over():
-    assert key(loss=_scaled_loss(1))["loss"] != key(loss=_scaled_loss(2))["loss"]
-    assert key(loss=_scaled_loss(2)) == key(loss=_scaled_loss(2))
 
 
 #: Names that were read from the environment or from flags when a plan was made.

@@ -213,24 +213,6 @@ def test_recommendations_free_something_and_come_best_first():
     assert all(each.freed_bytes + each.peak_bytes == prediction.peak_bytes for each in prediction.recommendations)
 
 
-@pytest.mark.deep
-def test_the_foreach_loop_costs_what_is_said():
-    # Wide enough that its temporaries are more than the allocator's granularity hides.
-    model = blocks(3, 512)
-    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    predictor = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(MIB))
-    prediction = predictor.predict(torch.ones(2, 512))
-    told = {each.action: each for each in prediction.recommendations}
-    for choice in ("fused=True", "foreach=False"):
-        each = told[f"build the optimizer with {choice}"]
-        other = torch.optim.Adam(model.parameters(), **each.optimizer_options)
-        profile = ms.profile(
-            model, torch.ones(2, 512), optimizer=other, loss=square, keeps_output=False, hardware=box(MIB)
-        )
-        assert each.peak_bytes == profile.peak_bytes == prediction.peak_bytes - each.freed_bytes
-    assert optimizer.param_groups[0]["foreach"] is True
-
-
 def test_accumulation_takes_as_few_parts_as_fit():
     model, batch = blocks(1), rows(1024)
     whole, half, quarter = (truth(model, batch, parts=parts) for parts in (1, 2, 4))
@@ -270,18 +252,6 @@ def test_a_simulation_is_not_compared_with_real_steps():
         note.startswith("not simulated: accumulate gradients: the step cannot be simulated: ")
         for note in prediction.notes
     )
-
-
-@pytest.mark.deep
-def test_the_recommended_plan_takes_the_place_of_the_callers():
-    own = {"layers.*": ms.checkpoint()}
-    prediction = ms.OOMPredictor(Speaker(), loss=next_token, keeps_output=False, plan=own, hardware=box(MIB)).predict(
-        tokens(8)
-    )
-    (told,) = [each for each in prediction.recommendations if each.action.startswith("apply the plan instead of yours")]
-    with pytest.raises(ms.BudgetError) as caught:
-        ms.plan(Speaker(), tokens(8), budget=MIB, loss=next_token, keeps_output=False, hardware=box(MIB))
-    assert told.plan == caught.value.plan
 
 
 def test_a_card_without_bfloat16_is_told_to_compute_in_float16():
@@ -460,14 +430,6 @@ def test_the_search_finds_the_boundary_of_any_peak_that_does_not_fall(parts, gra
     fitting = sum(peak(n) <= capacity for n in range(1, at_most + 1))
     assert (n or 0) == fitting
     assert asked <= 2 * at_most.bit_length() + 8
-
-
-@given(lines.filter(lambda line: line[1]), st.integers(10**7, 10**11))
-def test_a_parabola_takes_few_simulations(line, capacity):
-    base, slope, bend = line
-    n, asked = search(lambda n: base + slope * n + bend * n * n, capacity, at_most=10**12)
-    # 1 and 2, strides of 16 up to the answer, three points make the curve, the answer, and one more.
-    assert asked <= 6 + np.log(n) / np.log(16)
 
 
 # -- nothing is changed, and bad input ---------------------------------------------------------------------------------

@@ -6,18 +6,14 @@ import re
 import sys
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import memscale as ms
 from memscale.core.units import format_bytes
 from memscale.reports import plot
-from memscale.reports.drawing import columns
-from memscale.reports.module_tree import Held, module_tree, stacks, summary
+from memscale.reports.module_tree import stacks
 from memscale.simulation.results import Holding, Moment
 from memscale.simulation.trace import CATEGORIES
 
@@ -238,52 +234,7 @@ def test_layers_are_taken_together_where_their_parameters_are_alike(parameter_by
     assert {path: found[path] for path in expected} == expected
 
 
-NAMES = st.sampled_from(["a", "b", "0", "1", "2"])
-AMOUNTS = st.tuples(st.integers(-50, 50), st.integers(-50, 50)).map(lambda pair: Held(*pair))
-
-
-@given(st.dictionaries(st.lists(NAMES, max_size=4).map(".".join), AMOUNTS, max_size=30), st.integers(2, 12))
-def test_the_lines_of_a_summary_add_up_to_everything(held, lines):
-    root = module_tree(held.items(), [(path, 1.0) for path in held])
-    parts = summary(root, lines)
-    assert len(parts) <= lines
-    assert root.held == (
-        sum(own.resident_bytes for own in held.values()),
-        sum(own.transient_bytes for own in held.values()),
-    )
-    assert sum(part.held.resident_bytes for part in parts) == root.held.resident_bytes
-    assert sum(part.held.transient_bytes for part in parts) == root.held.transient_bytes
-    assert sum(part.weight for part in parts) == sum(abs(number) for own in held.values() for number in own)
-    assert sum(part.seconds for part in parts) == len(held) or not any(part.weight for part in parts)
-    assert len({part.path for part in parts}) == len(parts)
-
-
 # -------------------------------------------------------------------------------------------------------- drawings
-
-
-@st.composite
-def steps(draw):
-    count = draw(st.integers(1, 40))
-    position = np.cumsum(draw(st.lists(st.sampled_from([0.0, 0.0, 0.25, 1.0, 7.0]), min_size=count, max_size=count)))
-    values = st.lists(st.integers(0, 9), min_size=count, max_size=count).map(np.array)
-    return position - position[0], {"activation": draw(values), "temporary": draw(values)}
-
-
-@given(steps(), st.integers(1, 16))
-def test_a_column_shows_the_most_that_was_live_in_it(step, count):
-    position, live_bytes = step
-    cut = columns(position, live_bytes, count=count)
-    total = sum(live_bytes.values())
-    ends = np.append(position[1:], np.inf)
-    for column in range(count):
-        left, right = cut.edges[column : column + 2]
-        is_last = column == count - 1
-        inside = (position < right) & (ends > left) | (position >= left) & (position < right)
-        inside |= is_last & (position >= left)
-        drawn = {name: int(values[column]) for name, values in cut.live_bytes.items()}
-        assert sum(drawn.values()) == total[inside].max()
-        assert any(all(live_bytes[name][at] == drawn[name] for name in drawn) for at in np.flatnonzero(inside))
-    assert sum(cut.live_bytes.values()).max() == total.max()
 
 
 def drawn(profile):
@@ -529,15 +480,6 @@ def profile():
         net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
     return ms.profile(net, torch.zeros(32, 16, dtype=torch.long), optimizer=optimizer, hardware="h100")
-
-
-def test_the_parts_of_a_profile_add_up(profile):
-    assert profile.timeline.total_bytes.max() == profile.peak_bytes
-    assert sum(profile.by_category.values()) == sum(profile.by_module.values()) == profile.peak_bytes
-    for name in profile.by_category:
-        assert sum(parts.get(name, 0) for parts in profile.categories_by_module.values()) == profile.by_category[name]
-    assert profile.step_seconds == pytest.approx(sum(profile.seconds_by_module.values()))
-    assert ms.Profile.from_json(profile.to_json()) == profile
 
 
 def test_a_real_profile_is_shown(profile, tmp_path):
