@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import hashlib
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,18 +46,6 @@ class Job:
     batch: int
     seq: int
     device: torch.device
-
-    @property
-    def state_bytes(self) -> int:
-        """The bytes of weights, gradients and AdamW's two moments, in float32."""
-        weights = self.layers * (12 * self.width + 13) * self.width + (256 + self.seq) * self.width
-        return 4 * 4 * weights
-
-    @property
-    def activation_bytes(self) -> int:
-        """An estimate of the bytes that the baseline saves for backward, only exact enough to refuse a job."""
-        heads = self.width // HEAD_WIDTH
-        return 4 * self.layers * self.batch * self.seq * (20 * self.width + 3 * heads * self.seq)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,126 +104,67 @@ def gpt2(job: Job) -> nn.Module:
     return placed
 
 
-class Training:
-    """The training of one model through a job, step by step.
-
-    Several trainings can alternate, so that disturbances of the machine affect all of them alike. Each has its own
-    random state, and its measured memory excludes the others.
+def train(
+    job: Job, text: torch.Tensor, change: Callable[[nn.Module], nn.Module], on_step: Callable[[], None]
+) -> TrainingRun:
+    """Trains a new model through the job and returns the results. The last step is measured, the others are timed.
 
     Args:
         job: the training job.
         text: the bytes to train on, uint8 of shape (bytes,).
         change: maps the new model to the one that trains.
+        on_step: called after every step.
     """
+    from memscale.simulation.measured import measure, training_roles
 
-    def __init__(self, job: Job, text: torch.Tensor, change: Callable[[nn.Module], nn.Module]) -> None:
-        self._job, self._text = job, text
-        self._model = change(gpt2(job))
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=_LEARNING_RATE)
-        self._starts = torch.Generator().manual_seed(_SEED)
-        # From here on only dropout draws random numbers; a recompute that disturbs them would change all later losses.
-        torch.manual_seed(_SEED)
-        self._random_states = _random_states(job.device)
-        self._gradients = hashlib.sha256()
-        self._losses: list[float] = []
-        self._seconds: list[float] = []
-        self._trace: AllocatorTrace | None = None
-
-    def step(self) -> None:
-        """Trains one step. The last step of the job is measured, the others are timed."""
-        job = self._job
-        rows = torch.randint(len(self._text) - job.seq, (job.batch,), generator=self._starts).tolist()
-        batch = torch.stack([self._text[row : row + job.seq] for row in rows]).long().to(job.device)
-        losses: list[torch.Tensor] = []
-
-        def step() -> None:
-            loss = self._model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            self._optimizer.step()
-            losses.append(loss.detach())
-
-        _set_random_states(job.device, self._random_states)
-        if len(self._losses) == job.steps - 1:
-            from memscale.simulation.measured import measure, training_roles
-
-            roles = training_roles(self._model, self._optimizer, batch)
-            self._trace = _without_other_models(measure(step, device=job.device, roles=roles))
+    model = change(gpt2(job))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    starts = torch.Generator().manual_seed(_SEED)
+    # From here on only dropout draws random numbers; a recompute that disturbs them would change all later losses.
+    torch.manual_seed(_SEED)
+    gradients = hashlib.sha256()
+    losses: list[float] = []
+    seconds: list[float] = []
+    for number in range(job.steps):
+        rows = torch.randint(len(text) - job.seq, (job.batch,), generator=starts).tolist()
+        batch = torch.stack([text[row : row + job.seq] for row in rows]).long().to(job.device)
+        step = functools.partial(_step, model, optimizer, batch, losses)
+        if number == job.steps - 1:
+            trace = measure(step, device=job.device, roles=training_roles(model, optimizer, batch))
         else:
             _wait_for(job.device)
             began = time.perf_counter()
             step()
             _wait_for(job.device)
-            self._seconds.append(time.perf_counter() - began)
-        self._random_states = _random_states(job.device)
-        self._losses.append(losses[0].item())
-        for _, parameter in self._model.named_parameters():
+            seconds.append(time.perf_counter() - began)
+        for _, parameter in model.named_parameters():
             assert parameter.grad is not None
-            _add_bytes(self._gradients, parameter.grad)
-        # Before the step, so that its measured memory starts without the previous gradients.
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def result(self) -> TrainingRun:
-        """Returns the results of the job, after its last step."""
-        assert self._trace is not None
-        digests = {
-            "losses": repr([loss.hex() for loss in self._losses]),
-            "gradients": self._gradients.hexdigest(),
-            "parameters": _digest(dict(self._model.named_parameters()).values()),
-            "optimizer state": _digest(optree.tree_leaves(self._optimizer.state_dict()["state"])),
-            "random state": _digest(self._random_states),
-        }
-        return TrainingRun(self._losses, statistics.median(self._seconds[1:]), self._trace, digests)
-
-
-def train(
-    job: Job, text: torch.Tensor, changes: Sequence[Callable[[nn.Module], nn.Module]], on_step: Callable[[], None]
-) -> list[TrainingRun]:
-    """Trains one model for each of `changes`, alternating between them, and returns the results of each.
-
-    Args:
-        job: the training job.
-        text: the bytes to train on, uint8 of shape (bytes,).
-        changes: each maps a new model to the one that trains.
-        on_step: called after every step of every model.
-    """
-    trainings = [Training(job, text, change) for change in changes]
-    for _ in range(job.steps):
-        for training in trainings:
-            training.step()
-            on_step()
-    return [training.result() for training in trainings]
+            _add_bytes(gradients, parameter.grad)
+        # After the step, so that its measured memory starts without the previous gradients.
+        optimizer.zero_grad(set_to_none=True)
+        on_step()
+    digests = {
+        "losses": repr([loss.hex() for loss in losses]),
+        "gradients": gradients.hexdigest(),
+        "parameters": _digest(dict(model.named_parameters()).values()),
+        "moments": _digest(optree.tree_leaves(optimizer.state_dict()["state"])),
+        "random state": _digest([torch.get_rng_state()]),
+    }
+    if job.device.type == "cuda":
+        digests["random state"] += _digest([torch.cuda.get_rng_state(job.device)])
+    return TrainingRun(losses, statistics.median(seconds[1:]), trace, digests)
 
 
-def _without_other_models(trace: AllocatorTrace) -> AllocatorTrace:
-    """Removes from the trace the memory of other models on CUDA: allocations from before the step without a role."""
-    others = trace.timeline.live_bytes["other"]
-    others_bytes = int(others[0])
-    live_bytes = {**trace.timeline.live_bytes, "other": others - others_bytes}
-    return dataclasses.replace(
-        trace,
-        start_bytes=trace.start_bytes - others_bytes,
-        peak_bytes=trace.peak_bytes - others_bytes,
-        end_bytes=trace.end_bytes - others_bytes,
-        timeline=dataclasses.replace(trace.timeline, live_bytes=live_bytes),
-    )
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, losses: list[float]) -> None:
+    loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
 
 
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _random_states(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def _set_random_states(device: torch.device, states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:
