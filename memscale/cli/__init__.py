@@ -9,7 +9,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0 done, 1 a check failed, 2 bad input.
+    """Run the command line and return its exit status: 0 done, 1 a check failed, 2 bad input, 3 nothing fits.
 
     >>> main(["demo", "--layers", "0"])
     2

@@ -6,13 +6,15 @@ import dataclasses
 import inspect
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from memscale.core import ConfigError, budget_bytes, package
+from memscale.cli.terminal import DOES_NOT_FIT
+from memscale.core import Argument, BudgetError, ConfigError, MemscaleError, budget_bytes, package, wrapped
 
 _T = TypeVar("_T")
 
@@ -132,6 +134,13 @@ def _is_size(text: str) -> bool:
         return False
 
 
+#: The switches of a Config by the names that --allow and --forbid take.
+SWITCHES = {
+    "checkpoint": "enable_checkpointing",
+    "offload": "enable_offloading",
+    "tile": "enable_tiling",
+    "cast": "use_mixed_precision",
+}
 SIZES = "6GiB, 6GB, bytes, or a share: 0.9 or 90%"
 SIZE = OptionRule(_is_size, SIZES)
 Shorthand = Annotated[
@@ -161,13 +170,36 @@ def add(app: typer.Typer, name: str, options: type[_T], run: Callable[[_T], int]
     """
 
     def command(**given: Any) -> int:
-        return run(_instance(options, given))
+        try:
+            return run(_instance(options, given))
+        except MemscaleError as error:
+            fits_nothing = isinstance(error, BudgetError)
+            text = f"memscale: {error.spelled(lambda argument: as_option(argument, given))}"
+            print(wrapped(text) if fits_nothing else text, file=sys.stderr)
+            return DOES_NOT_FIT if fits_nothing else 2
 
     # Required parameters come first, as a signature demands.
     parameters = sorted(_parameters(options), key=lambda each: each.default is not each.empty)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     app.command(name, help=text)(command)
+
+
+def as_option(argument: Argument, known: Collection[str]) -> str:
+    """Returns an argument of the library as an option of a command with the options `known`, else as Python.
+
+    >>> as_option(Argument("tune", "at_most"), {"at_most"}), as_option(Argument("Adam", "fused", True), {"optimizer"})
+    ('--at-most', '--optimizer adam-fused')
+    """
+    names = {switch: name for name, switch in SWITCHES.items()}
+    if argument.of == "Config" and argument.name in names and "allow" in known:
+        return f"--allow {names[argument.name]}"
+    if argument.name == "fused" and "optimizer" in known:
+        return f"--optimizer {argument.of.lower()}-fused"
+    if argument.name not in known:
+        return str(argument)
+    option = f"--{argument.name.replace('_', '-')}"
+    return option if argument.value is ... else " ".join(f"{option} {shlex.quote(each)}" for each in argument.value)
 
 
 def typed(options: Any) -> str:

@@ -12,13 +12,25 @@ from typing import Annotated, Any
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import SIZE, SIZES, Html, Json, Options, Plot, Python, Seconds, at_least, count, one_of
+from memscale.cli.options import (
+    SIZE,
+    SIZES,
+    SWITCHES,
+    Html,
+    Json,
+    Options,
+    Plot,
+    Python,
+    Seconds,
+    at_least,
+    count,
+    one_of,
+)
 from memscale.cli.price import PriceOptions, axis_of, cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step import RankOptions, Step, batch_of, read_step
-from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, show, simulations, write
+from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
 from memscale.core import (
-    Argument,
     BudgetError,
     ConfigError,
     MemscaleError,
@@ -26,17 +38,9 @@ from memscale.core import (
     format_bytes,
     format_seconds,
     format_unlike,
-    wrapped,
 )
 
 _MODES = ("conservative", "balanced", "aggressive")  # of a Config, which is not imported for a wrong option
-# Maps the names that --allow and --forbid take to the switches of a Config.
-_SWITCHES = {
-    "checkpoint": "enable_checkpointing",
-    "offload": "enable_offloading",
-    "tile": "enable_tiling",
-    "cast": "use_mixed_precision",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class AllowOptions(Options):
     allow: Annotated[
         list[str] | None,
         Option(metavar="NAME", help="Allow checkpoint, offload, tile or cast too; cast changes numbers. Repeatable."),
-        one_of(*_SWITCHES),
+        one_of(*SWITCHES),
     ] = None
     allow_rounding: Annotated[
         bool, Option("--allow-rounding", help="Allow tile: less memory, with sums in another order.")
@@ -59,7 +63,7 @@ class AllowOptions(Options):
     forbid: Annotated[
         list[str] | None,
         Option(metavar="NAME", help="Forbid checkpoint, offload, tile or cast. Repeatable."),
-        one_of(*_SWITCHES),
+        one_of(*SWITCHES),
     ] = None
     host: Annotated[str | None, Option(metavar="SIZE", help="The most host memory that a plan may use.")] = None
 
@@ -75,7 +79,7 @@ class AllowOptions(Options):
         """
         mode = "aggressive" if self.mode is None else self.mode.lower()
         allowed = {**dict.fromkeys(self.forbid or (), False), **dict.fromkeys(self.allow or (), True)}
-        switches: dict[str, Any] = {_SWITCHES[name.lower()]: allow for name, allow in allowed.items()}
+        switches: dict[str, Any] = {SWITCHES[name.lower()]: allow for name, allow in allowed.items()}
         if self.allow_rounding or self.mode is None:  # a mode sets this itself
             switches.setdefault("enable_tiling", self.allow_rounding)
         if self.host is not None:
@@ -139,10 +143,7 @@ def plan(options: PlanOptions) -> int:
     from memscale.planning import INTERRUPTED_SEARCH, Point
 
     with _engine(options, auto=options.auto, verdict=True) as (engine, step):
-        try:
-            found = engine.plan(options.budget, seconds=options.seconds)
-        except BudgetError as error:
-            return nothing_fits(error, steps=True)
+        found = engine.plan(options.budget, seconds=options.seconds)
         as_it_is = engine.plan(2 * engine.plain.taken_bytes)  # more than enough, with the margin that a plan keeps
 
         contents: dict[str, Content] = {
@@ -194,7 +195,7 @@ def frontier(options: FrontierOptions) -> int:
     priced = [f"{name}, {cost}" for name, cost in costs.items() if cost is not None]
     show("\n".join([str(curve), *priced, *(f"note: {note}" for note in stopped)]))
     if fault is not None:
-        return nothing_fits(fault, steps=True)
+        raise fault
     if found is not None:
         show(f"\n{found.explain()}\n\n{found}")
         stopped += found.evidence.notes
@@ -238,29 +239,8 @@ def _engine(
         show(f"as written: {time_too}{takes}, {format_bytes(above_bytes)} above the budget of {budget}")
     with simulations() as bar:
         began = time.monotonic()
-        yield engine, step
-    took = format_seconds(time.monotonic() - began)
-    print(f"memscale: planned in {took}; steps simulated: {engine.simulations}", file=sys.stderr)
-
-
-def nothing_fits(error: BudgetError, *, steps: bool = False) -> int:
-    """Prints the error with its arguments as options, and returns the exit status. `steps`: there is ``--stepping``."""
-    print(wrapped(f"memscale: {error.spelled(lambda argument: as_option(argument, steps))}"), file=sys.stderr)
-    return DOES_NOT_FIT
-
-
-def as_option(argument: Argument, steps: bool = True) -> str:
-    """Returns an argument of the library as a command line option, or as Python if there is no such option.
-
-    `steps`: whether the command has the option ``--stepping``.
-    """
-    switches = {field: name for name, field in _SWITCHES.items()}
-    if argument.of == "Config" and argument.name in switches:
-        return f"--allow {switches[argument.name]}"
-    if argument.name == "stepping" and steps:
-        return " ".join(f"--stepping {name}" for name in argument.value)
-    if argument.name == "fused":
-        return f"--optimizer {argument.of.lower()}-fused"
-    if argument.name == "shard":
-        return " ".join(f"--shard '{path}'" for path in argument.value)
-    return str(argument)
+        try:
+            yield engine, step
+        finally:
+            took = format_seconds(time.monotonic() - began)
+            print(f"memscale: planned in {took}; steps simulated: {engine.simulations}", file=sys.stderr)

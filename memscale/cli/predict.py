@@ -23,18 +23,18 @@ from memscale.cli.options import (
     PrintJson,
     Seconds,
     Shorthand,
+    as_option,
     at_least,
     count,
     file,
     one_of,
     typed,
 )
-from memscale.cli.plan import as_option
 from memscale.cli.price import Cost, PriceOptions, cost_of, line_of
 from memscale.cli.step import RankOptions, batch_of, read_step
 from memscale.cli.subject import DTYPES, Subject
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, show, simulations, write
-from memscale.core import BudgetError, ConfigError, MemscaleError
+from memscale.core import Argument, BudgetError, ConfigError
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
@@ -179,18 +179,12 @@ def _largest(
     by_batch = options.largest == "batch"
     try:
         return predictor.largest(
-            lambda n: batch_of(subject, n, seq) if by_batch else batch_of(subject, options.step.batch, n),
+            lambda n: subject.batch(n, seq) if by_batch else subject.batch(options.step.batch, n),
             budget=budget,
             at_most=min(options.at_most or _MOST, _MOST if by_batch else subject.longest or _MOST),
         )
     except BudgetError as error:
         return error
-    except ConfigError as error:
-        # The cause, since the predictor's own message names arguments that the command line lacks.
-        cause = error.__cause__ if isinstance(error.__cause__, MemscaleError) else error
-        raise ConfigError(
-            f"--largest {options.largest}: {cause}; if that is beyond what the data or the model has, use --at-most"
-        ) from error
 
 
 def _write(
@@ -220,7 +214,7 @@ def _show(
             data["cost"] = dataclasses.asdict(cost)
         print(json.dumps(data))
         return
-    if advice := prediction.advice(as_option):
+    if advice := prediction.advice(_option):
         show(advice)
     if not prediction.fits and (then := _next(prediction, options)):
         show(f"next: {then}")
@@ -252,13 +246,17 @@ def _next(prediction: OOMPrediction, options: PredictOptions) -> str:
         step = dataclasses.replace(step, batch=step.batch // best.parts, accumulate=step.accumulate * best.parts)
     if loop and best.optimizer_options[loop]:
         step = dataclasses.replace(step, optimizer=f"{step.optimizer}-{loop}")
-    words = [typed(step), *map(as_option, best.arguments)]
+    words = [typed(step), *map(_option, best.arguments)]
     if not best.plan:
         words += [f"--budget {budget}"] if options.budget is not None else []
         words += [f"--plan {shlex.quote(options.plan)}"] if options.plan is not None else []
         return f"memscale predict {' '.join(words)}"
     words += [f"--budget {budget}", *(["--allow cast"] if "lossy" in _numbers(best.plan) else [])]
     return f"memscale plan {' '.join(words)}"
+
+
+def _option(argument: Argument) -> str:
+    return as_option(argument, ("allow", "optimizer", "shard", "stepping"))  # of ``memscale plan``
 
 
 def _numbers(plan: ms.Plan | None) -> set[str]:

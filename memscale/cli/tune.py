@@ -10,13 +10,13 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import SIZE, SIZES, at_least, count, one_of
-from memscale.cli.plan import SearchOptions, nothing_fits
+from memscale.cli.plan import SearchOptions
 from memscale.cli.predict import check_axis
 from memscale.cli.price import cost_of, line_of
 from memscale.cli.script import as_script
-from memscale.cli.step import batch_of, read_step
+from memscale.cli.step import read_step
 from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
-from memscale.core import BudgetError, ConfigError, budget_bytes
+from memscale.core import ConfigError, budget_bytes
 
 _AXES = {"throughput": "batch", "batch": "batch", "sequence": "seq"}
 _MOST = 2**20
@@ -71,7 +71,7 @@ def tune(options: TuneOptions) -> int:
     longest = subject.longest or _MOST if axis == "seq" else _MOST
 
     def batch_fn(size: int) -> Any:
-        return batch_of(subject, *((size, step.seq) if axis == "batch" else (options.step.batch, size)))
+        return subject.batch(*((size, step.seq) if axis == "batch" else (options.step.batch, size)))
 
     with simulations() as progress:
         tuner = ms.AutoTuner(
@@ -81,20 +81,15 @@ def tune(options: TuneOptions) -> int:
             **step.arguments,
             **options.step.arguments,
         )
-        try:
-            found = tuner.tune(
-                batch_fn,
-                objective=options.objective,
-                budget=budget,
-                at_least=options.at_least,
-                at_most=min(options.at_most or _MOST, longest),
-                confirm=options.confirm,
-                seconds=options.seconds,
-            )
-        except BudgetError as error:
-            return nothing_fits(error)
-        except ConfigError as error:
-            raise ConfigError(error.spelled(lambda argument: f"--{argument.name.replace('_', '-')}")) from error
+        found = tuner.tune(
+            batch_fn,
+            objective=options.objective,
+            budget=budget,
+            at_least=options.at_least,
+            at_most=min(options.at_most or _MOST, longest),
+            confirm=options.confirm,
+            seconds=options.seconds,
+        )
         contents: dict[str, Content] = {
             "json": found.to_json(),
             "plot": found.plot,

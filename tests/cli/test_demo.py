@@ -61,7 +61,7 @@ def test_the_numbers_are_equal_and_the_memory_is_not():
 
 @pytest.mark.deep
 def test_a_budget_that_nothing_fits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert demo(*SMALL, "--budget", "1KiB", "--out", str(tmp_path / "memory.png")) == 2
+    assert demo(*SMALL, "--budget", "1KiB", "--out", str(tmp_path / "memory.png")) == 3
     assert "memscale: no plan fits 1.00 KiB" in capsys.readouterr().err
 
 

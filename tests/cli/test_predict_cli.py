@@ -368,7 +368,7 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--hf", "factories:picky", "--batch", "9"], "the batch_fn raises IndexError for (9, 1024): only 3 rows"),
         (
             ["--hf", "factories:picky", "--largest", "batch"],
-            "--largest batch: the batch_fn raises IndexError for (32, 1024): only 3",
+            "batch_fn(32) raises IndexError: only 3 rows; give --at-most below 32 if that is beyond",
         ),
         (["--batch", "0"], "--batch must be at least 1, got 0"),
         (["--batch", "some"], "--batch': must be a whole number, got 'some'"),
