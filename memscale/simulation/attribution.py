@@ -55,6 +55,7 @@ class Attribution:
         waits_seconds: [part] the seconds that the device waits for the part's copies.
         handed_bytes: (holder, maker) -> [interval] the most bytes that part `holder` holds of storages that part
             `maker` made.
+        output_bytes: [part] the bytes of its output, the input of another part, that the part keeps for its backward.
     """
 
     intervals: tuple[Interval, ...]
@@ -67,6 +68,7 @@ class Attribution:
     seconds: npt.NDArray[np.float64]
     waits_seconds: npt.NDArray[np.float64]
     handed_bytes: Mapping[tuple[int, int], Bytes]
+    output_bytes: Bytes
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,13 @@ def attribute(trace: Trace, paths: Sequence[str]) -> Attribution:
         if (category := trace.storages[number].category) in resident:
             resident[category][rows[number]] += sizes[number]
     kept = np.zeros(parts, dtype=np.int64)
-    for number in _waiting(trace, begin):
+    waiting = _waiting(trace, begin)
+    for number in waiting:
         kept[rows[number]] += sizes[number]
+    output = np.zeros(parts, dtype=np.int64)
+    for number in {each for each in _inputs(trace, owners, len(paths)) if each is not None} & waiting:
+        if rows[number] == (maker := owners.of(trace.storages[number].path)):
+            output[maker] += sizes[number]
     seconds = np.zeros((parts, len(_PHASES)))
     for op, taken, part in zip(trace.ops[first_op:], _op_seconds(trace), of_op, strict=True):
         seconds[part, _PHASES.index(op.phase)] += taken
@@ -154,6 +161,7 @@ def attribute(trace: Trace, paths: Sequence[str]) -> Attribution:
         seconds=seconds,
         waits_seconds=_waits(trace.times, of_op, first_op, parts),
         handed_bytes=handed,
+        output_bytes=output,
     )
 
 
@@ -345,30 +353,34 @@ def turns_of(trace: Trace, path: str) -> int:
 
 
 def given_bytes(trace: Trace, paths: Sequence[str]) -> list[int]:
-    """Returns, for each module at `paths`, the bytes of its input from another of these modules; 0 without one.
+    """Returns, for each module at `paths`, the bytes of its input from another of these modules; 0 without one."""
+    inputs = _inputs(trace, _Owners(paths), len(paths))
+    return [0 if number is None else trace.storages[number].nbytes for number in inputs]
 
-    The input is taken to be the most recent floating-point storage of any of the modules that is alive when the module
-    begins.
+
+def _inputs(trace: Trace, owners: _Owners, parts: int) -> list[int | None]:
+    """Returns [part] the number of the storage of the part's input from another part; None without one.
+
+    The input is taken to be the most recent floating-point storage of any part that is alive when the part begins.
     """
-    owners = _Owners(paths)
     begin, first_op = trace.steps[-1]
     firsts: dict[int, int] = {}
     for at, op in enumerate(trace.last_operators, first_op):
         if op.phase is Phase.FORWARD and (part := owners.of(op.path)) != OUTSIDE:
             firsts.setdefault(part, at)
-    given = [0] * len(paths)
+    inputs: list[int | None] = [None] * parts
     waiting = sorted(((at, part) for part, at in firsts.items()), reverse=True)
     alive: dict[int, None] = {}
     for event, now in zip(trace.events[begin:], trace.event_ops[begin:], strict=True):
         while waiting and now >= waiting[-1][0]:
-            made = [trace.storages[number] for number in alive]
-            last = max((storage.op for storage in made), default=-1)
+            last = max((trace.storages[number].op for number in alive), default=-1)
             # The largest result is the value: an operator may return indices or statistics besides.
-            given[waiting.pop()[1]] = max((storage.nbytes for storage in made if storage.op == last), default=0)
+            made = (number for number in alive if trace.storages[number].op == last)
+            inputs[waiting.pop()[1]] = max(made, key=lambda number: trace.storages[number].nbytes, default=None)
         number = abs(event) - 1
         storage = trace.storages[number]
         if event < 0:
             alive.pop(number, None)
         elif "float" in storage.dtype and owners.of(storage.path) != OUTSIDE:
             alive[number] = None
-    return given
+    return inputs

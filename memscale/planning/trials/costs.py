@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -208,7 +209,7 @@ def costs_of_step(plain: Trace, parts: tuple[Part, ...], chosen: Sequence[Candid
         step: the trace of the step with the candidates.
     """
     base, found = (attribute(each, [part.path for part in parts]) for each in (plain, step))
-    every = frozenset(range(len(parts)))
+    every = dict(enumerate(chosen))
     effects = [
         (_effect(base, base, row, row), _effect(base, found, row, row, every, moves=bool(each.techniques & MOVES)))
         for row, each in enumerate((*chosen, AS_IT_IS))
@@ -236,7 +237,7 @@ def _effect(
     found: Attribution,
     row: int,
     source: int,
-    tried: frozenset[int] = frozenset(),
+    tried: Mapping[int, Candidate] = MappingProxyType({}),
     *,
     moves: bool = False,
 ) -> Effect:
@@ -247,7 +248,7 @@ def _effect(
         found: the attribution of the trial step.
         row: the part that the effect is for.
         source: the part that tried the candidate.
-        tried: all rows that tried a candidate in the trial step.
+        tried: the candidates that all rows tried in the trial step.
         moves: whether the candidate moves bytes.
     """
     held = np.zeros(len(base.intervals), dtype=np.int64)
@@ -308,7 +309,7 @@ def _extra_bytes(base: Attribution, row: int, source: int, number: int, source_n
     return np.array(found, dtype=np.int64)
 
 
-def _owed(base: Attribution, found: Attribution, source: int, tried: frozenset[int]) -> Bytes:
+def _owed(base: Attribution, found: Attribution, source: int, tried: Mapping[int, Candidate]) -> Bytes:
     """Returns [interval of `found`] bytes to charge to the source in addition to the bytes that the source holds.
 
     A tensor that two parts keep (such as the result of an activation, an input of the next convolution) counts to the
@@ -320,22 +321,32 @@ def _owed(base: Attribution, found: Attribution, source: int, tried: frozenset[i
     columns = {interval: at for at, interval in enumerate(base.intervals)}
     known = [(at, columns[interval]) for at, interval in enumerate(found.intervals) if interval in columns]
     in_trial, in_base = (np.array(each, dtype=np.int64) for each in zip(*known, strict=True))
-    outside = len(base.held_bytes) - 1
+    outside, turn = len(base.held_bytes) - 1, _turn(found.intervals)
     for pair in sorted({*found.handed_bytes, *base.handed_bytes}):
         holder, maker = pair
         if source not in pair or maker not in tried:
             continue
         now, before = found.handed_bytes.get(pair), base.handed_bytes.get(pair)
-        more = (0 if now is None else now[in_trial]) - (0 if before is None else before[in_base])
+        more = np.zeros(len(in_trial), dtype=np.int64)
+        if now is not None:
+            more += now[in_trial]
+        if before is not None:
+            more -= before[in_base]
         if holder in tried:
-            more = np.maximum(0, more)  # a holder with a trial holds less due to its own candidate
+            # A holder with a trial may hold less due to its own candidate. Of the tensors that the holder keeps for
+            # backward, only the maker's output is kept due to the maker's candidate, if that drops the output; other
+            # tensors are kept due to the holder's candidate. A streaming holder also holds parameters from the turn of
+            # the maker on, as every part before a streaming part does: these stay charged to the maker.
+            kept = int(more[in_trial == turn].max(initial=0))
+            others = 0 if "stream" in tried[holder].techniques else max(0, kept - int(base.output_bytes[maker]))
+            more = np.maximum(0, more - others)
         if holder == outside:
             # The gradient of a residual stream is summed in place, in the tensor of the last block, and counts to the
             # rest of the model, which frees the sum: the source is charged at most the rise of the rest's own bytes.
             held = found.held_bytes[outside, in_trial] - found.states_bytes[outside]
             rise = np.maximum(0, held - base.held_bytes[outside, in_base] + base.states_bytes[outside])
-            turn = [_is_turn(found.intervals[at], source) for at in in_trial]  # the source then holds both
-            more = np.where(turn, more, np.minimum(more, rise))
+            own = [_is_turn(found.intervals[at], source) for at in in_trial]  # the source then holds both
+            more = np.where(own, more, np.minimum(more, rise))
         owed[in_trial] += more if maker == source else -more
     return owed
 

@@ -36,12 +36,12 @@ class Trial:
     Attributes:
         row: the part that tried the candidate.
         found: the attribution of the step's bytes and seconds to parts.
-        tried: all rows that tried a candidate in the step.
+        tried: the candidates that all rows tried in the step.
     """
 
     row: int
     found: Attribution
-    tried: frozenset[int]
+    tried: Mapping[int, Candidate]
 
 
 #: A transform that cuts rows, at a path relative to a part.
@@ -172,8 +172,9 @@ class TrialSteps:
             for half in _halves(chosen):
                 self._try(half, done, rejected)
             return
+        tried = {row: candidate for row, (_, candidate) in chosen.items()}
         for row, key in chosen.items():
-            done[key] = Trial(row, attribute(found, self.paths), frozenset(chosen))
+            done[key] = Trial(row, attribute(found, self.paths), tried)
 
     def _found(self, rules: Rules, chosen: Mapping[int, tuple[object, Candidate]]) -> Trace:
         """Returns the trace of the step with `rules`.
