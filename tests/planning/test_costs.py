@@ -24,7 +24,7 @@ def _activated():
 
 
 class _Rounded(nn.Module):
-    """Computes in float32 and passes bfloat16 on: only a checkpointed block keeps its input, made by the block before."""
+    """Computes in float32 and passes bfloat16 on: only a checkpointed block keeps its input."""
 
     def __init__(self, width):
         super().__init__()
@@ -69,7 +69,7 @@ def test_a_choice_holds_what_was_thought(make, of_the_peak):
 
 
 def test_a_candidate_is_charged_with_the_input_that_it_keeps():
-    """In the trial step the block before, which made the input, tries a candidate too and keeps no output of its own."""
+    """In the trial step the block before, which made the input, tries a candidate too."""
     search = _searched(nn.Sequential(*[_Rounded(32) for _ in range(6)]), torch.ones(16, 8, 32).bfloat16())
     costs, random = search.costs, np.random.default_rng(0)
     for _ in range(12):
