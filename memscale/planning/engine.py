@@ -268,7 +268,7 @@ class DecisionEngine:
                 return Answer(fault=engine._refusal().error(smallest.proven, limit, with_remedies=with_remedies))
             return Answer((engine._proven_plan(found, limit, decision),))
 
-        request = f"plan {limit}" if policy is None else f"plan {limit} {policy.to_json()}"
+        request = f"plan {limit}" if policy is None else f"plan {limit} {policy!r}"
         request += "" if with_remedies else ", no more"
         return self._plan_cache.answer(self, request, find).plan()
 

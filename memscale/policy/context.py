@@ -7,11 +7,10 @@ import re
 from collections import defaultdict
 
 from memscale.config import Config
-from memscale.core import ConfigError, Document, budget_bytes
+from memscale.core import ConfigError, budget_bytes
 from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, knows_copies
 from memscale.simulation import Profile
 
-_DOCUMENT = Document("strategy_context", version=1, writer="StrategyContext.to_json()", error=ConfigError)
 _ONE = 1024  # the integer for a ratio of 1; integers compare alike on every platform
 _MOST = 1 << 40
 _PROBE_BYTES = 1 << 30
@@ -38,8 +37,6 @@ class StrategyContext:
     >>> context = ms.StrategyContext.of(profile, profile.hardware, "1MiB", ms.Config())
     >>> context.pressure > 1024, context.blocks // 1024, context.eligible
     (True, 4, ('checkpoint', 'tile', 'offload'))
-    >>> ms.StrategyContext.from_json(context.to_json()) == context
-    True
 
     Attributes:
         pressure: bytes of the step over the budget.
@@ -142,21 +139,6 @@ class StrategyContext:
             is_accelerator=int(hardware.device_type != "cpu"),
             eligible=eligible(config),
         )
-
-    def to_json(self) -> str:
-        """Returns the context as JSON text."""
-        return _DOCUMENT.write(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> StrategyContext:
-        """Returns the context that `to_json` wrote.
-
-        Raises:
-            ConfigError: the text is not JSON, has another schema version, or lacks a field.
-        """
-        data = _DOCUMENT.read(text)
-        with _DOCUMENT.parts():
-            return cls(**{**data, "eligible": tuple(data["eligible"])})
 
     def __str__(self) -> str:
         rows = [f"{name:<24} {value / _ONE:.4g}" for name, value in self.features().items()]

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from memscale.config import Config, OptimizationMode
-from memscale.core import ConfigError, Document, PolicyFallbackNeeded
+from memscale.core import PolicyFallbackNeeded
 from memscale.policy.artifact import Artifact
 from memscale.policy.context import SWITCHES, TECHNIQUES, StrategyContext, eligible
 from memscale.runtime import AsyncOffloadConfig
-
-_DOCUMENT = Document("strategy_decision", version=1, writer="StrategyDecision.to_json()", error=ConfigError)
 
 VARIABLE = "MEMSCALE_POLICY"
 
@@ -27,15 +25,12 @@ class StrategyDecision:
     """The techniques that a plan was made with; prints as one line, and `explain` gives details.
 
     >>> import memscale as ms
-    >>> from memscale.policy import StrategyDecision, select
+    >>> from memscale.policy import select
     >>> decision = select(None, ms.Config(auto_policy=True))
     >>> print(decision)
     all eligible techniques (checkpoint, tile, offload), by rule_fallback: no_profile
-    >>> StrategyDecision.from_json(decision.to_json()) == decision
-    True
 
     Attributes:
-        mode: the mode that contains the techniques.
         techniques: their names; empty if the step fits untransformed.
         decision_source: ``"ml"`` if an artifact answered; ``"rule"`` if the rules did; ``"rule_fallback"`` if an
             artifact was requested and could not answer, or there was no profile; ``"user_config"`` if the config is
@@ -48,7 +43,6 @@ class StrategyDecision:
         config: the config to plan with: the caller's, with the switches of the techniques set.
     """
 
-    mode: OptimizationMode
     techniques: tuple[str, ...]
     decision_source: str
     confidence: float
@@ -57,43 +51,30 @@ class StrategyDecision:
     artifact: str
     config: Config
 
-    def to_json(self) -> str:
-        """Returns the decision as JSON text."""
-        return _DOCUMENT.write(self.to_data())
+    @property
+    def mode(self) -> OptimizationMode:
+        """The mode that contains the techniques that `config` has on."""
+        if self.config.enable_tiling:
+            return OptimizationMode.AGGRESSIVE
+        return OptimizationMode.BALANCED if self.config.enable_offloading else OptimizationMode.CONSERVATIVE
 
     def to_data(self) -> dict[str, Any]:
-        """Returns the decision as JSON data."""
+        """Returns the decision as JSON data, as a plan stores it."""
         fields: dict[str, Any] = {name: getattr(self.config, name) for name in sorted(self.config.given)}
         if fields.get("async_config") is not None:
             fields["async_config"] = dataclasses.asdict(fields["async_config"])
         if "mode" in fields:
             fields["mode"] = self.config.mode.value  # type: ignore[union-attr]
-        return {**vars(self), "mode": self.mode.value, "techniques": list(self.techniques), "config": fields}
-
-    @classmethod
-    def from_json(cls, text: str) -> StrategyDecision:
-        """Returns the decision that `to_json` wrote.
-
-        Raises:
-            ConfigError: the text is not JSON, has another schema version, or lacks a field.
-        """
-        return cls.from_data(_DOCUMENT.read(text))
+        return {**vars(self), "techniques": list(self.techniques), "config": fields}
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> StrategyDecision:
         """Returns the decision that `to_data` made."""
-        with _DOCUMENT.parts():
-            fields = dict(data["config"])
-            if fields.get("async_config") is not None:
-                fields["async_config"] = AsyncOffloadConfig(**fields["async_config"])
-            return cls(
-                **{
-                    **data,
-                    "mode": OptimizationMode(data["mode"]),
-                    "techniques": tuple(data["techniques"]),
-                    "config": Config(**fields),
-                }
-            )
+        fields = dict(data["config"])
+        if fields.get("async_config") is not None:
+            fields["async_config"] = AsyncOffloadConfig(**fields["async_config"])
+        given = {name: value for name, value in data.items() if name != "mode"}  # which version 0.2 wrote
+        return cls(**given | {"techniques": tuple(data["techniques"]), "config": Config(**fields)})
 
     def explain(self) -> str:
         """Returns a few lines about what was chosen and why."""
@@ -190,7 +171,7 @@ def _decided(
     config: Config, techniques: tuple[str, ...], source: str, reason: str, confidence: float = 1.0, artifact: str = ""
 ) -> StrategyDecision:
     with_them = config if source == "user_config" else planned_with(config, techniques)
-    return StrategyDecision(mode_of(with_them), techniques, source, confidence, reason, "no", artifact, with_them)
+    return StrategyDecision(techniques, source, confidence, reason, "no", artifact, with_them)
 
 
 def planned_with(config: Config, techniques: tuple[str, ...]) -> Config:
@@ -204,10 +185,3 @@ def planned_with(config: Config, techniques: tuple[str, ...]) -> Config:
 def everything(config: Config) -> Config:
     """Returns the config with all techniques on that a policy may use."""
     return planned_with(config, eligible(config))
-
-
-def mode_of(config: Config) -> OptimizationMode:
-    """Returns the mode that contains the techniques that are on."""
-    if config.enable_tiling:
-        return OptimizationMode.AGGRESSIVE
-    return OptimizationMode.BALANCED if config.enable_offloading else OptimizationMode.CONSERVATIVE

@@ -170,7 +170,7 @@ def test_a_switch_that_the_caller_set_stays(artifact, arm):
             assert (name in decision.config.eligible()) == value
             assert not {"cast", "quantize_states"} & decision.config.eligible()
             assert repr(config) == before
-            assert StrategyDecision.from_json(decision.to_json()) == decision
+            assert StrategyDecision.from_data(json.loads(json.dumps(decision.to_data()))) == decision
     held = ms.Config(mode="conservative", auto_policy=True)
     assert select(dataclasses.replace(SOME, eligible=("checkpoint",)), held).config.eligible() <= {"checkpoint"}
 
