@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import BudgetError, batches, format_bytes, format_unlike, tensors, wrapped
+from memscale.core import BudgetError, MemscaleError, batches, format_bytes, format_unlike, tensors, wrapped
 from memscale.hardware import Hardware, knows_copies
 from memscale.history import Run, keep
 from memscale.legacy.huggingface import checkpointing_off, checkpointing_on
@@ -102,8 +102,8 @@ def decide(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None
         if plan:  # the planner's evidence has figures only; the record also needs what holds the memory
             profile = _profiled(model, batch, trained, terms, plan)
         run = keep(profile, terms.history, model, batch, plan=plan, optimizer=trained, config=terms.config)
-    except Exception as error:  # a failure to record never stops training
-        LOG.warning("this step is not recorded: %s: %s", type(error).__name__, error)
+    except MemscaleError as error:  # a failure to record never stops training
+        LOG.warning("this step is not recorded: %s", error)
         return verdict
     return dataclasses.replace(verdict, run=run)
 
@@ -140,7 +140,7 @@ def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | No
     if engine is not None and not (moving and not knows_copies(hardware)):
         try:
             return _planned(engine, profile, step_bytes, limit, said)
-        except Exception as error:  # of the solver, or of a step that fails in a simulation only
+        except MemscaleError as error:  # a step that fails in a simulation only
             trouble = _first_line(error)
     if trouble:
         does = f"trains under wrap()'s rule {rule!r}, whose peak is not known" if rule else "stays unchanged"
@@ -176,12 +176,12 @@ def _simulated(
         try:
             engine = _engine(model, batch, optimizer, terms)
             return engine, engine.plain, ""
-        except Exception as error:  # go on with what is known: the real step may differ from the simulated one
+        except MemscaleError as error:  # go on with what is known: the real step may differ from the simulated one
             trouble = _first_line(error)
             say(terms.config, f"the step cannot be planned: {trouble}")
     try:
         return None, _profiled(model, batch, _trainer(model, optimizer), terms), trouble
-    except Exception as error:  # the model's own error; the caller warns about the consequences
+    except MemscaleError as error:  # with the model's own error; the caller warns about the consequences
         trouble = _first_line(error)
         LOG.warning(
             "the step cannot be profiled: %s; what stays from step to step decides, and activations may not fit. "

@@ -29,7 +29,7 @@ def kernels() -> Any:
         if sys.modules.get("bitsandbytes.functional") is None:  # an import statement on each call would be slow
             with _quiet():
                 import bitsandbytes.functional  # noqa: F401
-    except Exception as error:  # loading its shared libraries can raise other errors than ImportError
+    except (ImportError, OSError, RuntimeError) as error:  # the last two: its shared libraries do not load
         raise RuntimeUnavailable(
             f"quantize_states() needs bitsandbytes, which cannot be loaded ({type(error).__name__}: {error}); "
             "pip install 'memscale-transforms[bnb]', or leave this transform out"

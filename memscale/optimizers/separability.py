@@ -18,6 +18,8 @@ import torch
 
 from memscale.core import TransformError, pytrees
 
+# Errors by which an optimizer refuses a dtype, a shape or a number of elements.
+_REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, ArithmeticError, LookupError)
 _SIDES = (5, 3, 2, 7, 11)
 _LARGE_SIDES = (64, 128)
 _STEPS = 2
@@ -139,7 +141,7 @@ def _in_float32(optimizer: torch.optim.Optimizer) -> list[_Trials]:
         return []
     try:
         return [_Trials(optimizer, widens=True)]
-    except Exception:  # some optimizers accept half precision only
+    except _REFUSALS:  # some optimizers accept half precision only
         return []
 
 
@@ -177,7 +179,7 @@ def _large(optimizer: torch.optim.Optimizer) -> _Trial:
     large = _Trial(optimizer, large=True)
     try:
         large.step(0, large.groups)
-    except Exception:  # some optimizers accept small parameters only
+    except _REFUSALS:  # some optimizers accept small parameters only
         large.state.clear()
     return large
 
@@ -193,7 +195,7 @@ def _is_elementwise(optimizer: torch.optim.Optimizer, at_once: _Trial) -> bool:
         halves = _Trial(optimizer, halved=True)
         for number in range(_STEPS):
             halves.step(number, halves.groups)
-    except Exception:  # some optimizers accept matrices only
+    except _REFUSALS:  # some optimizers accept matrices only
         return False
     return all(map(torch.equal, at_once.values(), halves.values()))
 

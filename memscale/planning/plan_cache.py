@@ -71,7 +71,7 @@ class Proofs:
                 found = self._profile(answer.fault.plan)
                 return answer if found.taken_bytes == answer.fault.peak_bytes else None
             return Answer(tuple(map(self._same, answer.plans)))
-        except Exception as error:  # the step has changed and fails, or the plan does not apply to this model
+        except (MemscaleError, ValueError) as error:  # the step has changed, or the plan does not apply to this model
             _log.debug("a plan that was kept does not hold: %s", error)
             return None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from memscale.config import Config
-from memscale.core import Argument, BudgetError, format_unlike
+from memscale.core import Argument, BudgetError, MemscaleError, format_unlike
 from memscale.planning.extra_remedies import Setting, extra_remedies
 from memscale.planning.parts.globs import with_globs
 from memscale.planning.search.found import Proven
@@ -119,6 +119,6 @@ class Refusal:
             rules = [rule for each, at, path in chosen for rule in menu.cast_within(each[at]).at(path)]
             try:
                 step = self.steps.simulate((*rules, ("", cast(compute=menu.dtype))), True)
-            except Exception:  # the model's own code refuses the dtype
+            except MemscaleError:  # the model's own code refuses the dtype
                 return
             yield "use_mixed_precision", analyse(step).taken_bytes

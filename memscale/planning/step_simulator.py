@@ -154,4 +154,11 @@ class StepSimulator:
     def _recorded(self, step: TrainingStep, plan: Plan, updates: bool = True) -> Trace:
         # Without an update the gradients are held to the end of the step: a step that drops its gradients early would
         # show a smaller peak than training has.
-        return record(step, plan, self.target, holds_gradients=not updates or step.optimizer is None)
+        try:
+            return record(step, plan, self.target, holds_gradients=not updates or step.optimizer is None)
+        except MemscaleError:
+            raise
+        except Exception as error:  # the model's own code may raise any error under a transform
+            if not plan:
+                raise
+            raise TransformError(f"{type(error).__name__}: {error}") from error

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Transform, chain, compose
-from memscale.core import template
+from memscale.core import MemscaleError, template
 from memscale.planning.parts.blocks import could_be_block
 from memscale.planning.parts.candidates import MANY_TURNS, Menu, Rules, dims_of_rows
 from memscale.planning.parts.heads import loss_head
@@ -139,7 +139,7 @@ class Descent:
         """Returns the trace of the step with `rules`; None if a transform or the model refuses."""
         try:
             step = self._simulate(tuple(rules.items()), frozenset())
-        except Exception:  # a transform refuses its region, or the model's code fails under the transform
+        except MemscaleError:  # a transform refuses its region, or the model's code fails under the transform
             return None
         self._operators += len(step.ops)
         self.simulations += 1

@@ -145,7 +145,7 @@ class TrialSteps:
         try:
             with proven_rows():
                 self.simulate(rules, gone)
-        except Exception as error:
+        except MemscaleError as error:
             if gone:  # the model's forward may need the removed blocks: prove in the whole model
                 self._prove(chosen, frozenset(), unproven)
             elif len(chosen) == 1:
@@ -164,7 +164,7 @@ class TrialSteps:
         rules = [rule for row, (_, candidate) in sorted(chosen.items()) for rule in candidate.at(self._path(row))]
         try:
             found = self._found(tuple(rules), chosen)
-        except Exception as error:  # a transform refuses its region, or the model's code fails under the transform
+        except MemscaleError as error:  # a transform refuses its region, or the model's code fails under the transform
             if len(chosen) == 1:
                 ((_, candidate),) = chosen.values()
                 rejected[candidate] = _reason(error)
@@ -217,9 +217,8 @@ def _cuts(candidate: Candidate) -> list[Cutting]:
     ]
 
 
-def _reason(error: Exception) -> str:
-    kind = "" if isinstance(error, MemscaleError) else f"{type(error).__name__}: "
-    return f"{kind}{(str(error).splitlines() or [''])[0]}"
+def _reason(error: MemscaleError) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _halves(chosen: Mapping[int, _T]) -> list[dict[int, _T]]:

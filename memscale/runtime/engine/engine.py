@@ -487,10 +487,8 @@ class Engine:
         try:
             for copy in entry.copies() if entry.is_on_device() else ():
                 self.transfers.no_longer(copy)
-        except Exception:  # free the bytes on the tier even so
+        finally:  # free the bytes on the tier even after an error
             self._forget(entry)
-            raise
-        self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
         self.loader.forget(entry)
