@@ -2,11 +2,12 @@
 
 The caller keeps the tensors (`tensors`) and passes them back for a rerun. The spec records everything else. An argument
 can be an object that the region changes, such as a cache that grows. The attributes of the object, and everything that
-they refer to, are then state of the region. A rerun sees that state as it was, and at its end restores the present one.
+the attributes refer to, are then state of the region. A rerun sees the recorded state, and restores the present state
+at its end.
 
-Objects are referred to weakly, and the lists, dictionaries and sets in them not at all, but made again. What a region
-leaves in an object has a graph, and that graph holds the record of the region: a record that held the object would
-keep both forever, out of sight of Python's garbage collector. A rerun makes an object again that is gone by then.
+The spec refers to objects weakly, and has no reference to the lists, dictionaries and sets in them. A tensor that the
+region stores in an object has a graph, and the graph holds the spec. A strong reference from the spec to the object
+would close a cycle through C++, which Python's garbage collector does not see. A rerun makes freed objects again.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ class _Walk:
         self._captures = captures
         self._hold = hold
         self._found: dict[int, Any] = {}
-        self._arguments: list[tuple[_Node, Any]] = []  # containers that are arguments, to be looked through
+        self._arguments: list[tuple[_Node, Any]] = []  # containers that are arguments, with items to record
         self._objects: list[tuple[_Node, Any, str]] = []  # objects and their containers, with the object's class
         self.tensors: list[torch.Tensor] = []
         self.order: list[int] = []
@@ -213,7 +214,7 @@ class _Walk:
         self.nodes: list[_Node] = []
 
     def finish(self) -> int:
-        """Looks through all containers and objects that were met. Returns how many tensors no object holds."""
+        """Records the contents of the containers and objects met. Returns how many tensors no object holds."""
         for node, thing in self._arguments:  # the lists grow during the loops
             self._look_through(node, thing, None)
         direct = len(self.tensors)
@@ -281,7 +282,7 @@ class _Walk:
 
 
 def _values(marks: dict[Any, Any], values: list[Any], things: list[Any]) -> dict[Any, Any]:
-    # A slot is looked up here, since a cache of keys and values has hundreds of them.
+    # Tensors are looked up without a call of `_value`, since a cache of keys and values has hundreds of them.
     return {
         key: values[mark.position] if type(mark) is _TensorMark else _value(mark, values, things)
         for key, mark in marks.items()
@@ -300,7 +301,7 @@ def _value(mark: Any, values: list[Any], things: list[Any]) -> Any:
     if kind is _Array:
         return copy.copy(mark.then)
     items = [_value(item, values, things) for item in mark.items]
-    # `tuple.__new__` of a result like that of `torch.max` is refused, and that of a named tuple takes no list.
+    # `tuple.__new__` refuses classes such as that of `torch.max`'s result; a named tuple's own `__new__` takes no list.
     return mark.kind(items) if hasattr(mark.kind, "n_sequence_fields") else tuple.__new__(mark.kind, items)
 
 
@@ -323,7 +324,7 @@ def _read(thing: Any) -> ObjectState:
 
 
 def _write(thing: Any, state: ObjectState, present: ObjectState) -> None:
-    if state.same(present):  # no write: other threads may be reading it, say a frozen configuration
+    if state.same(present):  # no write: another thread may be reading `thing`, such as a configuration
         return
     if state.items is not None:
         write(thing, state.items)

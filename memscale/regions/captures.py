@@ -85,6 +85,7 @@ def _has_attributes(kind: Any) -> bool:
 
 @cached_by_class
 def _leads_on(kind: Any) -> bool:
+    """Whether an instance of `kind` has state, or leads to objects with state."""
     return kind is torch.Generator or is_host_generator(kind) or is_followed(kind)
 
 
@@ -92,7 +93,7 @@ LastingName = tuple[int, Any]
 
 
 def _is_not_sealed() -> bool:
-    """The `is_current` of captures that were not sealed, or were changed since."""
+    """Returns False: the `is_current` of captures that were not sealed, or were changed since."""
     return False
 
 
@@ -423,7 +424,7 @@ class Captures:
                 elif content:
                     tensors += [(position, key, value) for key, value in content.items() if value is not None]
                     for key, value in content.items():
-                        if _has_attributes(type(value)):  # the first call of bitsandbytes deletes those of 8-bit ones
+                        if _has_attributes(type(value)):  # an 8-bit layer of bitsandbytes deletes some at first
                             self._at = hash((number, key))
                             self._add(Attributes(value.__dict__, 0))
             self._visit_forward_hooks(own)

@@ -55,13 +55,13 @@ def contents_check(contents: list[tuple[StateSlot, Content]]) -> Callable[[], bo
             own = dictionary_of(slot)
             sized.append(own)
             sizes.append(len(content) + (slot.bookkeeping if kind is Attributes else 0))
-            # Code may give a module another table, whose contents no slot has.
+            # Code may replace a module's table by another dictionary, whose contents no slot has recorded.
             tables: Any = {name: own[name] for name in _TABLES if name in own} if kind is Attributes else {}
             add_entries(own, tables | content)
         elif kind is dict:
             sized.append(slot)
             sizes.append(len(content))
-            reads += [slot.keys, slot.values]  # in the order of the dictionary, which counts
+            reads += [slot.keys, slot.values]  # in the order of the dictionary: another order is a change
             recorded += [*content, *content.values()]  # type: ignore[union-attr]
         else:
             others.append((slot, content))
@@ -74,7 +74,7 @@ def contents_check(contents: list[tuple[StateSlot, Content]]) -> Callable[[], bo
                 and all(map(operator.is_, chain.from_iterable(map(call, reads)), recorded))
                 and (not others or all(holds(slot, content) for slot, content in others))
             )
-        except (KeyError, ValueError):  # an entry, or what a closure cell held, is gone
+        except (KeyError, ValueError):  # an entry of a dictionary or the value of a closure cell was deleted
             return False
 
     return is_current

@@ -51,7 +51,7 @@ class Environment:
         self._counted = [] if here is None else randomness.counted_states(states)
         del states
         self._host_positions = randomness.host_positions(here)
-        takes_host = host_random or len(self._host_positions) < 4  # a generator whose memory has another layout
+        takes_host = host_random or len(self._host_positions) < 4  # a generator's memory has an unknown layout
         self._host: tuple[Any, Any] | None = randomness.host_state() if takes_host else None
         self._kinds = (
             _kinds(frozenset(devices), None if here is None else here.device_type) if devices or here else _CPU
@@ -142,7 +142,8 @@ class Environment:
         undo.append(partial(self._leave_settings, settings))
         if settings != self._settings:
             self._enter_settings(settings, undo)
-        if self._shares and (parametrize._cache_enabled or self._parametrizations is not None):  # `cached()`
+        # Inside `parametrize.cached()`, now or when the region ran.
+        if self._shares and (parametrize._cache_enabled or self._parametrizations is not None):
             undo.append(partial(_set_parametrizations, parametrize._cache_enabled, parametrize._cache))
             _set_parametrizations(self._parametrizations is not None, dict(self._parametrizations or {}))
         if self._shares and (hooks := global_hooks()) != self._global_hooks:
@@ -228,7 +229,7 @@ _FLAGS = [
     )
     if flag is not None
 ]
-# Without three flags that take longest to read, and that no kernel on the CPU depends on.
+# All flags except three that take longest to read and affect no kernel on the CPU.
 _FLAGS_ON_CPU = [flag for flag in _FLAGS if not flag[0].startswith("fp32_precision of cuda")]
 _CPU = ("cpu",)
 

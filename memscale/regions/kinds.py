@@ -103,7 +103,7 @@ def is_followed(kind: Any) -> bool:
     if issubclass(kind, torch.Tensor):
         return False
     package = kind.__module__.partition(".")[0]
-    if sort_of(kind) is Sort.OBJECT:  # of the standard library only namespaces: other threads may fill a queue
+    if sort_of(kind) is Sort.OBJECT:  # in the standard library only namespaces: other threads fill queues
         return package in _NAMESPACES or (package not in sys.stdlib_module_names and package != _OURS)
     return sort_of(kind) in (Sort.CONTAINER, Sort.TUPLE)
 

@@ -125,7 +125,7 @@ def _position_of_python(own: random.Random) -> Any:
 
 
 def _position_of_numpy(own: Any) -> Any:
-    """Returns the same of NumPy's legacy generator, at the address that NumPy publishes for C callers."""
+    """Returns (position, word, owner) of NumPy's legacy generator, by the address that NumPy publishes for C code."""
     try:
         bits = own._bit_generator
         at = bits.ctypes.state_address
@@ -146,15 +146,15 @@ def _views_of_process() -> tuple[list[Any], list[Any]]:
 @functools.lru_cache(maxsize=1)
 def _views_of(python: random.Random, numpy: Any) -> tuple[list[Any], list[Any]]:
     found = [each for each in (_position_of_python(python), _position_of_numpy(numpy)) if each is not None]
-    # The owners are returned too: the views refer to memory of theirs.
+    # The owners are returned too, since the views refer to their memory.
     return [view for position, word, _ in found for view in (position, word)], found
 
 
 def host_positions(here: Any) -> list[int]:
     """Returns the positions of Python's and NumPy's generators, and the first word of each.
 
-    The first word detects a number of draws after which the position is the same again. Generators of another layout
-    (another interpreter) are left out; of these, callers read whole states.
+    The first word detects a number of draws after which the position is the same again. Generators with
+    another memory layout (of another interpreter) are left out; callers read the whole states of such generators.
     """
     own = here and here.randomness
     views, _ = _views_of_process() if own is None else _views_of(own.python, own.numpy)

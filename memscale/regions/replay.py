@@ -75,7 +75,7 @@ class Replay:
             for tensor in snapshot.graded:  # a backward inside the region would otherwise accumulate a second time
                 self._undo.append(partial(setattr, tensor, "grad", tensor.grad))
                 tensor.grad = None
-            # If only the rerun is under a dispatch mode, operators may leave other versions; `made` lists such tensors.
+            # Under a dispatch mode operators may increment other versions than without; `made` lists the new tensors.
             if changed or is_dispatched:
                 self._watch(_ChangedWatch(changed, self._made))
             if changed:
@@ -197,7 +197,7 @@ def _as_then(
         elif isinstance(then, Note):
             content[key] = arrived[then]
         elif is_sharded(then) and isinstance(present := read(slot), dict):
-            # FSDP2 alternates sharded and gathered parameters in one entry; the present one is right.
+            # FSDP2 alternates sharded and gathered parameters in one entry; the recompute needs the present entry.
             content[key] = present.get(key, then)
     return content
 
@@ -209,8 +209,8 @@ class _ChangedWatch(OperatorWatch):
     """Records the storages that a rerun makes. Raises `CorrectnessError` when it uses a tensor changed since the run.
 
     The error waits for a use, because captures can be wider than the region: a function that captures a whole model
-    and calls one block of it may find changed statistics in other blocks. A copy that a transform inside takes of
-    everything it captures is no use; the copy is then treated as changed, too.
+    and calls one block of it may find changed statistics in other blocks. An inner transform copies everything that
+    it captures. Such a copy does not count as a use, and is treated as changed, too.
     """
 
     def __init__(self, changed: dict[int, str], made: set[int]) -> None:

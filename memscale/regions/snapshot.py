@@ -442,12 +442,12 @@ class Snapshot:
 
 
 _IN_A_TUPLE = (
-    "the region changed a tensor in place that it has in a tuple. A recompute would start from the changed value, as "
-    "it cannot write the old tensor into a tuple; keep the tensor in a list, or register it as a buffer"
+    "the region changed a tensor in place that it has in a tuple. A recompute would start from the changed value, and "
+    "cannot write the old tensor into the tuple; keep the tensor in a list, or register it as a buffer"
 )
 _REMEDY = (
-    "The checkpointed region would be recomputed with other numbers. Call backward before anything changes the tensor; "
-    "an optimizer step does"
+    "The checkpointed region would be recomputed with other numbers. Call backward before any code changes the tensor, "
+    "such as an optimizer step"
 )
 
 

@@ -53,7 +53,7 @@ def unrecorded_depth() -> int:
 def copying_ahead(*, recorded: bool = True) -> AbstractContextManager[None]:
     """Returns a context for copies of tensors that the region may never use.
 
-    Inside the context, a copy of a changed tensor is no use of it: a replay then treats the copy as changed, too.
+    Inside the context, a copy of a changed tensor does not count as a use: a replay treats the copy as changed, too.
     """
     return _ahead if recorded else _unrecorded_ahead
 

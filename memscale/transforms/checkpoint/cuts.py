@@ -34,8 +34,8 @@ def check_cuts(cuts: Any) -> tuple[Cut, ...]:
     counted = isinstance(cuts, (tuple, list)) and all(map(_is_cut, cuts))
     if not counted or any(_place(one) >= _place(two) for one, two in pairwise(cuts)):
         raise ConfigError(
-            f"checkpoint(cuts={cuts!r}) must be a tuple of places in increasing order, before which another region "
-            "begins: ints of at least 1 for children of an nn.Sequential, and tuples that do not end in 0 for children "
+            f"checkpoint(cuts={cuts!r}) must be a tuple of positions in increasing order, at which regions "
+            "begin: ints of at least 1 for children of an nn.Sequential, and tuples that do not end in 0 for children "
             "of its children, such as (2, 1) for child 1 of child 2"
         )
     return tuple(at if isinstance(at, int) else tuple(at) for at in cuts)
@@ -106,9 +106,9 @@ def _opens(module: nn.Module) -> bool:
 def _opened(module: nn.Module, at: int, cuts: tuple[Cut, ...]) -> nn.Sequential:
     if not _opens(module):
         raise TransformError(
-            f"checkpoint(cuts={cuts}) cuts through child {at}, a {type(module).__name__}, and can do so only where "
-            "that is an nn.Sequential with the forward of its class, no transform, no hooks and no compiler around it; "
-            "cut before it or behind it"
+            f"checkpoint(cuts={cuts}) cuts through child {at}, a {type(module).__name__}; a cut can go only "
+            "through an nn.Sequential with the forward of its class, without transforms, hooks and compiler; cut "
+            "before or behind the child"
         )
     assert isinstance(module, nn.Sequential)
     return module

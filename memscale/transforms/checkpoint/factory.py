@@ -108,7 +108,7 @@ class Checkpointed(Transformed):
         """Returns why the region cannot contain sharded modules; empty if it can. Policies count calls of operators."""
         if isinstance(self.how.policy, (NothingSaveable, EverythingSaveable)):
             return ""
-        return "it gathers parameters by other operators in the recompute, among which a policy does not find its own"
+        return "gathering parameters runs other operators in the recompute, among which a policy does not find its own"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.keeps_inputs_only and not functorch_state.active():

@@ -131,7 +131,7 @@ class _Call:
         if other := [index for index in mutated if index not in self.buffers]:
             raise TransformError(
                 f"checkpoint inside torch.func: the region changes an input of shape {list(inputs[other[0]].shape)}"
-                f"{self._owner(other[0])} in place, which cannot be repeated there; clone it inside the region first"
+                f"{self._owner(other[0])} in place, which no recompute repeats there; clone the input first"
             )
         inside = {id(tensor): index for index, tensor in enumerate(working)}
         if first:
@@ -152,8 +152,8 @@ class _Call:
             self._find_sources(left, inside, outputs)
         elif len(left.order) != self.left_count:
             raise CorrectnessError(
-                f"the recompute differs from the run: the region left {len(left.order)} tensors in what it was given "
-                f"and in objects that it returned, where the run had left {self.left_count}. A checkpointed region "
+                f"the recompute differs from the run: the region left {len(left.order)} tensors in its arguments "
+                f"and in objects that it returned, and the run had left {self.left_count}. A checkpointed region "
                 "must do the same at every run with the same inputs"
             )
         return (*outputs, *[left.tensors[left.order[occurrence]] for occurrence in self.made])

@@ -198,6 +198,6 @@ _grad_fn = operator.attrgetter("grad_fn")
 def _refuse(thread: int, _: Any) -> None:
     if threading.get_ident() == thread:  # backwards of other threads are not the region's
         raise CorrectnessError(
-            "a region runs a backward that goes on behind its arguments, to which a recompute would add a second time; "
-            "detach the arguments inside of the region, or leave checkpoint() out for it"
+            "a region runs a backward that goes on behind its arguments, and a recompute would run it again; "
+            "detach the arguments inside the region, or do not checkpoint this region"
         )

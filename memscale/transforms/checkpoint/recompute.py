@@ -393,7 +393,7 @@ def _end(seen: list[_Seen], last: int) -> int:
 
 
 _JAGGED = (
-    ". To PyTorch each jagged tensor is of another length than all others that were not made of its offsets; make the "
+    ". PyTorch takes two jagged tensors for equally long only if both were made from the same offsets; make the "
     "offsets outside the region, and the tensor by torch.nested.nested_tensor_from_jagged(values, offsets)"
 )
 
@@ -464,8 +464,8 @@ class _Rerun:
                 described(f"saved tensor {index} of a checkpointed region", dtype, shape),
                 now[2],
                 expected,
-                "The region reads a tensor from outside that was changed between forward and backward; pass it as "
-                "an argument, or change it after backward",
+                "The region reads a tensor from outside that was changed between forward and backward; pass the "
+                "tensor as an argument, or change it after backward",
             )
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:

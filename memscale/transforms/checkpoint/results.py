@@ -44,7 +44,7 @@ def _size(tensor: torch.Tensor) -> Any:
     return tensor.shape
 
 
-class Left(NamedTuple):
+class CallEffects(NamedTuple):
     """The side effects of a call of an operator.
 
     Attributes:
@@ -56,7 +56,7 @@ class Left(NamedTuple):
     random: list[tuple[torch.Generator, torch.Tensor]]
 
     @classmethod
-    def by(cls, op: internals.OpOverload, args: Any, kwargs: Any, result: Any) -> Left:
+    def by(cls, op: internals.OpOverload, args: Any, kwargs: Any, result: Any) -> CallEffects:
         """Returns the side effects of the call of `op` that has just returned `result`."""
         statistics = [each.clone() for each in running_statistics(op, args, kwargs)]
         if torch.Tag.nondeterministic_seeded not in op.tags:
@@ -68,10 +68,10 @@ class Left(NamedTuple):
         return cls(statistics, [(each, each.get_state()) for each in generators])
 
 
-NOTHING_LEFT = Left([], [])
+NO_EFFECTS = CallEffects([], [])
 
 
-def may_leave(op: internals.OpOverload) -> bool:
+def has_effects(op: internals.OpOverload) -> bool:
     """Whether a call of `op` may draw random numbers or update running statistics."""
     names = [argument.name for argument in op._schema.arguments]
     return "running_mean" in names or torch.Tag.nondeterministic_seeded in op.tags
@@ -95,13 +95,13 @@ class SavedResult:
         call: int,
         tier: str | None,
         result: Any,
-        left: Left,
+        left: CallEffects,
         alias: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self.op = op
         self.call = call
         self.tier = tier
-        # Some kernels return sizes and seeds beside tensors. A single output is None here.
+        # Some kernels return sizes and seeds besides tensors. `_constants` is `None` for a single output.
         is_single = not isinstance(result, (tuple, list))
         self._constants = None if is_single else [None if isinstance(o, torch.Tensor) else (o,) for o in result]
         tensors = [each for each in ([result] if is_single else result) if isinstance(each, torch.Tensor)]

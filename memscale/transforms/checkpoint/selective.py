@@ -30,13 +30,13 @@ from memscale.regions import (
 )
 from memscale.runtime import Runtime
 from memscale.transforms.checkpoint.results import (
-    NOTHING_LEFT,
+    NO_EFFECTS,
+    CallEffects,
     CallSpec,
-    Left,
     Results,
     SavedResult,
     call_spec,
-    may_leave,
+    has_effects,
     seal_all,
 )
 from memscale.transforms.labels import listeners
@@ -82,32 +82,32 @@ def _kind(op: Any) -> _Kind:
     return _Kind.CHANGES if op._schema.is_mutable else _Kind.MAKES
 
 
-class _Asked(NamedTuple):
+class _OperatorEntry(NamedTuple):
     """An operator, with its kind and the verdict of a policy that does not see labels.
 
-    `leaves` says whether the operator may draw random numbers or update running statistics.
+    `has_effects` says whether the operator may draw random numbers or update running statistics.
     """
 
     op: Any  # kept alive, so that no other operator gets its id
     kind: _Kind
     verdict: Verdict | None
-    leaves: bool
+    has_effects: bool
 
 
 @cache
-def _asked(policy: Policy) -> dict[int, _Asked]:
+def _entries_of(policy: Policy) -> dict[int, _OperatorEntry]:
     """Returns the cache of `policy`, by the id of the operator: the hash of an operator runs Python code."""
     return {}
 
 
-def _ask(policy: Policy, op: Any) -> _Asked:
+def _add_entry(policy: Policy, op: Any) -> _OperatorEntry:
     kind = _kind(op)
     verdict: Verdict | None = None
     if kind in (_Kind.CASTS, _Kind.MAKES) and not policy.sees_labels:
         verdict = policy.verdict(Site(op, None, batch_dims(op)))
         if isinstance(verdict, Recompute):
             kind = _Kind.PASSES
-    found = _asked(policy)[id(op)] = _Asked(op, kind, verdict, kind is _Kind.MAKES and may_leave(op))
+    found = _entries_of(policy)[id(op)] = _OperatorEntry(op, kind, verdict, kind is _Kind.MAKES and has_effects(op))
     return found
 
 
@@ -125,7 +125,7 @@ class _Output(NamedTuple):
     offset: Any
     dtype: torch.dtype
     rest: tuple[Any, ...] | None  # `None` where the operator has one output
-    left: Left
+    left: CallEffects
     lives: weakref.ref[torch.UntypedStorage]
 
 
@@ -156,7 +156,7 @@ class Recorder(_Watch):
     def __init__(self, policy: Policy, runtime: Runtime | None, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__(inputs)
         self._policy = policy
-        self._asked = _asked(policy)
+        self._entries = _entries_of(policy)
         self._runtime = runtime
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         self._calls: list[CallSpec] = []
@@ -177,7 +177,7 @@ class Recorder(_Watch):
         listeners.stack.remove(self._on_label)
 
     def on_call(self, op: Any, args: Any, kwargs: Any) -> Any:
-        _, kind, verdict, leaves = self._asked.get(id(op)) or _ask(self._policy, op)
+        _, kind, verdict, affects = self._entries.get(id(op)) or _add_entry(self._policy, op)
         if kind is _Kind.PASSES or is_unrecorded(self._depth):
             return op(*args, **kwargs)
         if kind is _Kind.SHARES:
@@ -192,7 +192,7 @@ class Recorder(_Watch):
         call = len(self._calls)
         self._calls.append(spec)
         result = op(*args, **kwargs)
-        left = Left.by(op, args, kwargs, result) if leaves else NOTHING_LEFT
+        left = CallEffects.by(op, args, kwargs, result) if affects else NO_EFFECTS
         if verdict is None:
             self._note(call, op, result, left)
             verdict = self._policy.verdict(Site(op, None, batch_dims(op)))
@@ -203,7 +203,7 @@ class Recorder(_Watch):
         """Records that autograd saves a tensor now."""
         self._marks.append(len(self._calls))
 
-    def _save(self, verdict: Verdict, call: int, op: internals.OpOverload, result: Any, left: Left) -> None:
+    def _save(self, verdict: Verdict, call: int, op: internals.OpOverload, result: Any, left: CallEffects) -> None:
         if isinstance(verdict, Recompute) or call in self._results:
             return
         tier = verdict.tier if isinstance(verdict, Move) else None
@@ -226,7 +226,7 @@ class Recorder(_Watch):
                 result.add_alias(self._alias(view))
         return views
 
-    def _note(self, call: int, op: internals.OpOverload, result: Any, left: Left) -> None:
+    def _note(self, call: int, op: internals.OpOverload, result: Any, left: CallEffects) -> None:
         """Records the layout of an operator's first output, which may get a label later."""
         several = isinstance(result, (tuple, list)) and len(result) > 0
         first, rest = (result[0], tuple(result[1:])) if several else (result, None)

@@ -119,7 +119,7 @@ def test_what_cannot_be_cut_is_told_before_it_runs():
             return super().forward(x)
 
     for cuts in ((0,), (2, 1), (1, 1), (True,), 3, "12", ((1,),), ((1, 0),), ((-1, 1),), ((1, 2), 1), ((0, True),)):
-        with pytest.raises(ms.ConfigError, match="places in increasing order"):
+        with pytest.raises(ms.ConfigError, match="positions in increasing order"):
             ms.checkpoint(cuts=cuts)
     layers = [nn.Linear(3, 3), nn.Tanh()]
     for module, how, reason in (
