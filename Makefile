@@ -100,7 +100,7 @@ ghost: ghost-tests ghost-bytes
 ghost-tests: $(GHOST)/.built $(READY)
 	@failed=; for file in $$(grep -rl 'mark\.cuda' tests --include='test_*.py'); do \
 		echo "== $$file"; \
-		PYTHONPATH=tests/ghost/stand_in_cupy:. GHOST_COPY=1000000000 OMP_NUM_THREADS=1 \
+		PYTHONPATH=tests/ghost/fake_cupy:. GHOST_COPY=1000000000 OMP_NUM_THREADS=1 \
 			$(GHOST)/bin/python -m pytest $$file -m 'cuda and not values' -q || test $$? = 5 || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "ghost: failed:$$failed" >&2; exit 1; }
 

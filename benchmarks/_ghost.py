@@ -1,4 +1,4 @@
-"""The allocator's truth of a card without the card: real steps of the CUDA build of PyTorch on stand-in libraries.
+"""The allocator's truth of a card without the card: real steps of the CUDA build of PyTorch on fake libraries.
 
 `python _ghost.py` is the process that runs them, with the Python of `make ghost`. It reads lines of JSON, and answers
 each from a fork of its own: the step finds an allocator that nothing has used, and nobody waits for imports.
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-STAND_INS = HERE.parent / "tests" / "ghost"
+FAKES = HERE.parent / "tests" / "ghost"
 # What decides a comparison: without `results/`, which a run writes itself.
 SOURCES = (
     HERE.parent / "memscale",
-    STAND_INS,
+    FAKES,
     *(HERE / f"{name}.py" for name in ("_ghost", "_truth", "_zoo", "_zoo_torch", "bench_predict")),
 )
 CARDS = ("h100", "a100-80", "rtx-4090", "t4")
@@ -71,7 +71,7 @@ class Ghost:
 
     def __init__(self, python: str, card: str, allocator: str) -> None:
         env = {name: value for name, value in os.environ.items() if not name.startswith("GHOST_")} | {
-            "PYTHONPATH": os.pathsep.join(map(str, (STAND_INS / "stand_in_cupy", STAND_INS, HERE, HERE.parent))),
+            "PYTHONPATH": os.pathsep.join(map(str, (FAKES / "fake_cupy", FAKES, HERE, HERE.parent))),
             "GHOST_CARD": card,
             "GHOST_COPY": "65536",  # copies of bulk are nobody's business here
             "GHOST_CUDNN_CONV": "1",
@@ -99,7 +99,7 @@ class Ghost:
         """The fields of a `Truth`, or {"failure": why}."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        return json.loads(line) if line else {"failure": "the process of the stand-ins ended"}
+        return json.loads(line) if line else {"failure": "the process of the fake libraries ended"}
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -115,8 +115,8 @@ def dropout_states(card: str) -> int:
     return dropout_states_bytes(Hardware.named(card).multiprocessors or 0)
 
 
-def as_stand_ins() -> None:
-    """Let predictions in this process take what the stand-ins take where only cuDNN knows: then the order shows."""
+def as_fake_libraries() -> None:
+    """Let predictions here take what the fake libraries take where only cuDNN knows: then the order shows."""
     from memscale.simulation.rules import recurrences
     from memscale.simulation.rules.cudnn_workspaces import Convolution
 
@@ -130,7 +130,7 @@ def as_stand_ins() -> None:
 
 
 def at_once(card: str) -> Any:
-    """The card with a link whose speed nobody knows: copies take no time in a prediction then, as on stand-ins."""
+    """The card with a link whose speed nobody knows: copies take no time in a prediction then, as on fake libraries."""
     from memscale import Hardware
 
     return dataclasses.replace(

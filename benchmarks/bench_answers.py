@@ -97,8 +97,8 @@ def main() -> None:
                 row = rows[question] = ask(words, folder)
                 print(f"{question:42} {row['seconds']:6.1f} s  exit {row['status']}  {row['answer']}", flush=True)
     if options.json:
-        told = {**environment("cpu", "transformers"), "rows": rows}
-        options.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        document = {**environment("cpu", "transformers"), "rows": rows}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

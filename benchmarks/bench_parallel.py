@@ -7,7 +7,7 @@ a fresh model.
 
     PYTHONPATH=. python benchmarks/bench_parallel.py [--only REGEX] [--worlds 2 8 64] [--json FILE]
     PYTHONPATH=. python benchmarks/bench_parallel.py --gloo 2     # so many real processes, each with its own allocator
-    PYTHONPATH=. python benchmarks/bench_parallel.py --device cuda --worlds 8    # also on the stand-ins of tests/ghost
+    PYTHONPATH=. python benchmarks/bench_parallel.py --device cuda --worlds 8    # or on fake libraries (tests/ghost)
 
 On CUDA models are larger, and the truth is the card's allocator in the third step, with what it reserves.
 """

@@ -177,7 +177,7 @@ def smallest_as_fast(engine: ms.DecisionEngine, curve: ms.Frontier, pace: float)
     return found
 
 
-def beside_peers(name: str, rounds: int, against: str) -> dict[str, Any]:
+def against_peers(name: str, rounds: int, against: str) -> dict[str, Any]:
     """Each peer, our fastest plan that takes no more than it does, and our smallest that is no slower."""
     case = CASES[name]
     model, batch = case.make("fp32")
@@ -211,14 +211,14 @@ def beside_peers(name: str, rounds: int, against: str) -> dict[str, Any]:
         as_fast = smallest_as_fast(engine, curve, pace)
         fit = ms.transform(model, as_fast.plan)
         ours = realised_bytes(case, fit, batch)
-        there = interleaved({"peer": steps["peer"], "ours": steps_of(case, fit, batch)[0]}, rounds)
+        both = interleaved({"peer": steps["peer"], "ours": steps_of(case, fit, batch)[0]}, rounds)
         found[label] = {
             "peak_bytes": peak,
             "pace": pace,
             "time_ratio_at_its_peak": wall,
             "processor_time_ratio_at_its_peak": processor,
             "peak_bytes_at_its_time": ours,
-            "processor_time_ratio_there": there["ours"][1] / there["peer"][1],
+            "processor_time_ratio_there": both["ours"][1] / both["peer"][1],
             "transient_ratio_at_its_time": (ours - resident) / (peak - resident),
         }
         print(
@@ -321,7 +321,7 @@ def main() -> None:
             if options.smallest:
                 found[name] = smallest(SMALL[name], options.random)
             elif options.peers:
-                found[name] = beside_peers(name, options.rounds, options.against)
+                found[name] = against_peers(name, options.rounds, options.against)
             else:
                 found[name] = kept_budgets(name, options.budgets)
             if options.output:  # after each, for whoever has no time for all

@@ -32,7 +32,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch loads: the pro
 import torch
 import transformers
 from _environment import environment
-from _ghost import ALLOCATORS, CARDS, SOURCES, Combination, Ghost, as_stand_ins, at_once, case_of, covering, places
+from _ghost import ALLOCATORS, CARDS, SOURCES, Combination, Ghost, as_fake_libraries, at_once, case_of, covering, places
 from _journal import Journal
 from _truth import Truth, described, plans, real_step, release
 from _zoo import ADAMW, AUTOCAST, DTYPES, ZOO, Case
@@ -156,9 +156,9 @@ def combinations(options: argparse.Namespace) -> list[Combination]:
     return sorted(found, key=lambda one: (one.place, one.case)) if options.all else covering(found)[:: options.every]
 
 
-def against_stand_ins(options: argparse.Namespace, journal: Journal) -> Iterator[Row | str]:
+def against_fake_libraries(options: argparse.Namespace, journal: Journal) -> Iterator[Row | str]:
     """Rows, and why there is none for a combination."""
-    as_stand_ins()
+    as_fake_libraries()
     for (card, allocator), group in places(combinations(options)):
         known = {one: journal.find(str(one)) for one in group}
         ghost = None if all(known.values()) else Ghost(options.ghost, card, allocator)
@@ -271,7 +271,7 @@ def ghost_document(about: dict[str, Any], rows: list[Row], missing: list[str]) -
     ]
     return {
         **about,
-        "stand-ins": "tests/ghost",
+        "fake libraries": "tests/ghost",
         "by setting": by_setting(rows),
         "without truth": missing,
         "rows": found,
@@ -338,7 +338,7 @@ def main() -> int:
     parser.add_argument("--probe", action="store_true", help="let profile() run each distinct op once for real")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
-        "--ghost", metavar="PYTHON", help="hold predictions for cards against stand-ins; see tests/ghost"
+        "--ghost", metavar="PYTHON", help="hold predictions for cards against fake libraries; see tests/ghost"
     )
     parser.add_argument("--card", nargs="+", default=CARDS, help="with --ghost")
     parser.add_argument(
@@ -379,7 +379,7 @@ def main() -> int:
     if not options.shapes:
         print(COLUMNS)
         journal = Journal(options.journal, SOURCES, f"{about['torch']}, transformers {about['transformers']}")
-        for found in against_stand_ins(options, journal) if options.ghost else ():
+        for found in against_fake_libraries(options, journal) if options.ghost else ():
             print(found, flush=True)
             if isinstance(found, Row):
                 rows.append(found)

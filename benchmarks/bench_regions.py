@@ -157,8 +157,8 @@ def transform_milliseconds(rounds: int) -> float:
 
 def in_ghost(python: str, rounds: int) -> dict[str, Row]:
     """`of_blocks` in the CUDA build on the fake libraries, whose Python is `python`."""
-    stand_ins = HERE.parent / "tests" / "ghost"
-    paths = (stand_ins / "stand_in_cupy", stand_ins, HERE, HERE.parent)
+    fakes = HERE.parent / "tests" / "ghost"
+    paths = (fakes / "fake_cupy", fakes, HERE, HERE.parent)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "GHOST_COPY": "65536"}
     command = [python, __file__, "--device", "cuda", "--rounds", str(rounds), "--only-rows"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -257,18 +257,33 @@ def test_a_public_class_has_a_name_of_its_own():
 
 # Words of our own that a reader of PyTorch's documentation does not know.
 RETIRED = re.compile(
-    r"\b(stand-in libraries|stand-ins|hollow tensors?|couriers?|errands?|strands?|soundings?|ladders?|rungs?|"
+    r"\b(stand-in libraries|hollow tensors?|couriers?|errands?|strands?|soundings?|ladders?|rungs?|"
     r"ledgers?|donors?|splic(ed|ing)|postponed|foreseen?|rewind)\b"
 )
 PAGES = [
     *(ROOT.parent / "docs").glob("*.md"),
     *(path for path in ROOT.parent.glob("*.md") if path.name != "CHANGELOG.md"),
+    *Path(__file__).parent.rglob("*.md"),
+]
+OUTSIDE = [
+    path
+    for folder in ("tests", "benchmarks")
+    for path in (ROOT.parent / folder).rglob("*.py")
+    if path != Path(__file__)  # which lists the words
 ]
 
 
 @pytest.mark.parametrize("page", sorted(PAGES), ids=lambda page: page.name)
 def test_a_page_has_the_words_of_the_field(page):
-    assert [found[0] for found in RETIRED.finditer(page.read_text(encoding="utf-8").lower())] == []
+    text = page.read_text(encoding="utf-8").lower()
+    assert [found[0] for found in RETIRED.finditer(text)] == []
+    assert "stand-ins" not in text, "say fake CUDA libraries; in code, a stand-in is a tensor"
+
+
+def test_prose_in_code_has_the_words_of_the_field():
+    paths = [*MODULES.values(), *OUTSIDE]
+    found = {str(path): [word[0] for word in RETIRED.finditer(path.read_text().lower())] for path in paths}
+    assert {path: words for path, words in found.items() if words} == {}
 
 
 # Words that the code has dropped, without a last "s".
@@ -294,14 +309,18 @@ def _singular(word):
 
 
 def _retired(names):
+    names = set(names)
     words = {given: {_singular(word.lower()) for word in re.findall("[A-Z]?[a-z]+", given)} for given in names}
     return {given for given in names if words[given] & RETIRED_NAMES}
 
 
 def test_names_have_the_words_of_the_field():
-    assert {
-        name: found for name, path in MODULES.items() if (found := _retired({path.stem, *_names_given(parsed(path))}))
-    } == {}
+    files = {path: {path.stem, *_names_given(parsed(path))} for path in (*MODULES.values(), *OUTSIDE)}
+    # The name of a test is a sentence.
+    found = {
+        str(path): _retired(name for name in names if not name.startswith("test_")) for path, names in files.items()
+    }
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def test_the_words_would_be_noticed():

@@ -101,7 +101,7 @@ def test_no_page_installs_the_distribution_that_is_not_ours():
 def test_the_reference_has_every_public_name():
     import memscale
 
-    told = set(
+    documented = set(
         re.findall(r"^::: memscale\.(?:[a-z_]+\.)*(\w+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
     )
-    assert set(memscale.__all__) - told == set()
+    assert set(memscale.__all__) - documented == set()

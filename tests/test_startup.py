@@ -96,13 +96,13 @@ def test_a_profile_loads_the_reports_when_it_is_printed(loaded):
 
 
 def test_type_checkers_see_the_same_modules():
-    told = {}
+    found = {}
     for node in ast.parse(Path(ms.__file__).read_text()).body:
         if isinstance(node, ast.If):
             for each in node.body:
-                told.update({alias.name: each.module for alias in each.names})
-    assert told.pop("policies") == "memscale"  # a file of names
-    assert told == ms._LOADED_WHEN_ASKED
+                found.update({alias.name: each.module for alias in each.names})
+    assert found.pop("policies") == "memscale"  # a file of names
+    assert found == ms._LOADED_WHEN_ASKED
     assert ms.policies is importlib.import_module("memscale.policies")
 
 
@@ -139,7 +139,7 @@ def test_help_and_a_wrong_option_load_no_planner():
     )
     commands = [*at_once, *(f"{name} --nope" for name in wrong)]
     run = subprocess.run([sys.executable, "-c", COMMANDS, *commands], check=True, capture_output=True, text=True)
-    told = [line.split() for line in run.stdout.splitlines()]
-    assert [status for status, *_ in told] == ["0", "0"] + ["2"] * 8
-    assert [loaded for _, loaded, *_ in told[:3]] == ["False"] * 3
-    assert not {f"memscale.{each}" for each in ("planning", "simulation", "transforms", "runtime")} & set(told[-1])
+    found = [line.split() for line in run.stdout.splitlines()]
+    assert [status for status, *_ in found] == ["0", "0"] + ["2"] * 8
+    assert [loaded for _, loaded, *_ in found[:3]] == ["False"] * 3
+    assert not {f"memscale.{each}" for each in ("planning", "simulation", "transforms", "runtime")} & set(found[-1])

@@ -13,7 +13,7 @@ The path of `plan(model, batch, budget=...)` through the package, in reading ord
 6. `evidence/`: the results: the plan with its evidence, as data and as text, and the frontier of plans.
 
 `plan_cache` keeps plans on disk by their `fingerprint`. If no plan fits, `refusal` makes the error with remedies
-beside the plan (`extra_remedies`), such as other optimizer strategies (`stepping`).
+besides the plan (`extra_remedies`), such as other optimizer strategies (`stepping`).
 
 Two packages use the engine: `prediction/` predicts whether a step fits unchanged, `tuning/` finds the best size of a
 batch.

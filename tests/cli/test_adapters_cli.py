@@ -87,14 +87,14 @@ def test_a_quantization_in_capitals_is_the_same(folder, quant, flag):
 
 def test_what_is_trained_and_packed_is_told(folder, capsys):
     assert predict("--lora", "r=4,alpha=8,targets=q_proj+v_proj", "--quant", "nf4", "--amp", "fp16") == 0
-    told = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert (
         "note: --lora trains 1,792 numbers; --quant nf4 packs linear layers into 48.0 KiB, multiplied in float16"
-        in told
+        in output
     )
     assert (
         "the other weights take 38.8 KiB (in float32 by prepare_model_for_kbit_training, which --no-kbit leaves out)"
-        in told
+        in output
     )
 
 

@@ -265,7 +265,7 @@ def test_the_step_can_be_one_processs_of_several(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "told"),
+    ("ranks", "message"),
     [
         (("--world", 8), "--world is about several processes"),
         (("--tensor", 2), "--tensor is about several processes"),
@@ -275,9 +275,9 @@ def test_the_step_can_be_one_processs_of_several(folder, capsys):
         (("--parallel", "fsdp2", "--world", 8, "--shard", "blocks"), "'blocks' matches no module"),
     ],
 )
-def test_ranks_that_are_none(folder, capsys, ranks, told):
+def test_ranks_that_are_none(folder, capsys, ranks, message):
     assert command("predict", *STEP, *ranks) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.deep  # by default that of the library, and of `predict`

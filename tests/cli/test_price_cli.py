@@ -77,9 +77,9 @@ def test_fits_is_one_line_and_the_exit_status(folder, capsys, budget, status, sa
     assert (
         main(["predict", "--hf", "config.json", "--gpu", "t4", "--seq", "32", "--budget", budget, "--fits"]) == status
     )
-    told = capsys.readouterr().out
-    assert said in told
-    assert told.count("\n") == 1
+    output = capsys.readouterr().out
+    assert said in output
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(

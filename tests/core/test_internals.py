@@ -189,12 +189,12 @@ def test_each_says_what_it_is_for_and_is_there():
         "torch._C._ensureCUDADeviceGuardSet",
     }  # in some builds only
     # These take seconds to load; their own tests do.
-    there = [
+    loaded_fast = [
         name
         for name in NAMES
         if not name.startswith(("torch._dynamo", "torch._functorch", "torch._inductor", "torch.testing"))
     ]
-    assert [name for name in there if not internals.has(name) and name not in built] == []
+    assert [name for name in loaded_fast if not internals.has(name) and name not in built] == []
     assert all(each.purpose and re.fullmatch(r"2\.\d+", each.since) for each in internals.INTERNALS)
 
 
@@ -274,6 +274,6 @@ def test_a_part_stands_on_every_folder_that_its_files_import():
                 for node in (parsed(file).body if file in FILES else ())
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memscale.")
             ]
-        used_there = {folder(file_of(module)) for module in seen}
+        used_in = {folder(file_of(module)) for module in seen}
         privately = {each for entry in NAMES.values() for each in entry.folders.split()}
-        assert (used_there & privately) <= set(folders.split()), part
+        assert (used_in & privately) <= set(folders.split()), part

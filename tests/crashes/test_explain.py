@@ -18,7 +18,7 @@ import memscale as ms
 from memscale.cli import app
 from tests.support.models import Block
 
-# Of a training loop under a limit of 200 MiB, with the CUDA build of PyTorch 2.13 on stand-in libraries (tests/ghost):
+# Of a training loop under a limit of 200 MiB, with the CUDA build of PyTorch 2.13 on fake libraries (tests/ghost):
 # three blocks of width 256, AdamW, 8,192 rows, stacks="python". The error said 146.29 MiB allocated, 31.71 MiB free.
 SNAPSHOT = Path(__file__).parent / "out-of-memory.pickle"
 
@@ -42,7 +42,7 @@ def test_the_moment_of_the_failure_is_put_together_again() -> None:
     assert 0 <= found.by_category["parameter"] - 4 * parameters < 12 * 512
     assert 0 <= found.by_category["optimizer state"] - 8 * parameters < 24 * 512
     assert sum(found.by_category.values()) == found.allocated_bytes
-    # The limit is not in a snapshot, and the stand-in card had much left.
+    # The limit is not in a snapshot, and the fake card had much left.
     assert "which is enough: the process had a limit below the device" in found.message
 
 
@@ -166,8 +166,8 @@ def test_a_run_that_held_more_than_the_step_takes_was_another_step(dtype: torch.
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
     batch = torch.empty(8, 64, device="meta", dtype=dtype)
     found = ms.explain(LOG, model=model, batch=batch, loss=lambda y, _: y.square().mean(), hardware="t4")
-    told = "contradiction: the run had 12.0 GiB in tensors and asked for 2.00 GiB more, and this step takes "
-    assert found.notes[0].startswith(told)
+    note = "contradiction: the run had 12.0 GiB in tensors and asked for 2.00 GiB more, and this step takes "
+    assert found.notes[0].startswith(note)
     assert ("float32 weights under autocast (--amp)" in found.notes[0]) == (dtype is torch.bfloat16)
 
 

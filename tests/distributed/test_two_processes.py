@@ -82,15 +82,15 @@ def test_regions_that_parameters_leave_too_early_are_refused(by_fsdp: Any, name:
 @pytest.mark.parametrize("name", fsdp.PLANS)
 def test_processes_with_different_plans_are_told_on_each(by_fsdp: Any, name: str) -> None:
     for found in by_fsdp:
-        told = found[name]
+        message = found[name]
         if name == "each its own":
-            assert told == "", "nothing says that they train one model"
+            assert message == "", "nothing says that they train one model"
         else:
-            assert "different plans" in told
-            assert "rank 0: " in told
-            assert "rank 1: " in told
-            assert repr(ms.Plan(fsdp.PLANS[name][1])) in told
-            assert repr(ms.Plan(fsdp.PLANS[name][2])) in told
+            assert "different plans" in message
+            assert "rank 0: " in message
+            assert "rank 1: " in message
+            assert repr(ms.Plan(fsdp.PLANS[name][1])) in message
+            assert repr(ms.Plan(fsdp.PLANS[name][2])) in message
 
 
 def test_what_is_saved_of_a_sharded_model_does_not_depend_on_its_plan(by_fsdp: Any) -> None:

@@ -1,4 +1,4 @@
-"""Build stand-ins for the CUDA libraries that a wheel of torch needs, where it looks for them.
+"""Build fake CUDA libraries, those that a wheel of torch needs, where the wheel looks for them.
 
 usage: PYTHON build_libraries.py INCLUDE_DIR..., with the Python of an environment that has the wheel, and the folders
 of the headers.

@@ -1,3 +1,3 @@
-"""What pytest is to leave alone here: a module with the name of another, and only for a process on the stand-ins."""
+"""Left out of the collection by pytest: a module with the name of another, for processes on the fake libraries."""
 
-collect_ignore = ["stand_in_cupy"]
+collect_ignore = ["fake_cupy"]

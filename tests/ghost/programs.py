@@ -201,7 +201,7 @@ def _on(stream, *tensors):
     outside.wait_stream(stream)
 
 
-def run_beside(fails):
+def run_two_regions(fails):
     """Two regions of parameters on two streams that meet after both, or do not because the first fails."""
     width, stream, grad = 256, torch.cuda.Stream(), not fails
     first = Pair(width, [stream] * 2) if fails else Late(width, stream)

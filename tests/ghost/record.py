@@ -47,8 +47,8 @@ class _Raw(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("kind", "stream", "to", "source", "size", "thread")]
 
 
-def stand_in():
-    """The stand-in for libcudart, or `None` where a real one is loaded, or none."""
+def fake_runtime():
+    """The fake libcudart, or `None` where a real one is loaded, or none."""
     if not torch.cuda.is_available():
         return None
     lib = ctypes.CDLL("libcudart.so.13")
@@ -62,8 +62,8 @@ def stand_in():
 
 @pytest.fixture(scope="module", name="lib")
 def recording():
-    """The stand-in, for tests that read its record."""
-    found = stand_in()
+    """The fake libcudart, for tests that read its record."""
+    found = fake_runtime()
     if found is None:
         pytest.skip("a real CUDA runtime keeps no record of its calls")
     torch.zeros(1).cuda()
@@ -76,7 +76,7 @@ def recording():
 
 @pytest.fixture
 def tried_on_the_cpu(monkeypatch):
-    """Optimizers are tried where numbers are right: by those of the stand-in, nothing would pass for separable."""
+    """Optimizers are tried where numbers are right: by those of fake kernels, nothing would pass for separable."""
     small = [torch.nn.Parameter(torch.ones(3, 3)), torch.nn.Parameter(torch.ones(3))]
     evidence = check_separable(torch.optim.AdamW(small), None)
     module = importlib.import_module("memscale.optimizers.transformed")

@@ -1,6 +1,6 @@
 #!/bin/sh
 # usage: setup.sh ENVIRONMENT. A Python environment with the CUDA build of PyTorch and no library of NVIDIA's, and the
-# headers that the stand-ins are compiled against. 1.6 GB stay, another 1 GB is loaded and dropped.
+# headers that the fake libraries are compiled against. 1.6 GB stay, another 1 GB is loaded and dropped.
 set -eu
 environment=$1
 here=$(dirname "$0")
@@ -8,7 +8,7 @@ wheels=$environment/wheels
 pip="$environment/bin/python -m pip --quiet --disable-pip-version-check"
 python3 -m venv "$environment"
 # "===" takes the wheel of that very name, which is the one with CUDA 13, and not 2.13.0+cpu of some other index.
-# Without its dependencies, which are the nvidia-* packages that the stand-ins replace, and these few; bitsandbytes, whose
+# Without its dependencies, which are the nvidia-* packages that the fake libraries replace, and these few; bitsandbytes, whose
 # states in 8 bits are kernels of its own, asks for nothing else.
 $pip install --no-deps 'torch===2.13.0'
 $pip install --no-deps --constraint "$here/../../constraints.txt" bitsandbytes

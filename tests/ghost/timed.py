@@ -1,4 +1,4 @@
-"""A step on the stand-ins that takes the time which `profile` gives to it: operators, copies, and the host's calls."""
+"""A step on the fake libraries, whose operators, copies and calls of the host take the time that `profile` says."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ from memscale.simulation.kernels.kernels import Kernels
 
 
 class _Timed(TorchDispatchMode):
-    """Tells the stand-in what each operator takes, behind it."""
+    """Tells the fake libcudart what each operator takes, behind it."""
 
     def __init__(self, lib, hardware):
         super().__init__()
@@ -41,7 +41,7 @@ class _Timed(TorchDispatchMode):
 
 @contextlib.contextmanager
 def timed(hardware):
-    """Let what is done on the stand-ins take the time of `hardware`, from one step to the next."""
+    """Let what is done on the fake libraries take the time of `hardware`, from one step to the next."""
     lib = ctypes.CDLL("libcudart.so.13")
     lib.ghost_clock.argtypes = [ctypes.c_double] * 3
     lib.ghost_work.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_double]

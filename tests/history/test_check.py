@@ -119,10 +119,10 @@ def checked(tmp_path, monkeypatch, capsys):
 def test_ten_regressions_are_found_at_their_modules(checked):
     for name, (before, after, blamed) in REGRESSIONS.items():
         assert before in MODEL
-        status, told = checked(MODEL.replace(before, after))
-        assert (status, told["verdict"]) == (3, "regression"), name
-        grown = max(told["by_module"], key=lambda path: told["by_module"][path])
-        assert (grown or "(root)").startswith(blamed), (name, told["by_module"])
+        status, comparison = checked(MODEL.replace(before, after))
+        assert (status, comparison["verdict"]) == (3, "regression"), name
+        grown = max(comparison["by_module"], key=lambda path: comparison["by_module"][path])
+        assert (grown or "(root)").startswith(blamed), (name, comparison["by_module"])
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.deep)])
@@ -130,22 +130,22 @@ def test_changes_that_take_nothing_pass(checked, count):
     commits = dict(neutral_commits(count))
     assert len(commits) == count
     for name, text in commits.items():
-        status, told = checked(text)
-        assert (status, told["verdict"], told["changed_bytes"]) == (0, "same", 0), name
+        status, comparison = checked(text)
+        assert (status, comparison["verdict"], comparison["changed_bytes"]) == (0, "same", 0), name
 
 
 def test_a_smaller_step_is_told_and_becomes_the_baseline(checked):
     smaller = MODEL.replace("range(3)", "range(2)")
-    status, told = checked(smaller, "--update")
-    assert (status, told["verdict"]) == (0, "smaller")
+    status, comparison = checked(smaller, "--update")
+    assert (status, comparison["verdict"]) == (0, "smaller")
     assert checked(smaller)[1]["verdict"] == "same"
-    status, told = checked(MODEL)
+    status, comparison = checked(MODEL)
     assert status == 3
-    more = told["changed_bytes"]
+    more = comparison["changed_bytes"]
     assert more == 20 * 2**20, "one more segment of the allocator"
     for tolerance, expected in ((more, (0, "within tolerance")), (more - 1, (3, "regression"))):
-        status, told = checked(MODEL, "--tolerance", str(tolerance))
-        assert (status, told["verdict"]) == expected
+        status, comparison = checked(MODEL, "--tolerance", str(tolerance))
+        assert (status, comparison["verdict"]) == expected
 
 
 def test_a_baseline_that_is_not_there(tmp_path, monkeypatch, capsys):

@@ -148,13 +148,13 @@ def test_a_checkpoint_has_the_plan_and_a_resumed_fit_tells_of_another(
     assert saved["state_dict"].keys() == model.state_dict().keys()
     (kept,) = [state["plan"] for state in saved["callbacks"].values() if "plan" in state]
     assert ms.Plan.from_json(kept) == plan
-    for how, told in (({"layers.0": ms.checkpoint()}, True), (plan, False)):
+    for how, warns in (({"layers.0": ms.checkpoint()}, True), (plan, False)):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="memscale"):
             trainer(MemScaleCallback(plan=how), max_epochs=3).fit(
                 module(), loader(), ckpt_path=path, weights_only=False
             )
-        assert ("the run that is resumed had another plan" in caplog.text) is told
+        assert ("the run that is resumed had another plan" in caplog.text) is warns
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -523,10 +523,10 @@ def test_what_an_operator_returns_beside_its_output_goes_with_it():
 
     def region(x):
         out, mean, _ = torch.native_layer_norm(x, (64,), None, None, 1e-5)
-        beside = weakref.ref(mean.untyped_storage())
+        extra = weakref.ref(mean.untyped_storage())
         del mean, _
         out = out * 2
-        gone.append(beside() is None)
+        gone.append(extra() is None)
         return out
 
     DOTS(region)(torch.randn(8, 64, requires_grad=True)).sum().backward()

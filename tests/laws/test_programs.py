@@ -16,7 +16,7 @@ from tests.support import programs
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _beside_simulations():
+def _during_simulations():
     """With ``make fuzz BESIDE=1`` another thread simulates all the time, on a CPU and for a card, unseen."""
     if not os.environ.get("FUZZ_BESIDE"):
         yield

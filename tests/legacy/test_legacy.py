@@ -208,8 +208,8 @@ def test_bad_arguments():
 
 def test_a_batch_that_does_not_run_is_told(caplog):
     detach(wrap(convnet(), sample_input=torch.ones(2, 3)))
-    (told,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert told.startswith("the step cannot be profiled: ConfigError: the step fails when it runs")
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert warning.startswith("the step cannot be profiled: ConfigError: the step fails when it runs")
 
 
 @pytest.mark.parametrize(

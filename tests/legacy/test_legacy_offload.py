@@ -224,11 +224,11 @@ class Elsewhere(nn.Parameter):
     device = torch.device("mps:0")
 
 
-class NotThere(Elsewhere):
+class NoDevice(Elsewhere):
     device = torch.device("cuda:0")
 
 
-@pytest.fixture(params=[(Elsewhere, "there is no backend for 'mps' here"), (NotThere, "needs a CUDA device")])
+@pytest.fixture(params=[(Elsewhere, "there is no backend for 'mps' here"), (NoDevice, "needs a CUDA device")])
 def somewhere_else(request, monkeypatch):
     """A model whose tensors nothing moves, and what the error says of it."""
     kind, reason = request.param

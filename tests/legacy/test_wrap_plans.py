@@ -233,13 +233,13 @@ class Reads(nn.Sequential):
 
 def test_a_step_that_cannot_be_simulated_gets_the_rule_if_memory_is_short(device, caplog):
     caplog.set_level(logging.INFO, logger="memscale")
-    told = (
+    message = (
         r"this Reads takes 12.1 MiB of the 9.00 MiB .*rule Plan.*checkpoint.*whose peak is not known.*transform\(model"
     )
     for mib, plan in ((9, {"*": ms.checkpoint()}), (1000, {})):
         device(mib)
         model = ms.wrap(Reads(*stack()), config(enable_logging=True, warmup_steps=0))
-        with pytest.warns(RuntimeWarning, match=told) if plan else contextlib.nullcontext():
+        with pytest.warns(RuntimeWarning, match=message) if plan else contextlib.nullcontext():
             model(rows(1024)).sum().backward()
         executor = model._memscale_executor
         assert executor.profile.method == "empirical"

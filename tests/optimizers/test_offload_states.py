@@ -147,13 +147,13 @@ def test_no_room_is_an_error_before_anything_changes():
     assert numbers(model, original) == before
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_profile_counts_what_is_left_on_the_device(there):
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_profile_counts_what_is_left_on_the_device(has_stepped):
     model = nn.Sequential(*[nn.Linear(SIZE, SIZE, bias=False) for _ in range(8)])
     x, loss, weights = torch.ones(2, SIZE), (lambda y, _: y.square().mean()), 8 * SIZE * SIZE * 4
     for hardware in (None, "h100"):
         plain = torch.optim.AdamW(model.parameters(), fused=True)
-        if there:  # it has stepped before
+        if has_stepped:  # it has stepped before
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             plain.step()

@@ -1,4 +1,4 @@
-"""The step on the host of a card's parameters, with the real caching allocator on a stand-in for the CUDA runtime."""
+"""The step on the host of a card's parameters, with the real caching allocator on fake CUDA libraries."""
 
 import pytest
 import torch

@@ -64,13 +64,13 @@ def test_a_state_dict_goes_both_ways(make, how):
     (plain, expected), (model, optimizer) = twins(make, how)
     train(model, optimizer, [2])
     train(plain, expected, [2])
-    there, back = how(make(model.parameters())), make(plain.parameters())
-    there.load_state_dict(copy.deepcopy(expected.state_dict()))
+    onward, back = how(make(model.parameters())), make(plain.parameters())
+    onward.load_state_dict(copy.deepcopy(expected.state_dict()))
     back.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     del optimizer
-    train(model, there, [3])
+    train(model, onward, [3])
     train(plain, back, [3])
-    assert numbers(model, there) == numbers(plain, back)
+    assert numbers(model, onward) == numbers(plain, back)
 
 
 @every_transform

@@ -103,8 +103,8 @@ def test_what_a_group_holds_beside_others_is_what_was_thought():
     costs = search.costs
     columns = {part.path: number for number, part in enumerate(costs.parts)}
     choices = [{group: number} for group in costs.groups for number in range(1, len(costs.candidates[group]))]
-    beside = [{columns["up"]: 1, columns["down.one"]: 1}, {columns["up"]: 3, columns["down"]: 2}]
-    _is_what_was_thought(search, [*choices, *beside])
+    extra = [{columns["up"]: 1, columns["down.one"]: 1}, {columns["up"]: 3, columns["down"]: 2}]
+    _is_what_was_thought(search, [*choices, *extra])
 
 
 def test_the_smallest_plan_cuts_the_model_as_a_whole(row):

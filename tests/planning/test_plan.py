@@ -445,21 +445,21 @@ def test_an_exact_plan_tells_what_a_head_in_pieces_would_give():
     tokens = torch.zeros(4, 64, dtype=torch.long)
     loss = lambda y, tokens: nn.functional.cross_entropy(y.flatten(0, 1), tokens.flatten())  # noqa: E731
 
-    def told(model, exact=True):
+    def plan_of(model, exact=True):
         step = {"loss": loss, "hardware": "t4"}
         limit = ms.profile(model, tokens, **step).taken_bytes * 9 // 10
         plan = ms.plan(model, tokens, limit, exact=exact, **step)
         return plan, step, [note for note in plan.evidence.notes if "exact=False" in note]
 
-    plan, step, (note,) = told(model := Language())
+    plan, step, (note,) = plan_of(model := Language())
     rules = {rule.pattern: rule.transform for rule in plan} | {"lm_head": ms.tile(chunks=8)}
-    there = ms.profile(model, tokens, plan=ms.Plan(rules), **step)
+    by_rules = ms.profile(model, tokens, plan=ms.Plan(rules), **step)
     assert "tile(chunks=8) on lm_head" in note
     logits_bytes = 4 * tokens.numel() * model.lm_head.out_features
     counts = [format_bytes(each * logits_bytes) for each in range(1, 5)]
     assert any(f"logits take {each} of the peak" in note for each in counts)
-    assert plan.evidence.planned.taken_bytes - there.taken_bytes >= logits_bytes / 2
-    assert not told(model, exact=False)[2]
+    assert plan.evidence.planned.taken_bytes - by_rules.taken_bytes >= logits_bytes / 2
+    assert not plan_of(model, exact=False)[2]
 
 
 def test_a_plan_changes_no_bit_unless_it_is_asked_to():

@@ -95,14 +95,14 @@ def test_what_no_plan_fits_is_told_what_would_beside_it():
         model, tokens = WithHead(), torch.empty(4, 8, dtype=torch.long)
     step = {"optimizer": torch.optim.AdamW(model.parameters()), "hardware": CARD, **LOSS}
     ranks = {"parallel": "fsdp2", "world": 8}
-    with pytest.raises(ms.BudgetError, match="no plan fits") as told:
+    with pytest.raises(ms.BudgetError, match="no plan fits") as refused:
         ms.plan(model, tokens, budget="90MiB", **step, **ranks)
     said = "plan(shard=('blocks.*', 'embed', 'head')) and plan(stepping=('step_in_backward',)) would lower it to "
-    assert f"\n  {said}" in str(told.value)
-    nbytes = int(str(told.value).partition(said)[2].partition("(")[2].partition(" bytes")[0])
-    plan = ms.Plan([*((rule.pattern, rule.transform) for rule in told.value.plan), ("", ms.step_in_backward())])
+    assert f"\n  {said}" in str(refused.value)
+    nbytes = int(str(refused.value).partition(said)[2].partition("(")[2].partition(" bytes")[0])
+    plan = ms.Plan([*((rule.pattern, rule.transform) for rule in refused.value.plan), ("", ms.step_in_backward())])
     apart = ms.profile(model, tokens, plan=plan, **step, **ranks, shard=("blocks.*", "embed", "head"))
-    assert (apart.reserved_peak_bytes, nbytes < told.value.peak_bytes) == (nbytes, True)
+    assert (apart.reserved_peak_bytes, nbytes < refused.value.peak_bytes) == (nbytes, True)
 
 
 def test_ways_to_step_that_shards_do_not_go_are_not_taken():
@@ -136,8 +136,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "told"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_are_told_before_anything_is_simulated(ranks, told):
+@pytest.mark.parametrize(("ranks", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_told_before_anything_is_simulated(ranks, message):
     model, step = made()
     for ask in (
         lambda: ms.plan(model, batch(), budget=1.0, **step, **ranks),
@@ -145,5 +145,5 @@ def test_mistakes_are_told_before_anything_is_simulated(ranks, told):
         lambda: ms.OOMPredictor(model, **step, **ranks),
         lambda: ms.AutoTuner(model, **step, **ranks),
     ):
-        with pytest.raises(ms.ConfigError, match=told):
+        with pytest.raises(ms.ConfigError, match=message):
             ask()

@@ -194,14 +194,14 @@ def test_the_recommended_plan_is_the_planners_and_frees_by_the_allocator_what_it
         "config": ms.Config(mode="conservative", enable_tiling=True),
     }
     prediction = ms.OOMPredictor(model, **step).predict(batch)
-    (told,) = [each for each in prediction.recommendations if each.action.startswith("apply the plan: ")]
+    (advice,) = [each for each in prediction.recommendations if each.action.startswith("apply the plan: ")]
     expected = ms.plan(model, batch, budget=capacity, **step)
-    assert told.plan == expected
-    assert told.action == f"apply the plan: {summary(expected)}"
-    after = truth(ms.transform(model, told.plan), batch, loss=next_token)
-    assert told.peak_bytes == after <= capacity
-    assert told.freed_bytes == before - told.peak_bytes
-    assert told.step_seconds is None, "the box does not say how fast it is"
+    assert advice.plan == expected
+    assert advice.action == f"apply the plan: {summary(expected)}"
+    after = truth(ms.transform(model, advice.plan), batch, loss=next_token)
+    assert advice.peak_bytes == after <= capacity
+    assert advice.freed_bytes == before - advice.peak_bytes
+    assert advice.step_seconds is None, "the box does not say how fast it is"
 
 
 def test_recommendations_free_something_and_come_best_first():
@@ -220,9 +220,9 @@ def test_accumulation_takes_as_few_parts_as_fit():
     for capacity, parts, peak in ((half, 2, half), (half - 1, 4, quarter)):
         predictor = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(2 * whole))
         prediction = predictor.predict(batch, budget=capacity)
-        told = next(each for each in prediction.recommendations if each.plan is None and each.parts > 1)
-        assert told.action == f"accumulate the gradients of {parts} equal parts of the batch"
-        assert (told.peak_bytes, told.freed_bytes, told.plan, told.parts) == (peak, whole - peak, None, parts)
+        advice = next(each for each in prediction.recommendations if each.plan is None and each.parts > 1)
+        assert advice.action == f"accumulate the gradients of {parts} equal parts of the batch"
+        assert (advice.peak_bytes, advice.freed_bytes, advice.plan, advice.parts) == (peak, whole - peak, None, parts)
 
 
 def test_parts_that_the_model_does_not_take_are_not_recommended():
@@ -231,8 +231,8 @@ def test_parts_that_the_model_does_not_take_are_not_recommended():
     prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(1)).predict(
         torch.ones(16, 1, WIDTH)
     )
-    (told,) = [each for each in prediction.recommendations if each.parts > 1]
-    assert told.parts == 8  # a single row has no variance
+    (advice,) = [each for each in prediction.recommendations if each.parts > 1]
+    assert advice.parts == 8  # a single row has no variance
     assert prediction.notes == ()
 
 
@@ -262,8 +262,10 @@ def test_a_card_without_bfloat16_is_told_to_compute_in_float16():
     ):
         assert shorthands(blocks(), hardware)["cast"] == {"": ms.cast(compute=dtype)}
     step = {"loss": lambda y, _: y.square().mean(), "hardware": "t4"}
-    told = ms.OOMPredictor(blocks(2), config=FEW, **step).predict(torch.ones(1024, 64), budget="24MiB", recommend=True)
-    assert [each for each in told.recommendations if each.action.startswith("cast(compute=torch.float16)")]
+    advice = ms.OOMPredictor(blocks(2), config=FEW, **step).predict(
+        torch.ones(1024, 64), budget="24MiB", recommend=True
+    )
+    assert [each for each in advice.recommendations if each.action.startswith("cast(compute=torch.float16)")]
     assert "cast" not in shorthands(blocks().bfloat16(), box(1))
 
 
@@ -344,9 +346,9 @@ def test_a_model_that_reads_values_is_measured_and_so_is_what_is_recommended():
     before = truth(model, batch)
     prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(before)).predict(batch)
     assert prediction.profile.method == "empirical"
-    told = {each.plan: each.freed_bytes for each in prediction.recommendations}
+    advice = {each.plan: each.freed_bytes for each in prediction.recommendations}
     plan = ms.Plan({"blocks.*": ms.checkpoint()})
-    assert told[plan] == before - truth(ms.transform(model, plan), batch)
+    assert advice[plan] == before - truth(ms.transform(model, plan), batch)
 
 
 # -- the largest batch -------------------------------------------------------------------------------------------------
@@ -395,8 +397,8 @@ def test_a_plan_and_accumulation_count_in_the_largest_batch():
     ).largest(rows)
     doubled = torch.ones(2 * fit.n, WIDTH)
     # Both parts are views of one batch there, and the batch itself is there once in a simulation.
-    there = truth(ms.transform(model, plan), doubled, parts=2) - doubled.nbytes + doubled.nbytes // 2
-    assert fit.peak_bytes == there
+    expected_bytes = truth(ms.transform(model, plan), doubled, parts=2) - doubled.nbytes + doubled.nbytes // 2
+    assert fit.peak_bytes == expected_bytes
     assert fit.n > 1.5 * ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(6 * MIB)).largest(rows).n
 
 
@@ -518,9 +520,9 @@ def test_what_a_checkpointed_model_needs_to_fit_is_told_as_arguments():
     step = {"optimizer": torch.optim.AdamW(model.parameters()), "loss": square, "hardware": "t4"}
     batch = torch.empty(8, 512, device="meta")
     found = ms.OOMPredictor(model, **step).predict(batch, budget=8 * ms.profile(model, batch, **step).taken_bytes // 10)
-    (told,) = [each for each in found.recommendations if each.arguments]
-    assert str(told.arguments[0]) in told.action
-    assert told.peak_bytes <= found.capacity_bytes
+    (advice,) = [each for each in found.recommendations if each.arguments]
+    assert str(advice.arguments[0]) in advice.action
+    assert advice.peak_bytes <= found.capacity_bytes
     assert OOMPrediction.from_json(found.to_json()) == found
 
 

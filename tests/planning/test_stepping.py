@@ -97,9 +97,9 @@ def test_two_passes_that_clip_are_for_those_who_write_such_a_loop():
     for _ in range(2):
         loss(model(torch.ones(64, 256)), None).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        there = loss(fit(torch.ones(64, 256)), None)
-        there.backward(retain_graph=True)
-        there.backward()
+        value = loss(fit(torch.ones(64, 256)), None)
+        value.backward(retain_graph=True)
+        value.backward()
         for each in (optimizer, stepping):
             each.step()
             each.zero_grad()

@@ -13,7 +13,7 @@ from memscale.regions.state_slots import holds, read, write
 from tests.support.checks import bits
 
 
-def exchange(module):
+def swap(module):
     del module.mask
     module.other = 1
 
@@ -21,7 +21,7 @@ def exchange(module):
 @pytest.mark.parametrize(
     "change",
     [
-        exchange,
+        swap,
         lambda module: module.table.update({"b": module.table.pop("a")}),
         lambda module: module.table.update({"a": module.table.pop("a")}),
         lambda module: module.table.update(a=3),
@@ -55,7 +55,7 @@ def test_an_attribute_that_took_the_place_of_none_is_not_there_in_the_recompute(
     def step(how):
         module, x = Masked(), torch.ones(2, requires_grad=True)
         y = how(module)(x).sum()
-        exchange(module)
+        swap(module)
         y.backward()
         return x.grad
 

@@ -496,10 +496,10 @@ def test_a_table_by_time_needs_times():
     timeless = ms.Hardware(name="box", device_type="cpu", memory_bytes=1 << 30)
     profiled = ms.profile(model, torch.ones(8, 64), loss=lambda y, _: y.sum(), hardware=timeless)
     assert profiled.table() in str(profiled)
-    for wrong, told in (
+    for wrong, message in (
         ({"by": "time"}, "has no times.*box"),
         ({"by": "size"}, "'bytes' or 'time'"),
         ({"rows": 0}, "1$"),
     ):
-        with pytest.raises(ms.ConfigError, match=told):
+        with pytest.raises(ms.ConfigError, match=message):
             profiled.table(**wrong)

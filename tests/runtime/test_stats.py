@@ -69,12 +69,12 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize(("idle", "told"), IDLE.values(), ids=IDLE)
-def test_what_does_not_do_what_it_says_speaks_once(idle, told):
+@pytest.mark.parametrize(("idle", "message"), IDLE.values(), ids=IDLE)
+def test_what_does_not_do_what_it_says_speaks_once(idle, message):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         idle()
-    assert [told in str(warning.message) for warning in caught] == [True]
+    assert [message in str(warning.message) for warning in caught] == [True]
 
 
 def test_a_norm_among_larger_layers_is_no_reason_to_speak():

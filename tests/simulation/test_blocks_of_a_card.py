@@ -1,4 +1,4 @@
-"""What the allocator of a card hands out beside what tensors need, as the CUDA build does on the stand-ins."""
+"""What the allocator of a card hands out besides what tensors need, as the CUDA build does on the fake libraries."""
 
 import functools
 

@@ -23,7 +23,7 @@ def simulated(forward, x=None, hardware="h100", **options):
     return ms.profile(model, torch.randn(256, 64) if x is None else x, loss=mean, hardware=hardware, **options)
 
 
-def told(forward):
+def check_answer(forward):
     found = []
 
     def run(m, x):
@@ -109,7 +109,7 @@ def _narrowed_twice(m, x):
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 def test_the_step_is_told_that_it_is_on_the_device(question):
-    told(question)
+    check_answer(question)
 
 
 def test_nothing_is_left_of_it():
@@ -259,7 +259,7 @@ def test_lazy_logits_stay_lazy_when_their_device_is_read_and_they_are_cast():
 def test_what_pytorch_keeps_of_its_constructors_is_not_kept_from_a_simulation():
     """The first `with torch.device(...)` of a process, in a simulated step, made a later one miss `torch.tensor`."""
     torch.utils._device._device_constructors.cache_clear()
-    told(QUESTIONS["context"])
+    check_answer(QUESTIONS["context"])
     with torch.device("meta"):
         assert torch.tensor(0).is_meta
 

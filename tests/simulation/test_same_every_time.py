@@ -197,14 +197,14 @@ def test_what_libraries_keep_of_answers_about_the_device_is_asked_again(monkeypa
     monkeypatch.setattr(sys.modules[__name__], "is_cuda_here", is_cuda_here, raising=False)
     process_state._cached_questions.cache_clear()
     assert is_cuda_here() == torch.cuda.is_available()
-    model, told = nn.Linear(4, 4), []
+    model, answers = nn.Linear(4, 4), []
 
     def step():
-        told.append(is_cuda_here())
+        answers.append(is_cuda_here())
         model(torch.ones(2, 4)).sum().backward()
 
     ms.profile(step, hardware="h100")
-    assert all(told)
+    assert all(answers)
     assert is_cuda_here() == torch.cuda.is_available()
     process_state._cached_questions.cache_clear()
 

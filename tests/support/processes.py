@@ -54,9 +54,9 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of Python, with these variables besides, to its end."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        told = [source, [str(each) for each in arguments], environment, [out.name, err.name], stops_at_warnings]
+        request = [source, [str(each) for each in arguments], environment, [out.name, err.name], stops_at_warnings]
         prepared = _prepared()
-        prepared.stdin.write(json.dumps(told) + "\n")
+        prepared.stdin.write(json.dumps(request) + "\n")
         prepared.stdin.flush()
         status = int(prepared.stdout.readline())
         return subprocess.CompletedProcess(source, status, out.read(), err.read())

@@ -60,7 +60,7 @@ def report(state=State.LOCAL):
     return json.loads(weeks.report(weeks.names()[-1], machine()))
 
 
-def faults(told):
+def faults(document):
     """The fields of a report that are not as the schema has them."""
     fields = SCHEMA_OF_A_REPORT["properties"]
 
@@ -74,7 +74,7 @@ def faults(told):
             return re.search(rule["pattern"], value) is not None
         return type(value) in (int, str) and value in rule.get("enum", [rule.get("const")])
 
-    return sorted(name for name in fields.keys() | told.keys() if not is_valid(name, told[name]))
+    return sorted(name for name in fields.keys() | document.keys() if not is_valid(name, document[name]))
 
 
 def stack():
@@ -136,9 +136,9 @@ def test_the_public_verbs_touch_nothing_while_it_is_off(place, capsys, monkeypat
 def test_a_process_of_its_own_and_all_verbs_touch_nothing_either(place, state):
     if state is State.LOCAL:
         chosen(state)
-    told = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     command = [sys.executable, "-c", WATCHED, "all"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=told)
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     # Once there is consent the same calls do show: reading it, and a line for each.
     assert set(run.stdout.split()) == ({"open", "os.mkdir"} if state is State.LOCAL else set())
     assert place.exists() == (state is State.LOCAL)
@@ -178,10 +178,10 @@ def test_what_is_counted_of_each_verb(place):
     ]
     assert [line.split()[0] for line in found[2:]] == ["transform_called", "wrap_called", "detach_called"]
     assert "outcome:skipped" in found[3]
-    told = report()
-    assert told["counters"]["plan_called"] == 2
-    assert told["counters"]["plan_called/technique:checkpoint"] == 1
-    assert faults(told) == []
+    document = report()
+    assert document["counters"]["plan_called"] == 2
+    assert document["counters"]["plan_called/technique:checkpoint"] == 1
+    assert faults(document) == []
 
 
 def test_a_training_step_writes_nothing(place, monkeypatch):
@@ -217,10 +217,10 @@ os.access("/second-mark", os.F_OK)
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_no_system_call_of_a_step_is_about_a_file_or_a_connection(place, tmp_path):
     chosen(State.LOCAL)
-    told = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     trace = tmp_path / "trace"
     command = ["strace", "-f", "-o", str(trace), "-e", "trace=%file,%network,read,write", sys.executable, "-c", STEPS]
-    subprocess.run(command, check=True, env=told | {"OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, env=environment | {"OMP_NUM_THREADS": "1"})
     text = trace.read_text()
     assert len(lines(place)) == 1  # of the call of `wrap`
     steps = text[text.index("first-mark") : text.index("second-mark")].splitlines()
@@ -493,18 +493,18 @@ def test_what_is_not_listed_is_in_no_report(place):
             f"plan_called technique:{SECRET}\n{SECRET}\nplan_called outcome:fiplan_called\n\xff\n".encode("latin1")
         )
         file.write(b"plan_called\n" * 200)
-    told = report()
-    assert told["counters"] == {"plan_called": 100}
+    document = report()
+    assert document["counters"] == {"plan_called": 100}
     for change in ({"host": SECRET}, {"week": SECRET}, {"card": SECRET}, {"schema": True}, {"os": "linux\n"}):
-        assert faults(told | change)
-    assert faults(told | {"counters": {SECRET: 1}})
-    assert faults(told | {"counters": {"plan_called": 101}})
+        assert faults(document | change)
+    assert faults(document | {"counters": {SECRET: 1}})
+    assert faults(document | {"counters": {"plan_called": 101}})
 
 
 def test_the_schema_is_closed():
-    told, fields = SCHEMA_OF_A_REPORT, SCHEMA_OF_A_REPORT["properties"]
-    assert told["additionalProperties"] is False
-    assert set(told["required"]) == set(fields)
+    document, fields = SCHEMA_OF_A_REPORT, SCHEMA_OF_A_REPORT["properties"]
+    assert document["additionalProperties"] is False
+    assert set(document["required"]) == set(fields)
     assert fields["schema"] == {"const": SCHEMA}
     assert fields["card"] == {"enum": [*card_names(), "none", "other"]}
     assert fields["counters"]["propertyNames"] == {"enum": list(counters())}

@@ -94,7 +94,7 @@ class _Remedies:
             self._try("the plan and accumulated gradients", lambda: self._in_parts(plan))
 
     def _checkpointed(self) -> Recommendation | None:
-        """Returns the checkpointed blocks as a recommendation, with remedies beside the plan until the step fits."""
+        """Returns the checkpointed blocks as a recommendation, with remedies besides the plan until the step fits."""
         step, prediction = self._step, self._prediction
         rules = Plan(shorthands(self._model, step.hardware).get("checkpoint", {}))
         if not rules or "checkpoint" not in allowed(step.allowed).eligible():

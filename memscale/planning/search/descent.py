@@ -36,7 +36,7 @@ _MOST_OPERATORS, _MOST_FAILURES = 80_000, 4
 _WORTH, _GAIN = 0.05, 0.01
 # Share of the waiting bytes that a checkpoint is estimated to free: its inputs stay.
 _FREED = 0.8
-# The first numbers of chunks of a tile, and the most chunks. A loss head has few bytes beside the logits.
+# The first numbers of chunks of a tile, and the most chunks. A loss head has few bytes besides the logits.
 _FIRST, _MOST_CHUNKS, _MOST_HEAD_CHUNKS = (4, 2), 64, 512
 # The categories of the bytes at the peak that transforms free.
 _FREE = ("activation", "temporary", "workspace")

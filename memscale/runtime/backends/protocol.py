@@ -28,7 +28,7 @@ Stream = Literal["out", "in"]
 # Moved bytes start at a multiple of this, in their storage, in a buffer of several, and after they come back: kernels
 # choose their code path, and with it the order of sums, by alignment. It also allows a view of the bytes in any dtype.
 ALIGNMENT = 64
-# Storages below this travel together where the host's time for a copy is longer than the copy, as beside a GPU.
+# Storages below this travel together where the host's time for a copy is longer than the copy, as with a GPU.
 TOGETHER_BYTES = 1024**2
 
 

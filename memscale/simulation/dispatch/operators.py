@@ -63,7 +63,7 @@ class Operator:
         composed: the dispatch key of the kernel that composes it of other operators; None for a single kernel.
         written: the arguments that the operator writes to.
         order: the order in which its kernel allocates results, if it differs from the order of return.
-        on_host: the results that are on the CPU beside the device.
+        on_host: the results that are on the CPU of the host.
         effects: the effects of its calls, by signature.
     """
 

@@ -177,7 +177,7 @@ class StepRecorder:
         seconds: float | None
         if way is not None and knows_copies(clock.hardware):
             seconds = clock.across(way, work.nbytes // 2)
-        elif storages.offloaded and not storages.counts:  # the CPU beside a card computes, from host tensors
+        elif storages.offloaded and not storages.counts:  # the host of a card computes, from host tensors
             seconds = clock.host_operator(work.nbytes)
         else:
             cost: KernelCost | float = effect.cost

@@ -44,7 +44,7 @@ def _size(tensor: torch.Tensor) -> Any:
     return tensor.shape
 
 
-class CallEffects(NamedTuple):
+class OperatorEffects(NamedTuple):
     """The side effects of a call of an operator.
 
     Attributes:
@@ -56,7 +56,7 @@ class CallEffects(NamedTuple):
     random: list[tuple[torch.Generator, torch.Tensor]]
 
     @classmethod
-    def by(cls, op: internals.OpOverload, args: Any, kwargs: Any, result: Any) -> CallEffects:
+    def by(cls, op: internals.OpOverload, args: Any, kwargs: Any, result: Any) -> OperatorEffects:
         """Returns the side effects of the call of `op` that has just returned `result`."""
         statistics = [each.clone() for each in running_statistics(op, args, kwargs)]
         if torch.Tag.nondeterministic_seeded not in op.tags:
@@ -68,7 +68,7 @@ class CallEffects(NamedTuple):
         return cls(statistics, [(each, each.get_state()) for each in generators])
 
 
-NO_EFFECTS = CallEffects([], [])
+NO_EFFECTS = OperatorEffects([], [])
 
 
 def has_effects(op: internals.OpOverload) -> bool:
@@ -95,7 +95,7 @@ class SavedResult:
         call: int,
         tier: str | None,
         result: Any,
-        left: CallEffects,
+        left: OperatorEffects,
         alias: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self.op = op

@@ -31,8 +31,8 @@ from memscale.regions import (
 from memscale.runtime import Runtime
 from memscale.transforms.checkpoint.results import (
     NO_EFFECTS,
-    CallEffects,
     CallSpec,
+    OperatorEffects,
     Results,
     SavedResult,
     call_spec,
@@ -125,7 +125,7 @@ class _Output(NamedTuple):
     offset: Any
     dtype: torch.dtype
     rest: tuple[Any, ...] | None  # `None` where the operator has one output
-    left: CallEffects
+    left: OperatorEffects
     lives: weakref.ref[torch.UntypedStorage]
 
 
@@ -192,7 +192,7 @@ class Recorder(_Watch):
         call = len(self._calls)
         self._calls.append(spec)
         result = op(*args, **kwargs)
-        left = CallEffects.by(op, args, kwargs, result) if affects else NO_EFFECTS
+        left = OperatorEffects.by(op, args, kwargs, result) if affects else NO_EFFECTS
         if verdict is None:
             self._note(call, op, result, left)
             verdict = self._policy.verdict(Site(op, None, batch_dims(op)))
@@ -203,7 +203,7 @@ class Recorder(_Watch):
         """Records that autograd saves a tensor now."""
         self._marks.append(len(self._calls))
 
-    def _save(self, verdict: Verdict, call: int, op: internals.OpOverload, result: Any, left: CallEffects) -> None:
+    def _save(self, verdict: Verdict, call: int, op: internals.OpOverload, result: Any, left: OperatorEffects) -> None:
         if isinstance(verdict, Recompute) or call in self._results:
             return
         tier = verdict.tier if isinstance(verdict, Move) else None
@@ -226,7 +226,7 @@ class Recorder(_Watch):
                 result.add_alias(self._alias(view))
         return views
 
-    def _note(self, call: int, op: internals.OpOverload, result: Any, left: CallEffects) -> None:
+    def _note(self, call: int, op: internals.OpOverload, result: Any, left: OperatorEffects) -> None:
         """Records the layout of an operator's first output, which may get a label later."""
         several = isinstance(result, (tuple, list)) and len(result) > 0
         first, rest = (result[0], tuple(result[1:])) if several else (result, None)

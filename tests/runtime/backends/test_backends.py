@@ -368,7 +368,7 @@ def test_memory_that_is_touched_under_a_copy(way, write, is_hazard, how):
         (hazard,) = checked.hazards
         assert f"4096 bytes on pinned, {'written' if write else 'read'} by the CPU" in str(hazard)
         assert "in test_memory_that_is_touched" in hazard.here
-        assert "in copied" in hazard.there
+        assert "in copied" in hazard.other_site
 
 
 # ---------------------------------------------------------------------------------------------------- threads

@@ -1,4 +1,4 @@
-"""The order of the CUDA backend's calls, over the real caching allocator, on a stand-in for the runtime."""
+"""The order of the CUDA backend's calls, over the real caching allocator, on fake CUDA libraries."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import torch
 import memscale as ms
 from memscale.runtime import Runtime
 from tests.ghost.mutants import MUTANTS
-from tests.ghost.programs import Failure, run, run_beside
+from tests.ghost.programs import Failure, run, run_two_regions
 from tests.ghost.record import Accessing, Order, recorded, recording, tried_on_the_cpu  # noqa: F401
 
 pytestmark = [
@@ -56,13 +56,13 @@ def test_a_record_loses_no_exception(lib):
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
 def test_parameters_wait_for_a_stream_inside_their_region(lib, fails):
     """A region ends, or fails, before its streams meet: their memory is not reused while one of them reads it."""
-    assert races(lib, partial(run_beside, fails), 1)[0] == []
+    assert races(lib, partial(run_two_regions, fails), 1)[0] == []
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_the_record_shows_what_a_mutant_does_wrong(monkeypatch, lib, mutant):
     monkeypatch.setattr(*MUTANTS[mutant], mutant)
-    programs = [(partial(run_beside, fails), 1) for fails in (False, True)]
+    programs = [(partial(run_two_regions, fails), 1) for fails in (False, True)]
     programs += [(partial(run, case, lambda: Accessing(lib)), case + 1) for case in (12, 49, *range(40))]
     assert any(races(lib, program, delay, fails=(RuntimeError,))[0] for program, delay in programs)
 

@@ -77,7 +77,7 @@ STEPS = {
 }
 
 
-# What `torch.cuda.max_memory_allocated()` and its reserved twin said of the third step with a T4's stand-ins.
+# What `torch.cuda.max_memory_allocated()` and its reserved twin said of the third step with a fake T4.
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

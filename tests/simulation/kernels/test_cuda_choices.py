@@ -122,12 +122,12 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "hardware", "told"),
+    ("dtype", "hardware", "has_note"),
     [(torch.bfloat16, "t4", True), (torch.float16, "t4", False), (torch.bfloat16, "rtx-4090", False)],
 )
-def test_a_profile_tells_of_attention_that_a_device_has_no_fused_kernel_for(dtype, hardware, told):
+def test_a_profile_tells_of_attention_that_a_device_has_no_fused_kernel_for(dtype, hardware, has_note):
     model = nn.Sequential(nn.Linear(16, 16), Attention()).to("meta", dtype)
     x = torch.empty(2, 4, 128, 16, dtype=dtype, device="meta")
     found = ms.profile(model, x, loss=lambda y, _: y.float().sum(), hardware=hardware)
     note = "attention in bfloat16 has no fused kernel on Tesla T4, so backward keeps its scores"
-    assert any(each.startswith(note) for each in found.notes) is told
+    assert any(each.startswith(note) for each in found.notes) is has_note

@@ -75,7 +75,7 @@ class Autocast(nn.Module):
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 
 
-# What `torch.cuda.max_memory_allocated()` said of the third step with an A100's stand-ins: see tests/ghost.
+# What `torch.cuda.max_memory_allocated()` said of the third step with a fake A100: see tests/ghost.
 @pytest.mark.parametrize(
     ("model", "shape", "expected"),
     [

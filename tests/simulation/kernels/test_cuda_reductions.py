@@ -10,7 +10,7 @@ import memscale as ms
 from tests.support.kernels import cuda_program, scratch_bytes
 
 # What the caching allocator of torch 2.13's CUDA build took beside the results (with expandable segments, which round
-# no block up). It ran on stand-ins for NVIDIA's libraries, since no card was there: the code that chooses how to split
+# no block up). It ran on fakes of NVIDIA's libraries, since no card was there: the code that chooses how to split
 # a reduction is PyTorch's own, and only asks the card for its multiprocessors and threads. Of 4,000 random ones on
 # these cards, 3,920 agree with the formula; the others are variances of complex numbers, which go in parts: PARTS.
 # Card, operator, shape, strides, offset, dtype, other arguments, dtype of the result, bytes.

@@ -210,7 +210,7 @@ def test_what_cudnn_does_not_run_keeps_no_reserve(way, monkeypatch):
 def test_autocast_of_a_packed_sequence_takes_what_it_takes_on_a_card(monkeypatch):
     """What its rows are packed from, and the states of dropout before the narrow weights; `benchmarks/_zoo.py` has it.
 
-    The stand-ins of tests/ghost, which said so, give cuDNN 8 MiB to work in.
+    The fake libraries of tests/ghost, which said so, give cuDNN 8 MiB to work in.
     """
     monkeypatch.setattr(recurrences, "workspace_bytes", lambda call, *, backward=False: 8 << 20)
 

@@ -224,7 +224,7 @@ def tile(rows, columns):
         (L4, BF16, 136, 64, 64, True),
         (RTX5090, BF16, 64, 64, 64, False),
         (RTX5090, BF16, 72, 64, 64, True),
-        (T4, F16, 64, 64, 64, False),  # these three as the CUDA build of torch 2.13 takes them on a T4's stand-ins
+        (T4, F16, 64, 64, 64, False),  # these three as the CUDA build of torch 2.13 takes them on a fake T4
         (T4, F16, 96, 128, 64, False),
         (T4, F16, 160, 128, 64, True),
     ],
@@ -289,8 +289,8 @@ def test_convolutions_that_cudnn_refuses_lay_out_the_patches_of_one_image(
         program = cuda_program(f"aten.{op}.default", of_double, forward.double(), (8, 0), 108)
         assert most_held(program) == 0  # by cuDNN, without copies
     # One half of what two of them gave, side by side: it is copied, and so is an image that does not lie in order.
-    beside = torch.cat([forward, forward], 1)[:, : forward.size(1)]
-    program = cuda_program("aten.convolution_backward.default", (beside, *backward[1:]), None, (7, 5), 40)
+    strided = torch.cat([forward, forward], 1)[:, : forward.size(1)]
+    program = cuda_program("aten.convolution_backward.default", (strided, *backward[1:]), None, (7, 5), 40)
     assert program[: len(in_backward) + 1] == (forward.nbytes, *in_backward)
     if image.size(1) > 1:
         image = image.transpose(1, -1).contiguous().transpose(1, -1)

@@ -29,7 +29,7 @@ class Tagger(nn.Module):
         return self.head(pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
 
 
-# Of `torch.cuda.max_memory_allocated()` in the third step with a T4's stand-ins, see tests/ghost, with which each
+# Of `torch.cuda.max_memory_allocated()` in the third step with a fake T4, see tests/ghost, with which each
 # reserved peak agreed to the byte, too: in bfloat16, and in float32 where cuDNN is turned off.
 CASES = {
     "lstm": ({"kind": nn.LSTM, "dropout": 0.1}, 22370304, 26991104),

@@ -336,9 +336,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("options", "told"), MISTAKES.values(), ids=MISTAKES)
-def test_what_is_asked_about_wrongly_is_told(options, told):
-    with pytest.raises(ms.ConfigError, match=told):
+@pytest.mark.parametrize(("options", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_what_is_asked_about_wrongly_is_told(options, message):
+    with pytest.raises(ms.ConfigError, match=message):
         ms.profile(Model(), TOKENS, loss=loss, **options)
 
 

@@ -149,8 +149,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("make", "options", "told"), MISTAKES.values(), ids=MISTAKES)
-def test_what_cannot_be_split_is_told_before_anything_is_made(make, options, told):
-    with pytest.raises(ms.ConfigError, match=told):
+@pytest.mark.parametrize(("make", "options", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_what_cannot_be_split_is_told_before_anything_is_made(make, options, message):
+    with pytest.raises(ms.ConfigError, match=message):
         ms.profile(make(), TOKENS, loss=loss, **{"parallel": "fsdp2", **options})
     assert not dist.is_initialized()

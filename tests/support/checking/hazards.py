@@ -53,7 +53,7 @@ class Hazard:
 
     kind: str
     here: str
-    there: str
+    other_site: str
     what: str
 
     def __str__(self) -> str:
@@ -385,8 +385,8 @@ class Checked:
             if early:  # nobody gave this load up: it was forgotten
                 buffer.loading[-len(buffer.loading) - 1] = site
 
-    def _report(self, kind: str, there: str, what: str) -> None:
-        self.hazards.append(Hazard(kind, _site(), there, what))
+    def _report(self, kind: str, other_site: str, what: str) -> None:
+        self.hazards.append(Hazard(kind, _site(), other_site, what))
 
 
 def _site() -> str:

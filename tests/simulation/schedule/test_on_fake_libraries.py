@@ -1,4 +1,4 @@
-"""A step that streams its parameters, on the stand-ins as it runs there, where copies and operators take time."""
+"""A step that streams its parameters, on the fake libraries as it runs there, where copies and operators take time."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 import memscale as ms
 from memscale.hardware import copy_seconds
 from memscale.runtime import Runtime
-from tests.ghost.record import stand_in
+from tests.ghost.record import fake_runtime
 from tests.ghost.timed import timed
 
 pytestmark = pytest.mark.cuda
@@ -26,7 +26,7 @@ def block():
 @pytest.mark.parametrize("how", [STREAMED, ms.compose(STREAMED, ms.checkpoint())])
 def test_copies_take_time_and_memory_is_at_most_that_of_the_profile(how):
     """A profile has as many layers loaded ahead as there may be; measured times have fewer, which is less memory."""
-    if stand_in() is None:
+    if fake_runtime() is None:
         pytest.skip("a real CUDA runtime keeps its own time")
     card = ms.Hardware.named("h100")
     with torch.device("meta"):
@@ -54,13 +54,13 @@ def test_copies_take_time_and_memory_is_at_most_that_of_the_profile(how):
 
 
 def test_a_copy_is_done_when_its_time_has_come():
-    if stand_in() is None:
+    if fake_runtime() is None:
         pytest.skip("a real CUDA runtime keeps its own time")
     card = ms.Hardware.named("h100")
-    here, there = torch.empty(1 << 28, dtype=torch.uint8).pin_memory(), torch.empty(1 << 28, dtype=torch.uint8).cuda()
+    host, device = torch.empty(1 << 28, dtype=torch.uint8).pin_memory(), torch.empty(1 << 28, dtype=torch.uint8).cuda()
     with timed(card) as now:
         begin, copied = now(), torch.cuda.Event()
-        there.copy_(here, non_blocking=True)
+        device.copy_(host, non_blocking=True)
         copied.record()
         assert not copied.query()
         copied.synchronize()

@@ -64,7 +64,7 @@ def in_fsdp1():
     return wrapped
 
 
-TOLD = {
+REMEDIES = {
     "torch's checkpoint": (lambda: ms.checkpoint(layer()), r"no Linear; write checkpoint\(\)\(function\)"),
     "with its arguments": (lambda: ms.checkpoint(layer(), torch.ones(4), use_reentrant=False), r"'layers\.\*': check"),
     "offload of a model": (lambda: ms.offload(layer()), r"no Linear; write offload\(\)\(function\)"),
@@ -193,16 +193,18 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize(("mistake", "told"), TOLD.values(), ids=TOLD)
-def test_a_mistake_is_told_what_to_write(mistake, told):
-    with pytest.raises((ms.ConfigError, ms.PlanError, ms.TransformError), match=told):
+@pytest.mark.parametrize(("mistake", "remedy"), REMEDIES.values(), ids=REMEDIES)
+def test_a_mistake_is_told_what_to_write(mistake, remedy):
+    with pytest.raises((ms.ConfigError, ms.PlanError, ms.TransformError), match=remedy):
         mistake()
 
 
 def test_a_transformed_model_is_a_function_and_says_so():
     fit = ms.checkpoint()(layer())
-    told = r"^checkpoint\(\)\(model\) is a function.* no 'parameters'; write transform\(model, \{'': checkpoint\(\)\}\)"
-    with pytest.raises(AttributeError, match=told):
+    remedy = (
+        r"^checkpoint\(\)\(model\) is a function.* no 'parameters'; write transform\(model, \{'': checkpoint\(\)\}\)"
+    )
+    with pytest.raises(AttributeError, match=remedy):
         fit.parameters()
     assert not hasattr(ms.checkpoint()(torch.sin), "parameters")
     assert torch.equal(copy.deepcopy(fit)(torch.ones(1, 4)), fit(torch.ones(1, 4)))

@@ -1,4 +1,4 @@
-"""As much of CuPy as offloading uses, over the stand-in for libcudart; the README says why not CuPy itself."""
+"""As much of CuPy as offloading uses, over the fake libcudart; the README says why not CuPy itself."""
 
 import ctypes
 import types
