@@ -244,7 +244,7 @@ class FakeMode(TorchDispatchMode):
         return result
 
     def _is_host_count(self, shape: Any) -> bool:
-        """Whether a scalar is made on the CPU though the step is on a device, as an optimizer does for its step count."""
+        """Whether a scalar is made on the CPU while the step is on a device, as optimizers do for step counts."""
         return shape == [] and self.storages.has_own_memory and self.recorder.course.optimizing
 
     def _is_on_device(self, tensor: torch.Tensor, wanted: Mapping[str, Any]) -> bool:

@@ -57,7 +57,7 @@ class Hazard:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.what}, at {self.here}; the other side is {self.there}"
+        return f"{self.kind}: {self.what}, at {self.here}; the other side is {self.other_site}"
 
 
 class CheckedEvent:
