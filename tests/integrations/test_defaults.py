@@ -65,33 +65,24 @@ def plain_loop(precision: str, config: Config, wraps: bool) -> nn.Module:
     return model
 
 
-def accelerate_loop(precision: str, config: Config, wraps: bool) -> nn.Module:
+def accelerate_loop(precision: str, config: Config, wraps: bool, *, first: bool = True) -> nn.Module:
     mixed = "no" if precision == "fp32" else precision
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed)
     accelerator.native_amp = precision != "fp32"  # as where there is a GPU, which alone gets it in fp16
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = accelerator.prepare(ms.wrap(model, config) if wraps else model, optimizer)
-    for batch in batches():
-        optimizer.zero_grad()
-        accelerator.backward(model(batch).square().mean())
-        optimizer.step()
-    return model
-
-
-def accelerate_wrapped_after(precision: str, config: Config, wraps: bool) -> nn.Module:
-    mixed = "no" if precision == "fp32" else precision
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed)
-    accelerator.native_amp = precision != "fp32"  # as where there is a GPU, which alone gets it in fp16
-    model = blocks()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    if wraps:
+    model, optimizer = accelerator.prepare(ms.wrap(model, config) if wraps and first else model, optimizer)
+    if wraps and not first:
         ms.wrap(model, config)
     for batch in batches():
         optimizer.zero_grad()
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
-    return accelerator.unwrap_model(model)
+    return model if first else accelerator.unwrap_model(model)
+
+
+def accelerate_wrapped_after(precision: str, config: Config, wraps: bool) -> nn.Module:
+    return accelerate_loop(precision, config, wraps, first=False)
 
 
 def fabric_loop(precision: str, config: Config, wraps: bool) -> nn.Module:

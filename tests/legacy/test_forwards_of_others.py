@@ -15,6 +15,7 @@ from torch import nn
 import memscale as ms
 from memscale.legacy import executor as executor_module
 from memscale.legacy.decision import Verdict
+from tests.legacy.test_wrap_among_others import blocks
 
 PLANS = [
     ms.Plan(),
@@ -22,15 +23,6 @@ PLANS = [
     ms.Plan({"1": ms.checkpoint(), "": ms.checkpoint()}),
     ms.Plan({"0": ms.compose(ms.checkpoint(), ms.checkpoint())}),
 ]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.inside(x))
 
 
 class Other:
@@ -91,14 +83,9 @@ class Other:
 WAYS = ("closure", "wraps", "method", "partial")
 
 
-def blocks() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(3)])
-
-
 def step(model: nn.Module, rows: int) -> list[torch.Tensor]:
     model.zero_grad()
-    output = model(torch.ones(rows, 4))
+    output = model(torch.ones(rows, 8))
     output.square().sum().backward()
     torch.optim.SGD(model.parameters(), 0.0).step()  # another plan may follow
     return [output, *(parameter.grad for parameter in model.parameters())]

@@ -12,11 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memscale as ms
-from memscale import AsyncOffloadConfig, Config, ConfigError, CorrectnessError, RuntimeUnavailable
+from memscale import AsyncOffloadConfig, Config, ConfigError, RuntimeUnavailable
 from memscale.hardware.device import Hardware
 from memscale.legacy.verbs import detach, wrap
 from memscale.runtime import default_runtime
-from memscale.runtime.engine.engine import Engine
 from tests.legacy.test_legacy import backward_flops, conv_batch, convnet, equal, gpt2, gpt2_batch, traces, train
 
 EVERYTHING = AsyncOffloadConfig(min_bytes=0)
@@ -274,20 +273,6 @@ def test_the_environment_cannot_make_wrap_fail(somewhere_else, monkeypatch, capl
     assert "nothing is offloaded" in wrap(model, Config(enable_checkpointing=False))._memscale_executor.skipped
 
 
-# --------------------------------------------------------------------------------------------------- skip, and proof
-
-
-def test_verify_correctness_catches_bytes_that_came_back_wrong(monkeypatch):
-    real = Engine.fetch
-    monkeypatch.setattr(Engine, "fetch", lambda engine, handle: real(engine, handle) + 1)
-    model = stack()
-    before = traces(model)
-    config = force(async_offload=True, async_config=EVERYTHING, verify_correctness=True)
-    with pytest.raises(CorrectnessError, match=r"gradient of 1\.0\.weight.*left unwrapped"):
-        wrap(model, config, sample_input=rows())
-    assert traces(model) == before
-
-
 # --------------------------------------------------------------------------------------------- report, copies, detach
 
 
@@ -354,9 +339,3 @@ def test_a_deep_copy_shares_the_runtime():
     assert moved(runtime)[0] == out_bytes
     assert equal(train(model, rows(), steps=1), train(stack(), rows(), steps=1))
     assert moved(runtime)[0] == 2 * out_bytes
-
-
-def detached(model):
-    other = copy.deepcopy(model)
-    detach(other)
-    return other

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import memscale as ms
+from tests.legacy.test_legacy import gpt2
 
 FORCE = ms.Config(force_optimize=True)
 
@@ -39,14 +40,6 @@ def step(model: nn.Module) -> list[torch.Tensor]:
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     optimizer.step()
     return gradients
-
-
-def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="GPT-2 comes from transformers")
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)
-    return transformers.GPT2LMHeadModel(config).train()
 
 
 def switch(model: nn.Module, on: bool) -> None:

@@ -49,19 +49,6 @@ def test_numbers_come_back_as_near_as_promised_and_have_the_same_codes_again(sig
     ].isnan()
 
 
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_was_restored_in_half_precision_is_restored_to_the_same_numbers_again(dtype, signed):
-    blockwise.prepare(torch.device("cpu"))
-    every = torch.arange(1, 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    largest = every[every.isfinite()][::7]  # of a block: all fractions, and the numbers that are less than normal
-    codes = torch.arange(256, dtype=torch.uint8).repeat(len(largest))
-    values = blockwise.restored(codes, largest.float(), 256, dtype, signed=signed)
-    again, largest_again = blockwise.quantized(values, 256, signed=signed)
-    assert bits(largest_again) == bits(largest.float())
-    assert torch.equal(blockwise.restored(again, largest_again, 256, dtype, signed=signed), values)  # -0 is 0
-
-
 KEPT = {"SGD with momentum": {"momentum_buffer"}, "Muon": {"momentum_buffer"}, "Lion": {"exp_avg"}}
 
 

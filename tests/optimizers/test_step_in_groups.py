@@ -29,20 +29,6 @@ def test_temporaries_are_those_of_a_group(size, at_once):
     assert most_at_once(ms.step_in_groups(group_bytes=size)) == pytest.approx(at_once * alone, rel=0.02)
 
 
-def test_it_goes_through_each_parameter_once_in_order(monkeypatch):
-    seen = []
-    step = torch.optim.AdamW.step.__wrapped__
-
-    def noted(self, closure=None):
-        seen.append([len(group["params"]) for group in self.param_groups])
-        return step(self, closure)
-
-    optimizer = ms.step_in_backward()(stepping(ms.step_in_groups(group_bytes=3 * ONE)))
-    monkeypatch.setattr(torch.optim.AdamW.step, "__wrapped__", noted)
-    optimizer.step()
-    assert seen == [[3], [3], [2]]
-
-
 @pytest.mark.parametrize("size", [0, -1, "", "many", True, 0.5, "50%", None])
 def test_values_out_of_range_are_refused(size):
     with pytest.raises(ms.ConfigError, match=r"step_in_groups: group_bytes=.* must be"):

@@ -85,18 +85,6 @@ def test_what_its_own_code_makes_is_a_part_and_so_is_what_recurs(make, paths):
     assert {(("", ms.checkpoint()),), (("", ms.tile(chunks=4)),)} <= set(rules)
 
 
-@pytest.mark.deep
-def test_a_flat_model_is_planned_for_half_of_what_it_takes():
-    model, batch = _Own(), torch.randn(512, 16)
-    step = {"loss": lambda y, _: y.square().mean(), "hardware": CPU}
-    budget = ms.profile(model, batch, **step).peak_bytes // 2
-    plan = ms.plan(model, batch, budget=budget, exact=False, **step)
-    assert plan.evidence.planned.peak_bytes <= budget
-    assert "(the model)" in plan.explain()
-    assert plan.explain("").startswith("(the model): tile(")
-    torch.testing.assert_close(ms.transform(model, plan)(batch), model(batch))
-
-
 def test_a_row_of_single_operations_is_cut_behind_convolutions():
     """None of its modules has anything to recompute, and as a whole it frees nothing: there was no plan for it."""
     layers = [[nn.Conv2d(8 if at else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()] for at in range(4)]

@@ -22,7 +22,7 @@ class Towers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.one, self.other = (nn.Sequential(*[TransformerBlock(16, dropout=0.0) for _ in range(2)]) for _ in "ab")
+        self.one, self.other = (TransformerBlock(16, dropout=0.0) for _ in "ab")
 
     def forward(self, x, y):
         return F.normalize(self.one(x).mean(1), dim=-1) @ F.normalize(self.other(y).mean(1), dim=-1).T
@@ -96,9 +96,12 @@ def test_the_smallest_exact_plan_of_a_potential_takes_no_more_than_checkpoints_b
     assert all(rule.transform.numbers == "exact" for rule in plan)
 
 
-def test_budgets_between_steps_of_a_descent_are_kept_and_more_is_never_slower():
-    model, batch = blocks(), torch.ones(8, 64, 16)
-    engine = ms.DecisionEngine(model, batch, loss=square, hardware=CPU, config=ROUNDS)
+@pytest.fixture(scope="module")
+def engine():
+    return ms.DecisionEngine(blocks(), torch.ones(8, 64, 16), loss=square, hardware=CPU, config=ROUNDS)
+
+
+def test_budgets_between_steps_of_a_descent_are_kept_and_more_is_never_slower(engine):
     least, most = engine.smallest().evidence.planned.taken_bytes, engine.plain.taken_bytes
     limits = [int(least * 1.002 + (most - least) * at / 6) for at in range(5)]
     plans = [engine.plan(limit).evidence.planned for limit in limits]
@@ -107,10 +110,9 @@ def test_budgets_between_steps_of_a_descent_are_kept_and_more_is_never_slower():
     assert times == sorted(times, reverse=True)
 
 
-def test_decisions_of_a_descent_are_explained():
+def test_decisions_of_a_descent_are_explained(engine):
     """A plan of the whole model in rows has one decision: rules inside are part of it."""
-    model, batch = blocks(), torch.ones(8, 64, 16)
-    plan = ms.DecisionEngine(model, batch, loss=square, hardware=CPU, config=ROUNDS).smallest()
+    plan = engine.smallest()
     (decision,) = plan.evidence.decisions
     assert decision.path == ""
     assert decision.chosen.startswith("tile(chunks=")

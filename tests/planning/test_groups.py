@@ -17,7 +17,6 @@ from memscale.planning.trials.costs import Costs, Effect
 from memscale.simulation import Interval, Phase
 from memscale.transforms import checkpoint
 from tests.planning.test_costs import KERNELS
-from tests.support.models import TransformerBlock
 
 
 def _loss(output, _):
@@ -123,13 +122,6 @@ def test_the_smallest_plan_cuts_the_model_as_a_whole(row):
         row.model.zero_grad()
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.deep
-def test_blocks_that_keep_little_are_no_group():
-    """Nothing is simulated for what cannot make a step smaller that the update fills."""
-    model = nn.Sequential(*[TransformerBlock(32, dropout=0.0) for _ in range(2)])
-    assert not _engine(model, torch.ones(2, 8, 32), torch.optim.AdamW).searches[0].costs.groups
 
 
 _INTERVALS = tuple(Interval(phase, part, False) for phase in (Phase.FORWARD, Phase.BACKWARD) for part in range(4))

@@ -116,18 +116,6 @@ def test_ways_to_step_that_shards_do_not_go_are_not_taken():
             ms.profile(model, batch(8), plan={"": how}, **step, **ranks)
 
 
-@pytest.mark.deep
-def test_a_budget_below_what_an_update_holds_is_not_searched_for(monkeypatch):
-    model, step = made()
-    step["config"] = ms.Config(mode="conservative")
-    engine = ms.DecisionEngine(model, batch(8), **step, parallel="fsdp2", world=8)
-    floor = engine._floor_bytes()
-    assert 0 < floor <= engine.smallest().evidence.planned.peak_bytes
-    monkeypatch.setattr(engine, "_fastest", lambda limit: pytest.fail("it looked for a plan"))
-    with pytest.raises(ms.BudgetError, match="no plan fits"):
-        engine.plan(floor - 1)
-
-
 MISTAKES = {
     "no module is called that": ({"parallel": "fsdp2", "world": 8, "shard": ["block.*"]}, "matches no module"),
     "shards of whole ones": ({"parallel": "ddp", "world": 8, "shard": ["blocks.*"]}, "ddp keeps every module whole"),

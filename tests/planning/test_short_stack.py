@@ -98,13 +98,3 @@ def test_a_block_like_no_other_costs_what_it_costs_in_the_whole_stack(monkeypatc
     assert made
     monkeypatch.setattr(trials, "left_out", lambda *_: frozenset())
     assert found == costs(model)
-
-
-def test_a_short_stack_is_another_tree_over_the_same_parameters():
-    with torch.device("meta"):
-        model = _Stack()
-    short = shortened(model, [f"blocks.{at}" for at in range(1, _BLOCKS)])
-    assert len(model.blocks) == _BLOCKS
-    assert [id(each) for each in short.parameters()] == [
-        id(each) for path, each in model.named_parameters() if "blocks" not in path or path.startswith("blocks.0.")
-    ]

@@ -1,6 +1,7 @@
 """`timeline`: from the events of one trace, the times on its own hardware and on other hardware with its kernels."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -36,6 +37,11 @@ PLANS = {
 SPREAD = {"one": {}, "fsdp2": {"parallel": "fsdp2", "world": 8}, "ddp": {"parallel": "ddp", "world": 8}}
 
 
+@functools.cache
+def of_an_h100(spread, plan):
+    return traced(H100, PLANS[plan], **SPREAD[spread])
+
+
 def traced(hardware, plan=None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(*[TransformerBlock(32) for _ in range(4)])
@@ -57,7 +63,7 @@ def test_the_times_on_its_own_hardware_are_those_of_the_trace(hardware, plan):
 
 @pytest.mark.parametrize("spread", ["fsdp2", "ddp"])
 def test_so_they_are_between_processes(spread):
-    trace = traced(H100, **SPREAD[spread])
+    trace = of_an_h100(spread, "plain")
     assert trace.times.collectives
     assert timeline(trace, H100) == trace.times
 
@@ -74,25 +80,24 @@ def test_so_they_are_where_operators_were_measured(tmp_path, monkeypatch):
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize(("spread", "plan"), [("one", "plain"), ("one", "checkpoint"), ("fsdp2", "plain")])
 def test_on_other_hardware_they_are_those_of_a_simulation_for_it(other, spread, plan):
-    options = {"plan": PLANS[plan], **SPREAD[spread]}
-    one, another = traced(H100, **options), traced(OTHERS[other], **options)
+    one, another = of_an_h100(spread, plan), traced(OTHERS[other], PLANS[plan], **SPREAD[spread])
     is_alike = other == "link" or (other, spread) == ("nodes", "one")  # these steps have no copies to the host
     assert (one.times == another.times) == is_alike
     assert timeline(one, OTHERS[other]) == another.times
 
 
 def test_a_step_that_offloads_is_close_where_the_engine_looks_at_the_time():
-    one, another = (traced(hardware, PLANS["offload"]) for hardware in (H100, OTHERS["link"]))
+    one, another = of_an_h100("one", "offload"), traced(OTHERS["link"], PLANS["offload"])
     times = timeline(one, OTHERS["link"])
     assert sum(each.nbytes for each in times.transfers) == sum(each.nbytes for each in another.times.transfers)
     assert times.end == pytest.approx(another.times.end, rel=0.05)
 
 
 def test_kernels_of_another_card_are_refused():
-    trace = traced(H100)
+    trace = of_an_h100("one", "plain")
     with pytest.raises(ms.ConfigError, match=r"the trace has the kernels of NVIDIA H100.*simulate the step"):
         timeline(trace, ms.Hardware.named("t4"))
     unlinked = dataclasses.replace(H100, host_to_device_bytes_per_second=None)
     assert timeline(trace, unlinked) == trace.times
     with pytest.raises(ms.ConfigError, match="the speed of this link is unknown"):
-        timeline(traced(H100, PLANS["offload"]), unlinked)
+        timeline(of_an_h100("one", "offload"), unlinked)
