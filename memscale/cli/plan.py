@@ -33,7 +33,6 @@ from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
 from memscale.core import (
     BudgetError,
     ConfigError,
-    MemscaleError,
     budget_bytes,
     format_bytes,
     format_seconds,
@@ -216,22 +215,15 @@ def _engine(
     limit = usable_bytes if options.budget is None else budget_bytes(options.budget, usable_bytes)
     batch = batch_of(step.subject, options.step.batch, step.seq)
     with simulations() as bar:
-        try:
-            engine = ms.DecisionEngine(
-                step.subject.model,
-                batch,
-                config=config,
-                stepping=options.stepping or (),
-                progress=lambda what, done, total: bar(what, done, total),  # the one that is on the screen then
-                **step.arguments,
-                **options.step.arguments,
-            )
-        except MemscaleError:
-            raise
-        except Exception as error:  # any error of the model
-            raise ConfigError(
-                f"the step fails: {type(error).__name__}: {error}; check that the batch is what the model takes"
-            ) from error
+        engine = ms.DecisionEngine(
+            step.subject.model,
+            batch,
+            config=config,
+            stepping=options.stepping or (),
+            progress=lambda what, done, total: bar(what, done, total),  # the one that is on the screen then
+            **step.arguments,
+            **options.step.arguments,
+        )
     if verdict and (above_bytes := engine.plain.taken_bytes - limit) > 0:
         takes, budget = format_unlike(engine.plain.taken_bytes, limit)
         seconds = engine.plain.step_seconds

@@ -8,6 +8,8 @@ import sys
 
 import typer
 
+from memscale.core import MemscaleError
+
 # The base class of typer's usage errors: click's class in older versions and typer's own copy in newer ones, so that no
 # single import works for both.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -36,11 +38,7 @@ def run_app(app: typer.Typer, arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("memscale: stopped", file=sys.stderr)
         return 130
-    except Exception as error:
-        from memscale.core import MemscaleError  # imported late, since it may load PyTorch
-
-        if not isinstance(error, MemscaleError):
-            raise
+    except MemscaleError as error:
         message = str(error)
     print(f"memscale: {message}", file=sys.stderr)
     return 2

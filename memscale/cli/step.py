@@ -13,7 +13,7 @@ from typer import Option
 from memscale.cli.adapters import AdapterOptions, adapted, note_of
 from memscale.cli.autocast import AMP, autocasting
 from memscale.cli.options import Options, at_least, count, one_of
-from memscale.cli.subject import DTYPES, Subject, first_line, read_subject
+from memscale.cli.subject import DTYPES, Subject, explained, read_subject
 from memscale.core import ConfigError
 
 if TYPE_CHECKING:
@@ -172,12 +172,8 @@ def batch_of(subject: Subject, batch: int, seq: int) -> Any:
     Raises:
         ConfigError: the user's batch_fn raises.
     """
-    try:
+    with explained(f"batch_fn({batch}, {seq}) fails"):
         return subject.batch(batch, seq)
-    except Exception as error:
-        raise ConfigError(
-            f"the batch_fn raises {type(error).__name__} for ({batch}, {seq}): {first_line(error)}"
-        ) from error
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:

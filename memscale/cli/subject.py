@@ -122,24 +122,15 @@ def offline() -> Iterator[None]:
 def _from_config(path: Path, dtype: torch.dtype) -> Subject:
     transformers = package("transformers", "--hf with a config.json", "hf")
     transformers.logging.set_verbosity_error()
-    try:
+    other = "a model of another library, diffusers or timm, comes from a function of yours, --hf module:factory"
+    with explained(f"--hf {str(path)!r} is not a config of transformers", other):
         config = transformers.AutoConfig.from_pretrained(str(path))
-    except Exception as error:  # transformers raises various errors for an unknown config
-        raise ConfigError(
-            f"--hf {str(path)!r} is not a config of transformers: {first_line(error).rstrip('.')}. A model of another "
-            "library, diffusers or timm, comes from a function of yours, --hf module:factory"
-        ) from error
     build = _architecture(transformers, config, path)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # the cache of keys and values is for generation only
-    try:
-        with torch.device("meta"):
-            model = build(config)
-    except Exception as error:
-        raise ConfigError(
-            f"--hf {str(path)!r}: transformers cannot build the model on meta: {type(error).__name__}: "
-            f"{first_line(error)}; correct the config, or write a function that builds it and give module:factory"
-        ) from error
+    remedy = "correct the config, or write a function that builds it and give module:factory"
+    with explained(f"--hf {str(path)!r}: transformers cannot build the model on meta", remedy), torch.device("meta"):
+        model = build(config)
     name, folder = f"transformers.{type(model).__name__}", path.parent
     if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         made = f"{name}.from_pretrained({str(folder)!r}, config=config, {word_of_dtype()}={dtype}).train()"
@@ -181,16 +172,12 @@ def _from_factory(source: str, dtype: torch.dtype | None) -> Subject:
     module_name, _, name = source.partition(":")
     if os.getcwd() not in sys.path:  # as with `python -m`; a console script lacks it
         sys.path.insert(0, os.getcwd())
-    try:
+    with explained(f"--hf {source!r} cannot be imported"):
         made: Any = importlib.import_module(module_name)
         for part in name.split("."):
             made = getattr(made, part)
-    except Exception as error:  # the user's module may raise any error
-        raise ConfigError(f"--hf {source!r} cannot be imported: {type(error).__name__}: {error}") from error
-    try:
+    with explained(f"--hf {source!r} fails"):
         made = made()
-    except Exception as error:
-        raise ConfigError(f"--hf {source!r} raises {type(error).__name__}: {first_line(error)}") from error
     model, *rest = made if isinstance(made, tuple) else (made,)
     if not isinstance(model, nn.Module) or len(rest) > 2 or not all(map(callable, rest)):
         raise ConfigError(
@@ -252,6 +239,16 @@ def _needs_decoder_tokens(config: Any) -> bool:
 def _zeros(*shape: int) -> torch.Tensor:
     real = torch.Size(shape).numel() <= _REAL_NUMBERS
     return torch.zeros(shape, dtype=torch.long, device="cpu" if real else "meta")
+
+
+@contextmanager
+def explained(what: str, remedy: str = "") -> Iterator[None]:
+    """Turns any error of the body, which runs code of the user or of a library, into a ConfigError about `what`."""
+    try:
+        yield
+    except Exception as error:
+        end = f"; {remedy}" if remedy else ""
+        raise ConfigError(f"{what}: {type(error).__name__}: {first_line(error).rstrip('.')}{end}") from error
 
 
 def first_line(error: Exception) -> str:

@@ -351,7 +351,7 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
     [
         (["--hf", "none.json"], "--hf 'none.json' must be a transformers config.json that exists, or module:factory"),
         (["--hf", "text.json"], "--hf 'text.json' is not a config of transformers: "),
-        (["--hf", "blank.json"], "--hf 'blank.json' is not a config of transformers: Unrecognized model"),
+        (["--hf", "blank.json"], "--hf 'blank.json' is not a config of transformers: ValueError: Unrecognized model"),
         (["--hf", "blank.json"], "of another library, diffusers or timm, comes from a function of yours"),
         (["--hf", "odd.json"], "--hf 'odd.json': transformers cannot build the model on meta: "),
         (["--hf", "clip.json"], "--hf 'clip.json': transformers has no model with a loss for 'clip_text_model'"),
@@ -361,11 +361,11 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         ),
         (["--hf", "no_such_module:f"], "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         (["--hf", "factories:no_such"], "cannot be imported: AttributeError: "),
-        (["--hf", "factories:broken"], "--hf 'factories:broken' raises KeyError: 'nothing'"),
+        (["--hf", "factories:broken"], "--hf 'factories:broken' fails: KeyError: 'nothing'"),
         (["--hf", "factories:wrong"], "(model, batch_fn) or (model, batch_fn, loss), got (int, function)"),
         (["--hf", "factories:many"], "got (Linear, function, function, function)"),
         (["--hf", "factories:unknown"], "returns a Linear whose batches are not known; return (model, batch_fn)"),
-        (["--hf", "factories:picky", "--batch", "9"], "the batch_fn raises IndexError for (9, 1024): only 3 rows"),
+        (["--hf", "factories:picky", "--batch", "9"], "batch_fn(9, 1024) fails: IndexError: only 3 rows"),
         (
             ["--hf", "factories:picky", "--largest", "batch"],
             "batch_fn(32) raises IndexError: only 3 rows; give --at-most below 32 if that is beyond",
