@@ -30,7 +30,7 @@ from memscale.cli.options import (
     one_of,
     typed,
 )
-from memscale.cli.price import Cost, PriceOptions, cost_of, line_of
+from memscale.cli.price import PriceOptions, cost_of, line_of
 from memscale.cli.step import RankOptions, batch_of, read_step
 from memscale.cli.subject import DTYPES, Subject
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, show, simulations, write
@@ -38,7 +38,7 @@ from memscale.core import Argument, BudgetError, ConfigError
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
-    from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor, Recommendation, SizeGrid
+    from memscale.planning import OOMPrediction, OOMPredictor, Recommendation
 
 _MOST = 2**20
 # The table of --largest grid: batches are powers of two from --batch up, sequences powers of two from the longest down.
@@ -89,8 +89,6 @@ def predict(options: PredictOptions) -> int:
         ConfigError: an option is wrong.
         RuntimeUnavailable: a package is missing, or the step can be neither simulated nor run on this machine.
     """
-    from memscale.planning import LargestBatch
-
     step = read_step(options.step)
     subject, seq = step.subject, step.seq
     if options.largest is not None:
@@ -110,18 +108,29 @@ def predict(options: PredictOptions) -> int:
     cost = cost_of(options.prices, options.step, step, prediction.profile.step_seconds)
     if options.fits:
         print(f"{prediction.risk}: {prediction.message}")
-    elif not options.as_json:
+        return 0 if prediction.fits else DOES_NOT_FIT
+    if not options.as_json:
         cost_line = line_of(options.prices, cost)
         show("\n".join(filter(None, (prediction.verdict(), step.line(options.step.batch), cost_line, step.precision))))
     with simulations() as bar:
-        if options.fits:
-            return 0 if prediction.fits else DOES_NOT_FIT
         if prediction.risk > ms.OOMRisk.LOW if options.recommend is None else options.recommend:
             prediction = predictor.recommended(prediction, batch, seconds=options.seconds)
-        largest = _largest(predictor, subject, options, seq, budget)
-    _write(options.files, prediction, largest)
-    _show(prediction, largest, options, cost)
-    if isinstance(largest, LargestBatch) and largest.interrupted:
+        sizes = None if options.largest is None else _largest(predictor, subject, options, options.largest, seq)
+    profile = prediction.profile
+    write(options.files, {"html": profile.html, "plot": profile.plot} | ({} if sizes is None else sizes.contents))
+    if options.as_json:
+        data = json.loads(prediction.to_json())
+        data |= {} if sizes is None else {"largest": sizes.data}
+        data |= {} if cost is None else {"cost": dataclasses.asdict(cost)}
+        print(json.dumps(data))
+    else:
+        if advice := prediction.advice(_option):
+            show(advice)
+        if not prediction.fits and (then := _next(prediction, options)):
+            show(f"next: {then}")
+        if sizes is not None:
+            show(sizes.text)
+    if sizes is not None and sizes.interrupted:
         return INTERRUPTED
     return 0 if prediction.fits else DOES_NOT_FIT
 
@@ -163,63 +172,42 @@ def check_axis(option: str, given: str, wanted: list[str], subject: Subject, bat
         )
 
 
-def _largest(
-    predictor: OOMPredictor, subject: Subject, options: PredictOptions, seq: int, budget: Budget | None
-) -> LargestBatch | SizeGrid | BudgetError | None:
-    if options.largest is None:
-        return None
-    if options.largest == "grid":
-        longest = min(options.at_most or max(seq, _DEFAULT_LONGEST), subject.longest or _MOST)
-        return predictor.grid(
-            lambda rows, tokens: batch_of(subject, rows, tokens),
-            batches=[options.step.batch << power for power in range(_ROWS)],
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The answer to ``--largest``: as text, as JSON data, and as files by the name of their option."""
+
+    text: str
+    data: Any
+    contents: dict[str, Content] = dataclasses.field(default_factory=dict)
+    interrupted: bool = False
+
+
+def _largest(predictor: OOMPredictor, subject: Subject, options: PredictOptions, axis: str, seq: int) -> _Sizes:
+    rows = options.step.batch
+    longest = subject.longest or _MOST
+    if axis == "grid":
+        longest = min(options.at_most or max(seq, _DEFAULT_LONGEST), longest)
+        grid = predictor.grid(
+            subject.batch,
+            batches=[rows << power for power in range(_ROWS)],
             lengths=sorted(max(1, longest >> power) for power in range(min(_COLUMNS, longest.bit_length()))),
-            budget=budget,
+            budget=options.budget,
         )
-    by_batch = options.largest == "batch"
+        cells = [(batch, length) for batch in grid.batches for length in grid.lengths]
+        data = [
+            {"batch": cell[0], "seq": cell[1], "fits": grid.fits(*cell), "peak_bytes": grid.peaks.get(cell)}
+            for cell in cells
+        ]
+        return _Sizes(str(grid), data, {"plot": grid.plot, "csv": grid.to_csv()})
     try:
-        return predictor.largest(
-            lambda n: subject.batch(n, seq) if by_batch else subject.batch(options.step.batch, n),
-            budget=budget,
-            at_most=min(options.at_most or _MOST, _MOST if by_batch else subject.longest or _MOST),
+        found = predictor.largest(
+            lambda n: subject.batch(n, seq) if axis == "batch" else subject.batch(rows, n),
+            budget=options.budget,
+            at_most=min(options.at_most or _MOST, _MOST if axis == "batch" else longest),
         )
     except BudgetError as error:
-        return error
-
-
-def _write(
-    files: dict[str, Path | None], prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetError | None
-) -> None:
-    from memscale.planning import SizeGrid
-
-    contents: dict[str, Content] = {"html": prediction.profile.html, "plot": prediction.profile.plot}
-    if isinstance(largest, SizeGrid):
-        contents |= {"plot": largest.plot, "csv": largest.to_csv()}
-    write(files, contents)
-
-
-def _show(
-    prediction: OOMPrediction,
-    largest: LargestBatch | SizeGrid | BudgetError | None,
-    options: PredictOptions,
-    cost: Cost | None,
-) -> None:
-    from memscale.planning import SizeGrid
-
-    if options.as_json:
-        data = json.loads(prediction.to_json())
-        if options.largest is not None:
-            data["largest"] = _as_data(largest)
-        if cost is not None:
-            data["cost"] = dataclasses.asdict(cost)
-        print(json.dumps(data))
-        return
-    if advice := prediction.advice(_option):
-        show(advice)
-    if not prediction.fits and (then := _next(prediction, options)):
-        show(f"next: {then}")
-    if largest is not None:
-        show(str(largest) if isinstance(largest, SizeGrid) else f"largest {options.largest}: {largest}")
+        return _Sizes(f"largest {axis}: {error}", None)
+    return _Sizes(f"largest {axis}: {found}", dataclasses.asdict(found), interrupted=found.interrupted)
 
 
 def _next(prediction: OOMPrediction, options: PredictOptions) -> str:
@@ -261,20 +249,3 @@ def _option(argument: Argument) -> str:
 
 def _numbers(plan: ms.Plan | None) -> set[str]:
     return {"exact", *(rule.transform.numbers for rule in plan or ())}
-
-
-def _as_data(largest: LargestBatch | SizeGrid | BudgetError | None) -> Any:
-    from memscale.planning import LargestBatch, SizeGrid
-
-    if isinstance(largest, SizeGrid):
-        return [
-            {
-                "batch": rows,
-                "seq": tokens,
-                "fits": largest.fits(rows, tokens),
-                "peak_bytes": largest.peaks.get((rows, tokens)),
-            }
-            for rows in largest.batches
-            for tokens in largest.lengths
-        ]
-    return dataclasses.asdict(largest) if isinstance(largest, LargestBatch) else None
