@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import weakref
 from typing import Any
 
-from memscale.core import RuntimeUnavailable
+from memscale.core import package
 from memscale.observability.metrics import Metrics
 from memscale.observability.ranks import local_rank
 
@@ -52,11 +51,7 @@ def check_can_serve() -> None:
     Raises:
         RuntimeUnavailable: prometheus-client is not installed.
     """
-    if importlib.util.find_spec("prometheus_client") is None:
-        raise RuntimeUnavailable(
-            "Config(observability_port=...) needs prometheus-client; pip install 'memscale-transforms[metrics]', or "
-            "leave the port unset"
-        )
+    package("prometheus_client", "Config(observability_port=...)", "metrics")
 
 
 def serve(metrics: Metrics, port: int | str) -> Server | None:

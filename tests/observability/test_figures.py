@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import logging
 import os
 import re
 import socket
 import socketserver
+import sys
 import urllib.request
 from typing import Any
 
@@ -194,7 +194,7 @@ def test_a_forked_process_closes_its_copy_of_the_socket() -> None:
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ms.RuntimeUnavailable, match=r"memscale-transforms\[metrics\]"):
         wrapped()
 

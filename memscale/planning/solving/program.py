@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memscale.core import RuntimeUnavailable
+from memscale.core import package
 
 Floats = npt.NDArray[np.float64]
 
@@ -44,7 +44,7 @@ class Program:
     """
 
     def __init__(self, cost: Floats, upper: Floats) -> None:
-        self._highspy = _highspy()
+        self._highspy = package("highspy", "a choice of transforms")
         self._highs = _quiet(self._highspy)
         for option, value in (
             ("threads", 1),
@@ -173,13 +173,3 @@ def _quiet(highspy: Any) -> Any:
     found = Quiet()
     found.setOptionValue("output_flag", False)  # for versions of HiGHS without callbacks
     return found
-
-
-def _highspy() -> Any:
-    try:
-        import highspy
-    except ImportError as error:
-        raise RuntimeUnavailable(
-            "a plan is chosen by the solver HiGHS, which is not installed; pip install highspy"
-        ) from error
-    return highspy
