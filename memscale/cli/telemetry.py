@@ -14,16 +14,7 @@ import typer
 from typer import Option
 
 from memscale.core import ConfigError, RuntimeUnavailable, http_request
-from memscale.telemetry import (
-    Consent,
-    State,
-    Weeks,
-    consent,
-    folder,
-    give_consent,
-    take_consent_back,
-    week_of,
-)
+from memscale.telemetry import State, Weeks, consent, folder, give_consent, take_consent_back, week_of
 
 TELEMETRY = typer.Typer()
 
@@ -80,20 +71,16 @@ def show(
     as_json: Annotated[bool, Option("--json", help="Laid out for reading.")] = False,
 ) -> int:
     """Print the exact bytes that `send` would send."""
-    now = consent()
     on = Weeks(State.ON)
-    if week is not None:
-        weeks = on if week in on.names() else Weeks(State.LOCAL)
-        reports = [weeks.report(week, machine())]
-    else:
-        reports = [on.report(name, machine()) for name in on.unsent(_this_week())]
-    for report in reports:
-        print(json.dumps(json.loads(report), indent=1) if as_json else report.decode())
-    if not reports:
-        said = "that is over" if on.names() else "since it was switched on"
+    weeks = on if week is None or week in on.names() else Weeks(State.LOCAL)
+    names = on.unsent(_this_week()) if week is None else [week]
+    for name in names:
+        report = weeks.report(name, machine()).decode()
+        print(json.dumps(json.loads(report), indent=1) if as_json else report)
+    if not names:
         counted = [*on.names(), *Weeks(State.LOCAL).names()]
         more = f"; `--week {counted[-1]}` shows what was counted in that one" if counted else ""
-        why = f"no week {said} was counted, and telemetry is {now.state.value}{more}"
+        why = f"no finished week was counted while it was on, and telemetry is {consent().state.value}{more}"
         print(f"nothing would be sent: {why}", file=sys.stderr)
     return 0
 
@@ -104,8 +91,13 @@ def send(
 ) -> int:
     """Post each finished week once. Exits with 1 if a week could not be sent; it stays for the next time."""
     now = consent()
+    if now.state is not State.ON and now.because.startswith("$"):  # a scheduled send, while a variable turns it off
+        print(f"nothing is sent: telemetry is {now.state.value}, for {now.because}")
+        return 0
     if now.state is not State.ON:
-        return _not_on(now)
+        raise ConfigError(
+            f"telemetry is {now.state.value} ({now.because}); `memscale telemetry on --endpoint URL` lets it be sent"
+        )
     weeks = Weeks(State.ON)
     unsent = weeks.unsent(_this_week())
     if not unsent:
@@ -118,11 +110,10 @@ def send(
         _check(now.endpoint)
         try:
             answered, _ = http_request("POST", now.endpoint, {}, report, seconds=_SECONDS)
-            fault = "" if 200 <= answered < 300 else f"{now.endpoint} answered {answered}"
+            if not 200 <= answered < 300:
+                raise RuntimeUnavailable(f"{now.endpoint} answered {answered}")
         except RuntimeUnavailable as error:
-            fault = str(error)
-        if fault:
-            print(f"memscale: {week} is not sent, and stays: {fault}", file=sys.stderr)
+            print(f"memscale: {week} is not sent, and stays: {error}", file=sys.stderr)
             return 1
         weeks.keep_sent(week, report)
         print(f"sent {len(report)} bytes of {week} to {now.endpoint}")
@@ -159,15 +150,6 @@ def machine() -> dict[str, str]:
         "accelerator": accelerator,
         "card": card,
     }
-
-
-def _not_on(now: Consent) -> int:
-    if now.because.startswith("$"):  # a scheduled send while a variable turns it off is no failure
-        print(f"nothing is sent: telemetry is {now.state.value}, for {now.because}")
-        return 0
-    raise ConfigError(
-        f"telemetry is {now.state.value} ({now.because}); `memscale telemetry on --endpoint URL` lets it be sent"
-    )
 
 
 def _check(endpoint: str) -> None:
