@@ -306,7 +306,7 @@ class _Trial:
         before = list(map(_bytes, parameters))
         for parameter in parameters:
             parameter.grad = None
-        with contextlib.suppress(Exception):  # the optimizer's own error about gradients that are None
+        with contextlib.suppress(AttributeError, *_REFUSALS):  # the optimizer's own error about gradients that are None
             self._run(self.groups)
         return list(map(_bytes, parameters)) != before
 

@@ -158,7 +158,7 @@ class StepSimulator:
             return record(step, plan, self.target, holds_gradients=not updates or step.optimizer is None)
         except MemscaleError:
             raise
-        except Exception as error:  # the model's own code may raise any error under a transform
-            if not plan:
+        except Exception as error:  # the model's own code may raise any error under a transform, or without its parts
+            if not plan and step is self.step:
                 raise
             raise TransformError(f"{type(error).__name__}: {error}") from error

@@ -187,7 +187,7 @@ class TrialSteps:
         single = {row for rows in self.families.values() if gone.isdisjoint(map(self._path, rows)) for row in rows}
         moves = any(candidate.techniques & MOVES for _, candidate in chosen.values())
         if gone and chosen.keys() <= single and not moves:
-            with contextlib.suppress(Exception):  # the model's forward may need the removed blocks
+            with contextlib.suppress(MemscaleError):  # the model's forward may need the removed blocks
                 if self._representative is None:
                     self._representative = frozenset()
                     found = attribute(self.simulate((), gone), self.paths)

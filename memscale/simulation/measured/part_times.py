@@ -32,6 +32,8 @@ try:
 except ImportError:  # Windows lacks the module
     resource = None  # type: ignore[assignment]
 
+# Errors by which a kernel refuses its operands.
+_REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError, MemoryError)
 _BUDGET_SECONDS = 30.0  # after `_ROUNDS`, for calls that were interrupted too often
 _ROUNDS = 5  # the least runs of a part, after a first one that loads code
 # Runs go on for these seconds, up to so many: what other programs take of memory and caches comes and goes.
@@ -181,7 +183,7 @@ def _measured(
                 continue
             try:
                 program.run(program.inputs(pools), lambda: None, lambda _: None)
-            except Exception as error:  # a kernel refuses the numbers of `inputs`, or there is no memory for it
+            except _REFUSALS as error:  # a kernel refuses the numbers of `inputs`, or there is no memory for it
                 failed[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
                 continue
             samples[key] = [[] for _ in program.calls]

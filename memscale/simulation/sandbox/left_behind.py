@@ -117,7 +117,7 @@ def _tensors_over(alive: dict[int, Any]) -> dict[int, _Own]:
         if id(tensor) in seen or tensor.layout is not torch.strided:
             continue
         seen.add(id(tensor))
-        with suppress(Exception):  # a wrapper has no storage
+        with suppress(RuntimeError):  # a wrapper has no storage (NotImplementedError)
             key = tensor.untyped_storage()._cdata
             if key in alive:
                 found.setdefault(key, _Own()).append(tensor)
