@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale.planning.parts.candidates import AS_IT_IS, Candidate
+from memscale.planning.solving.program import Program
 from memscale.planning.solving.solver import Chooser, LinkRates
 from memscale.planning.trials.costs import Costs, Effect
 from memscale.simulation import Interval, Phase
@@ -81,3 +82,13 @@ def test_no_more_moves_than_the_cap_allows():
     choice = Chooser(costs, LinkRates(1e12, 1e12, cap)).fastest(limit)
     moved = sum(menu[at].out_bytes for menu, at in zip(costs.effects, choice.assignment, strict=True))
     assert moved <= cap
+
+
+def test_a_program_that_was_branched_is_as_before_and_prints_nothing(capfd):
+    program = Program(np.array([-1.0, -1.0]), np.full(2, 3.0))
+    program.wait(np.array([[2.0, 2.0]]), 7.0)
+    assert program.branch([0, 1])
+    assert program.bound == pytest.approx(-3.0)
+    assert program.solve()
+    assert program.bound == pytest.approx(-3.5)
+    assert capfd.readouterr() == ("", "")

@@ -199,47 +199,36 @@ def trained(steps):
     return trainer
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_nothing_is_changed_by_a_profile_of_a_model(steps):
-    trainer = trained(steps)
-    before = trainer.world()
-    profile = ms.profile(trainer.model, trainer.batch, optimizer=trainer.optimizer)
-    assert profile.method == "static"
-    assert_same(before, trainer.world())
+OF = {
+    "model": lambda trainer, **plan: ms.profile(trainer.model, trainer.batch, optimizer=trainer.optimizer, **plan),
+    "loop": lambda trainer: ms.profile(trainer.train),
+}
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_nothing_is_changed_by_a_profile_of_a_loop(steps):
+@pytest.mark.parametrize("of", OF.values(), ids=OF)
+def test_nothing_is_changed_by_a_profile(of, steps):
     trainer = trained(steps)
     before = trainer.world()
-    profile = ms.profile(trainer.train)
+    profile = of(trainer)
     assert profile.method == "static", profile.notes
     assert_same(before, trainer.world())
 
 
+POINTS = ["forward", "backward", "between", "optimizer"]
+FAILURES = [Interrupted, KeyboardInterrupt, SystemExit, GeneratorExit]
+
+
 @pytest.mark.parametrize(
     ("point", "failure", "steps"),
-    in_turn(
-        ["forward", "backward", "between", "optimizer"],
-        [Interrupted, KeyboardInterrupt, SystemExit, GeneratorExit],
-        [0, 1],
-    ),
+    [*in_turn(POINTS, FAILURES, [0, 1]), *((point, ZeroDivisionError, 1) for point in POINTS)],
 )
-def test_nothing_is_changed_when_the_step_is_interrupted(point, failure, steps):
+def test_nothing_is_changed_when_the_step_ends_early(point, failure, steps):
     trainer = trained(steps)
     trainer.model.fail_in, trainer.model.failure = point, failure
     before = trainer.world()
-    with pytest.raises(failure):
-        ms.profile(trainer.train)
-    assert_same(before, trainer.world())
-
-
-@pytest.mark.parametrize("point", ["forward", "backward", "between", "optimizer"])
-def test_nothing_is_changed_when_the_step_fails(point):
-    trainer = trained(1)
-    trainer.model.fail_in, trainer.model.failure = point, ZeroDivisionError
-    before = trainer.world()
-    with pytest.raises(ms.ConfigError, match="ZeroDivisionError"):
+    is_error = failure is ZeroDivisionError
+    with pytest.raises(ms.ConfigError if is_error else failure, match="ZeroDivisionError" if is_error else None):
         ms.profile(trainer.train)
     assert_same(before, trainer.world())
 
@@ -248,7 +237,7 @@ def test_nothing_is_changed_when_the_step_fails(point):
 def test_nothing_is_changed_by_a_profile_with_a_plan(plan):
     trainer = trained(1)
     before = trainer.world()
-    assert ms.profile(trainer.model, trainer.batch, optimizer=trainer.optimizer, plan=plan).method == "static"
+    assert OF["model"](trainer, plan=plan).method == "static"
     assert_same(before, trainer.world())
 
 

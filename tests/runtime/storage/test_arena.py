@@ -14,7 +14,6 @@ from memscale.core import host
 from memscale.core.errors import RuntimeUnavailable
 from memscale.runtime.storage.arena import PAGE_BYTES, Arena, page_aligned_memory
 from memscale.runtime.storage.budget import HostBudget
-from memscale.runtime.storage.spans import FreeSpans
 
 KIB = 1024
 
@@ -155,42 +154,6 @@ class AnArena(RuleBasedStateMachine):
 
 
 TestArena = AnArena.TestCase
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 30)), max_size=60))
-def test_free_spans_are_a_set_of_bytes_cut_best_fit(moves):
-    spans, size = FreeSpans(), 200
-    spans.give(0, size)
-    free, taken = set(range(size)), []
-
-    def runs():
-        found, start = [], None
-        for byte in range(size + 1):
-            if byte in free and start is None:
-                start = byte
-            elif byte not in free and start is not None:
-                found.append((byte - start, start))
-                start = None
-        return found
-
-    for is_take, nbytes, which in moves:
-        if is_take:
-            fitting = [run for run in runs() if run[0] >= nbytes]
-            start = spans.take(nbytes)
-            assert start == (min(fitting)[1] if fitting else None)
-            if start is not None:
-                free -= set(range(start, start + nbytes))
-                taken.append((start, nbytes))
-        elif taken:
-            start, nbytes = taken.pop(which % len(taken))
-            free |= set(range(start, start + nbytes))
-            joined, joined_bytes = spans.give(start, nbytes)
-            assert (joined_bytes, joined) in runs()
-            assert joined <= start < joined + joined_bytes
-        assert spans.free_bytes == len(free)
-        assert spans.largest_bytes == max((run[0] for run in runs()), default=0)
-        for nbytes, start in runs():
-            assert spans.size_at(start) == nbytes
 
 
 def test_an_event_that_fails_loses_no_block():
