@@ -41,7 +41,8 @@ def simulations() -> Iterator[Progress]:
             if time.monotonic() - said >= _QUIET_SECONDS:
                 said = time.monotonic()
                 count = f"{done}/{total} steps" if total else f"{done} step{'s' * (done != 1)}"
-                print(f"{count} simulated after {said - began:.0f} s; now: {what}", file=sys.stderr, flush=True)
+                text = f"{count} simulated after {said - began:.0f} s; now: {what}"
+                print(wrapped(text), file=sys.stderr, flush=True)
 
         yield say
         return

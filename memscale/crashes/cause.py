@@ -67,7 +67,7 @@ def explain(
     ...     "is free. Of the allocated memory 4.00 GiB is allocated by PyTorch, and 2.50 GiB is reserved by PyTorch "
     ...     "but unallocated.")).message)
     cuda:0: an allocation of 2.00 GiB failed; tensors held 4.00 GiB, the allocator had 2.50 GiB free and the device \
-had 1.00 GiB left, enough without fragmentation: the largest free block is smaller
+had 1.00 GiB left, enough together but in pieces: the largest free block is smaller (fragmentation)
 
     Args:
         subject: the path of a snapshot, a snapshot, a ``torch.OutOfMemoryError``, its text, or the path of a log that

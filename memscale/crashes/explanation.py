@@ -120,8 +120,8 @@ class Explanation:
         if self.fragmentation_bytes:
             largest = self.largest_free_bytes
             size = "is smaller" if largest is None else f"has {format_bytes(largest)}"
-            return f"{text}, enough without fragmentation: the largest free block {size}"
-        return f"{text}, too little even in one block"
+            return f"{text}, enough together but in pieces: the largest free block {size} (fragmentation)"
+        return f"{text}, together less than the allocation"
 
     def html(self, path: str | PathLike[str]) -> None:
         """Writes the report as one self-contained HTML file.

@@ -19,6 +19,7 @@ from memscale.core import (
     RuntimeUnavailable,
     available_host_bytes,
     cgroup_limit_bytes,
+    format_bytes,
     read_or_empty,
 )
 from memscale.hardware.calibrate import calibrate
@@ -27,7 +28,6 @@ from memscale.hardware.cards import NETWORK_US, Card, by_device_name, by_name
 
 _DOCUMENT = Document("hardware", version=1, writer="Hardware.to_json()", error=ConfigError)
 
-_GIB = 1024**3
 _MIB = 1024**2
 
 # Device memory of a CUDA process outside of PyTorch's allocator: the context, about 400 MB with lazy loading of kernels
@@ -102,7 +102,7 @@ class Hardware:
 
     >>> card = Hardware.named("H100 SXM")
     >>> print(card)
-    NVIDIA H100 80GB HBM3 (cuda, 79.18 GiB)
+    NVIDIA H100 80GB HBM3 (cuda, 79.2 GiB)
     >>> f"{card.flops_per_second['bfloat16']:.4g} FLOP/s, {card.bandwidth_bytes_per_second:.4g} B/s"
     '9.894e+14 FLOP/s, 3.352e+12 B/s'
     >>> Hardware(name="A100", device_type="cuda", memory_bytes=80 * 1024**3)
@@ -262,8 +262,8 @@ class Hardware:
         return cls(cpu_name(), "cpu", memory_bytes, available_host_bytes())
 
     def __str__(self) -> str:
-        free = "" if self.free_bytes is None else f", {self.free_bytes / _GIB:.2f} GiB free"
-        return f"{self.name} ({self.device_type}, {self.memory_bytes / _GIB:.2f} GiB{free})"
+        free = "" if self.free_bytes is None else f", {format_bytes(self.free_bytes)} free"
+        return f"{self.name} ({self.device_type}, {format_bytes(self.memory_bytes)}{free})"
 
     def __repr__(self) -> str:
         return f"Hardware({', '.join(f'{key}={value!r}' for key, value in self._known_fields().items())})"

@@ -40,8 +40,8 @@ def planned_text(verdict: Verdict, config: Config) -> list[str]:
     if verdict.planned_bytes is None or verdict.limit_bytes is None:
         return []
     takes, allowed = format_unlike(verdict.planned_bytes, verdict.limit_bytes)
-    of = "of" if verdict.planned_bytes <= verdict.limit_bytes else "above"
-    text = f"step with the plan: {takes} {of} {allowed} allowed{_times(verdict.plan)}"
+    of = " of" if verdict.planned_bytes <= verdict.limit_bytes else ", above"
+    text = f"step with the plan: {takes}{of} the {allowed} allowed{_times(verdict.plan)}"
     if not verdict.plan.of_functions():
         return [text]
     rounds = "" if "tile" in config.eligible() else ", enable_tiling=True (which rounds differently)"

@@ -7,6 +7,8 @@ import sys
 from datetime import datetime
 
 from memscale.config import Config
+from memscale.core import wrapped
+from memscale.core import wrapped
 from memscale.observability import rank
 
 LOG = logging.getLogger("memscale")
@@ -27,10 +29,10 @@ if not LOG.handlers:
 
 
 def announce(config: Config, text: str) -> None:
-    """Prints one line to stdout, in the first process of a run only."""
+    """Prints a line to stdout, wrapped at 80 columns, in the first process of a run only."""
     if config.enable_logging and rank() == 0:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        print(f"memscale: {text}".encode(encoding, "replace").decode(encoding))
+        print(wrapped(f"memscale: {text}").encode(encoding, "replace").decode(encoding))
 
 
 def say(config: Config, message: str, level: int = logging.INFO) -> None:

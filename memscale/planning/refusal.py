@@ -40,7 +40,7 @@ class _Remedy:
         lowered, *_ = format_unlike(self.peak_bytes, peak_bytes, limit)
         fits = ", which fits" if self.peak_bytes <= limit else ""
         named = " and ".join(map(str, self.arguments))
-        return f"{named} would lower it to {lowered}{self.changes}{fits}"
+        return f"{named} would lower the peak to {lowered}{self.changes}{fits}"
 
 
 class Refusal:

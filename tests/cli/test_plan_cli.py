@@ -135,7 +135,7 @@ def test_a_budget_on_the_frontier(folder, capsys, monkeypatch):
 def test_a_plan_may_change_how_the_optimizer_steps(folder, capsys):
     step = (*STEP, "--mode", "conservative", "--budget", "1.11MiB", "--no-keeps-output")
     assert command("plan", *step) == 3
-    assert "\n  --stepping step_in_backward would lower it" in capsys.readouterr().err, "as it is typed"
+    assert "\n  --stepping step_in_backward would lower the peak" in capsys.readouterr().err, "as it is typed"
     assert command("plan", *step, "--stepping", "step_in_backward", "--python", "script.py") == 0
     scope = {}
     exec(Path("script.py").read_text(), scope)
@@ -185,7 +185,7 @@ def test_what_a_plan_may_use(folder, capsys):
     shown = capsys.readouterr()
     assert re.fullmatch(VERDICT, shown.out.rstrip("\n"))
     assert "the smallest peak within reach is" in shown.err
-    assert "\n  --allow checkpoint would lower it" in shown.err, "as it is typed"
+    assert "\n  --allow checkpoint would lower the peak" in shown.err, "as it is typed"
     assert command("plan", *STEP, "--budget", "1.1MiB", "--allow", "cast", "--json", "plan.json") == 0
     assert "cast" in repr(ms.Plan.from_json(Path("plan.json").read_text()))
     assert "cast" in capsys.readouterr().out

@@ -49,9 +49,13 @@ def test_the_moment_of_the_failure_is_put_together_again() -> None:
 @pytest.mark.parametrize(
     ("requested", "left", "said"),
     [
-        (20, 0, "enough without fragmentation: the largest free block has 8.00 MiB"),
-        (40, 10, "and the device had 10.0 MiB left, enough without fragmentation: the largest free block has 8.00 MiB"),
-        (40, 5, "and the device had 5.00 MiB left, too little even in one block"),
+        (20, 0, "enough together but in pieces: the largest free block has 8.00 MiB"),
+        (
+            40,
+            10,
+            "and the device had 10.0 MiB left, enough together but in pieces: the largest free block has 8.00 MiB",
+        ),
+        (40, 5, "and the device had 5.00 MiB left, together less than the allocation"),
         (40, 50, "and the device had 50.0 MiB left, which is enough: the process had a limit below the device"),
     ],
 )
@@ -62,8 +66,8 @@ def test_what_is_free_in_pieces_is_called_so(requested: int, left: int, said: st
     found = ms.explain(data)
     assert said in found.message
     assert found.largest_free_bytes == 8 * 2**20
-    assert bool(found.fragmentation_bytes) == ("fragmentation" in said)
-    assert ("expandable_segments:True" in str(found)) == ("fragmentation" in said)
+    assert bool(found.fragmentation_bytes) == ("in pieces" in said)
+    assert ("expandable_segments:True" in str(found)) == ("in pieces" in said)
 
 
 @pytest.mark.deep
@@ -115,7 +119,7 @@ def test_an_error_alone_tells_its_numbers() -> None:
     assert (found.device, found.requested_bytes, found.available_bytes) == ("cuda:1", 32 * 2**20, 200 * 2**20)
     # 146.29 and 32 are less than the 200 MiB that are allowed: 31.71 lie in pieces, and 22 more could be had.
     assert found.fragmentation_bytes == found.free_bytes
-    assert "22.0 MiB left, enough without fragmentation" in found.message
+    assert "22.0 MiB left, enough together but in pieces" in found.message
     with pytest.raises(ms.ConfigError, match="this one says: something else"):
         ms.explain(torch.OutOfMemoryError("something else"))
     with pytest.raises(ms.ConfigError, match=r"takes a torch\.OutOfMemoryError"):

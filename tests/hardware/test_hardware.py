@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from memscale.core import host
+from memscale.core import format_bytes, host
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.hardware import device as _hardware
 from memscale.hardware.calibrate import _product, calibrate, disk_rates
@@ -24,7 +24,7 @@ def test_the_cpu():
     assert hardware.name
     assert 0 < hardware.memory_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert hardware == Hardware.detect("cpu")
-    assert f"{hardware.memory_bytes / GIB:.2f} GiB" in str(hardware)
+    assert format_bytes(hardware.memory_bytes) in str(hardware)
 
 
 def test_none_is_the_accelerator_where_there_is_one():

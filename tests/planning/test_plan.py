@@ -477,7 +477,7 @@ def test_a_plan_changes_no_bit_unless_it_is_asked_to():
     model, x, target = Head(), torch.randn(256, 16), torch.randint(0, 4000, (256,))
     step = {"loss": lambda y, _: nn.functional.cross_entropy(y, target), "hardware": "cpu", "keeps_output": False}
     plain = ms.profile(model, x, **step).peak_bytes
-    reached = r"Config\(enable_tiling=True\) would lower it to [\d.]+ [KM]iB, with sums in another order"
+    reached = r"Config\(enable_tiling=True\) would lower the peak to [\d.]+ [KM]iB, with sums in another order"
     with pytest.raises(ms.BudgetError, match=reached):
         ms.plan(model, x, plain // 2, **step)
     rounds = ms.plan(model, x, plain // 2, exact=False, **step)

@@ -97,7 +97,7 @@ def test_what_no_plan_fits_is_told_what_would_beside_it():
     ranks = {"parallel": "fsdp2", "world": 8}
     with pytest.raises(ms.BudgetError, match="no plan fits") as refused:
         ms.plan(model, tokens, budget="90MiB", **step, **ranks)
-    said = "plan(shard=('blocks.*', 'embed', 'head')) and plan(stepping=('step_in_backward',)) would lower it to "
+    said = "plan(shard=('blocks.*', 'embed', 'head')) and plan(stepping=('step_in_backward',)) would lower the peak to "
     assert f"\n  {said}" in str(refused.value)
     nbytes = int(str(refused.value).partition(said)[2].partition("(")[2].partition(" bytes")[0])
     plan = ms.Plan([*((rule.pattern, rule.transform) for rule in refused.value.plan), ("", ms.step_in_backward())])

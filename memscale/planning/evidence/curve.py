@@ -189,10 +189,10 @@ class Frontier(Sequence[Point]):
 
     def __str__(self) -> str:
         fastest = self._points[-1].step_seconds
-        rows = [("memory", "step", "time", "plan")]
+        rows = [("memory", "step", "ratio", "plan")]
         for each in self._points:
             figures = format_bytes(each.peak_bytes), format_seconds(each.step_seconds)
-            rows.append((*figures, f"{each.step_seconds / fastest:.2f}x", each.summary))
+            rows.append((*figures, f"{each.step_seconds / fastest:.2f} ×", each.summary))
         return "\n".join(table_lines(rows, ">>><"))
 
 

@@ -91,7 +91,7 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
     trace = [
         f"memory pressure: the step as written takes {takes}, {written_bytes / limit:.2f} × the budget of {budget}"
         + ("" if plain.step_seconds is None else f", and {format_seconds(plain.step_seconds)}"),
-        f"eligible: {', '.join(sorted(techniques))}",
+        f"eligible: {', '.join(sorted(techniques)).replace('stream', 'offloaded weights')}",
         f"candidates: {len(candidates)} for {len(costs.paths)} parts{groups} and the rest of the model",
     ]
     if link is not None:
@@ -101,7 +101,7 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
         trace.append(f"link: {out} can be copied out during forward, {back} back during backward")
     if stepping := Plan(found.always).of_optimizers():
         trace.append(f"the optimizer: {', '.join(repr(rule.transform) for rule in stepping)}")
-    trace.append(f"estimate: no choice of candidates takes less than {format_seconds(best.bound_seconds)}")
+    trace.append(f"estimate: the fastest choice of candidates takes at least {format_seconds(best.bound_seconds)}")
     trace.append(
         f"proof: the simulated step takes {format_bytes(taken)}, {taken / limit:.1%} of the budget, in "
         f"{format_seconds(found.seconds)}, {found.seconds / (plain.step_seconds or found.seconds):.2f} × the step as "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from memscale.core import format_unlike
+from memscale.core import format_bytes
 
 # Factor by which the polynomial may extrapolate beyond the largest size that fits. At small sizes the optimizer phase
 # may hide the growth of other phases; a larger factor then makes a batch that is far too large for nothing.
@@ -39,16 +39,16 @@ class LargestBatch:
     interrupted: bool = False
 
     def __str__(self) -> str:
-        following = self.capacity_bytes if self.next_peak_bytes is None else self.next_peak_bytes
-        peak, capacity, next_peak = format_unlike(self.peak_bytes, self.capacity_bytes, following)
+        capacity = self.capacity_bytes
         if self.next_peak_bytes is not None:
-            beyond = f"{self.n + 1} would take {next_peak}"
+            beyond = f"{self.n + 1} would take {format_bytes(self.next_peak_bytes - capacity)} too much"
         elif self.too_large is not None:
-            beyond = f"{self.too_large} does not"
+            beyond = f"{self.too_large} would take too much"
         else:
             beyond = "the largest so far" if self.interrupted else "larger sizes were not searched"
         beyond += ", stopped" if self.interrupted else ""
-        return f"{self.n} fits: {peak} of {capacity}; {beyond} (sizes simulated: {self.simulations})"
+        left = f"{format_bytes(capacity - self.peak_bytes)} of the {format_bytes(capacity)}"
+        return f"{self.n} fits and leaves {left}; {beyond} (sizes simulated: {self.simulations})"
 
 
 def largest_fitting(

@@ -44,7 +44,7 @@ class OOMPredictor:
     >>> any(each.plan and each.peak_bytes <= prediction.capacity_bytes for each in prediction.recommendations)
     True
     >>> print(predictor.largest(lambda rows: torch.ones(rows, 64)))
-    724 fits: 7.991 MiB of 8.000 MiB; 725 would take 8.002 MiB (sizes simulated: 8)
+    724 fits and leaves 8.74 KiB of the 8.00 MiB; 725 would take 1.76 KiB too much (sizes simulated: 8)
 
     Args:
         model: a module on any device; ``meta`` costs no memory.

@@ -33,9 +33,9 @@ def confirmed(step: TrainingStep, batch: Any, plan: ProvenPlan, hardware: Hardwa
     assert step.module is not None, "a function is not tuned"
     parameter = next(step.module.parameters())
     if parameter.is_meta:
-        return None, "simulated only: the model is on meta"
+        return None, "simulated only, since the model is on meta, without weights"
     if parameter.device.type != hardware.device_type:
-        return None, f"simulated only: the model is on {parameter.device}, not on {hardware.name}"
+        return None, f"simulated only, since the model is on {parameter.device}, not on {hardware.name}"
     needed = plan.evidence.planned.taken_bytes
     free_bytes = _free_bytes(parameter.device)
     if free_bytes is not None and needed > _SHARE * free_bytes:
