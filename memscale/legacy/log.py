@@ -8,7 +8,6 @@ from datetime import datetime
 
 from memscale.config import Config
 from memscale.core import wrapped
-from memscale.core import wrapped
 from memscale.observability import rank
 
 LOG = logging.getLogger("memscale")
