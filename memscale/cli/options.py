@@ -199,7 +199,8 @@ def as_option(argument: Argument, known: Collection[str]) -> str:
     if argument.name not in known:
         return str(argument)
     option = f"--{argument.name.replace('_', '-')}"
-    return option if argument.value is ... else " ".join(f"{option} {shlex.quote(each)}" for each in argument.value)
+    values = argument.value if isinstance(argument.value, (list, tuple)) else (argument.value,)
+    return option if argument.value is ... else " ".join(f"{option} {shlex.quote(str(each))}" for each in values)
 
 
 def typed(options: Any) -> str:

@@ -92,14 +92,6 @@ class RankOptions(StepOptions):
     ] = None
     tensor: Annotated[int | None, count("M", "The number of processes of tensor parallelism, with fsdp2.")] = None
 
-    def check(self) -> None:
-        about = {"world": self.world, "shard": self.shard or None, "tensor": self.tensor}
-        if self.parallel is None and (given := [name for name, value in about.items() if value is not None]):
-            name = given[0]
-            raise ConfigError(f"--{name} is about several processes; add --parallel fsdp2 or ddp")
-        if self.parallel is not None and (self.world is None or self.world < 1):
-            raise ConfigError(f"--parallel {self.parallel} needs --world N, how many processes there are")
-
     @property
     def arguments(self) -> dict[str, Any]:
         """Returns the options of the loop and of the processes as keyword arguments of the library."""

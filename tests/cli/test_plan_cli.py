@@ -267,10 +267,10 @@ def test_the_step_can_be_one_processs_of_several(folder, capsys):
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        (("--world", 8), "--world is about several processes"),
-        (("--tensor", 2), "--tensor is about several processes"),
+        (("--world", 8), "--world 8 is about several processes; add --parallel ddp or --parallel fsdp2"),
+        (("--tensor", 2), "--tensor 2 is about several processes"),
         (("--parallel", "fsdp2", "--world", 8, "--tensor", 2), "splits weights as the model's tp_plan says, and this"),
-        (("--parallel", "ddp"), "--parallel ddp needs --world N"),
+        (("--parallel", "ddp"), "--parallel ddp needs --world, the number of processes"),
         (("--parallel", "fsdp", "--world", 8), "--parallel must be fsdp2 or ddp, got 'fsdp'"),
         (("--parallel", "fsdp2", "--world", 8, "--shard", "blocks"), "'blocks' matches no module"),
     ],

@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import nn
 
 from memscale.algebra import placing_in
-from memscale.core import ConfigError, RuntimeUnavailable, TransformError, is_own_thread, matches, own_threads
+from memscale.core import (
+    Argument,
+    ConfigError,
+    RuntimeUnavailable,
+    TransformError,
+    is_own_thread,
+    matches,
+    own_threads,
+)
 from memscale.optimizers import without_states
 from memscale.simulation.parallel.sharded import check_followed, mesh_of
 from memscale.simulation.process.process_state import placed
@@ -62,10 +70,9 @@ class Parallel:
         if parallel is None:
             about = {"world": world, "shard": shard, "tensor": tensor}
             if given := [(name, value) for name, value in about.items() if value is not None]:
-                name, value = given[0]
-                raise ConfigError(
-                    f"{caller}({name}={value!r}) is about several processes; add parallel='fsdp2' or 'ddp'"
-                )
+                one, kinds = Argument(caller, *given[0]), [Argument("", "parallel", kind) for kind in _KNOWN]
+                message = f"{one} is about several processes; add {' or '.join(map(str, kinds))}"
+                raise ConfigError(message).naming(one, *kinds)
             return None
         if parallel not in _KNOWN:
             raise ConfigError(
@@ -73,9 +80,9 @@ class Parallel:
                 "yourself in a process group of the fake backend, and profile that"
             )
         if isinstance(world, bool) or not isinstance(world, int) or world < 1:
-            raise ConfigError(
-                f"{caller}(parallel={parallel!r}, world={world!r}) takes the number of processes, an int above 0"
-            )
+            several, number = Argument(caller, "parallel", parallel), Argument("", "world")
+            message = f"{several} needs {number}, the number of processes, an int above 0; got {world!r}"
+            raise ConfigError(message).naming(several, number)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{caller}(parallel={parallel!r}) needs a module; distribute it inside the function")
         for module in model.modules():

@@ -330,8 +330,8 @@ def test_a_plan_under_sharding(group):
 
 MISTAKES = {
     "no such way": ({"parallel": "fsdp", "world": 2}, r"none of \['ddp', 'fsdp2'\]"),
-    "no world": ({"parallel": "ddp"}, "takes the number of processes"),
-    "no way": ({"world": 2}, "add parallel='fsdp2' or 'ddp'"),
+    "no world": ({"parallel": "ddp"}, r"needs world=\.\.\., the number of processes"),
+    "no way": ({"world": 2}, "add parallel='ddp' or parallel='fsdp2'"),
     "nobody": ({"parallel": "fsdp2", "world": 0}, "an int above 0"),
 }
 
