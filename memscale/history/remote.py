@@ -133,13 +133,14 @@ class Remote:
         sent = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {token()}"}
         status, answer = http_request(method, f"{self._site}{path}", headers, sent, seconds=_SECONDS)
+        is_answered = 200 <= status < 300
         try:
             data = json.loads(answer)
-        except ValueError:
-            data = {}
-        if not 200 <= status < 300:
+        except ValueError:  # the page of a proxy or of another server
+            is_answered, data = False, {}
+        if not is_answered:
             parts = [str(data[key]) for key in ("value", "rule", "remedy") if isinstance(data, dict) and key in data]
-            raise Refused(status, f"{self.url} answered {status}: {'; '.join(parts)}")
+            raise Refused(status, f"{self.url} answered {status}: {'; '.join(parts) or 'no JSON of this API'}")
         return data
 
 
