@@ -45,8 +45,8 @@ def transform(
 def transform(
     model: nn.Module, plan: PlanLike, *, optimizer: AnyOptimizer, runtime: Runtime | None = None
 ) -> tuple[nn.Module, AnyOptimizer]: ...
-@takes_no(("batch", "budget", "loss", "config", "hardware", "accumulate", "stepping"), _planned_first)
 @counted("transform")
+@takes_no(("batch", "budget", "loss", "config", "hardware", "accumulate", "stepping"), _planned_first)
 def transform(
     model: nn.Module,
     plan: PlanLike,

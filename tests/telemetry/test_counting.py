@@ -184,6 +184,13 @@ def test_what_is_counted_of_each_verb(place):
     assert faults(document) == []
 
 
+def test_simulations_under_a_plan_count_no_transform(place):
+    chosen(State.LOCAL)
+    ms.profile(stack(), torch.ones(8, 16), plan={"*": ms.checkpoint()}, **STEP)
+    ms.frontier(stack(), torch.ones(8, 16), points=2, **STEP)
+    assert lines(place) == []
+
+
 def test_a_training_step_writes_nothing(place, monkeypatch):
     chosen(State.LOCAL)
     model = ms.wrap(stack(), ms.Config(enable_logging=False, force_optimize=True), torch.ones(8, 16))
