@@ -32,7 +32,7 @@ from memscale.planning.parts.parts import parts_of
 from memscale.planning.search.search import Search
 from memscale.planning.trials.trials import TrialSteps
 from memscale.policy import TECHNIQUES, StrategyContext
-from memscale.simulation import Attribution, attribute
+from memscale.simulation import Trace, attribute
 
 CARDS = (
     "v100-16",
@@ -80,26 +80,24 @@ def cards_of(family: str, seed: int, count: int) -> list[str]:
 
 
 class Counted:
-    """Stands for simulated trials, and counts them."""
+    """Stands for simulated trials, and counts them; each has the trace of the step as it is."""
 
-    def __init__(self, base: Attribution) -> None:
-        self.base, self.count = base, 0
+    def __init__(self, plain: Trace) -> None:
+        self.plain, self.count = plain, 0
 
-    def __call__(self, rules: Any, away: frozenset[str]) -> Counted:
+    def __call__(self, rules: Any, away: frozenset[str]) -> Trace:
         self.count += 1
-        return self
-
-    def attribution(self, paths: Any) -> Attribution:
-        return self.base
+        return self.plain
 
 
 def trial_steps(search: Search, among: frozenset[str]) -> int:
     """How many simulations the trials of these techniques take, if no candidate has to be turned down."""
     menu = dataclasses.replace(search.menu, techniques=search.menu.techniques & among)
     parts = parts_of(search._model, search.plain, tiles=menu.tiles)
-    menus = [*(menu.for_part(part, search.plain) for part in parts), menu.for_outside(search._model, parts)]
-    stub = Counted(attribute(search.plain, [part.path for part in parts]))
-    TrialSteps(stub.base, parts, menus, stub).run({}, search.patience)
+    menus = [menu.for_part(part, search.plain) for part in parts]
+    menus.append(menu.for_outside(search._model, parts, search.plain))
+    base, stub = attribute(search.plain, [part.path for part in parts]), Counted(search.plain)
+    TrialSteps(base, parts, menus, stub).run({}, search.patience)
     return stub.count
 
 
