@@ -48,7 +48,7 @@ class AllowOptions(Options):
 
     mode: Annotated[
         str | None,
-        Option(metavar="MODE", help="conservative, balanced or aggressive; by default all that change no bit."),
+        Option(metavar="MODE", help="conservative, balanced or aggressive; by default what changes no bit."),
         one_of(*_MODES),
     ] = None
     allow: Annotated[

@@ -61,7 +61,7 @@ class PredictOptions(Options):
     at_most: Annotated[int | None, count("N", "The largest size that --largest tries."), at_least(1)] = None
     recommend: Annotated[
         bool | None,
-        Option("--recommend/--no-recommend", help="Simulate ways to free memory; by default if it is close."),
+        Option("--recommend/--no-recommend", help="Simulate ways to free memory; by default if memory is short."),
     ] = None
     seconds: Seconds = 30.0
     fits: Annotated[
