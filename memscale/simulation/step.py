@@ -33,8 +33,9 @@ class Loop:
 
     Args:
         accumulate: forward and backward passes for each optimizer step.
-        keeps_output: whether the loop keeps the model's output until the next output replaces it, as
-            ``output = model(x)`` does; otherwise the output dies before backward, as in ``loss(model(x)).backward()``.
+        keeps_output: whether the loop keeps the model's output and its loss until the next ones replace them, as
+            ``output = model(x)`` does; otherwise the output dies before backward, and the loss before the update, as in
+            ``loss(model(x)).backward()``.
     """
 
     accumulate: int = 1
@@ -137,7 +138,7 @@ class TrainingStep:
         """Returns the step as a function without arguments.
 
         Args:
-            kept: the list that holds the output until the next output, with ``loop.keeps_output``.
+            kept: the list that holds the output and its loss until the next ones, with ``loop.keeps_output``.
             drops: whether the step sets the gradients to None at its end.
         """
         if not isinstance(self.model, nn.Module):
@@ -149,8 +150,10 @@ class TrainingStep:
             for _ in range(loop.accumulate):
                 output = call(model, batch)
                 if loop.keeps_output:
-                    kept[:] = [output]
+                    kept[:1] = [output]
                 found = scalar_loss(output, batch, loss)
+                if loop.keeps_output:
+                    kept[:] = [output, found]
                 del output
                 for left in reversed(range(passes)):
                     found.backward(retain_graph=left > 0)

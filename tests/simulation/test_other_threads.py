@@ -186,7 +186,7 @@ def nobody_else_sees_the_card():
     torch.manual_seed(5), random.seed(5)
     filters = list(warnings.filters)
     count = gc.get_freeze_count()
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=look, daemon=True)  # ends with the program where that fails
     thread.start()
     for _ in range(ROUNDS):
         simulated()

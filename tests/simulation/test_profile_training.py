@@ -153,6 +153,22 @@ def test_both_loops_take_what_is_said_to_the_byte(plan, loss, keeps, accumulate)
     assert_exact(train(model, x(ROWS, 48), loss=loss, accumulate=accumulate, plan=plan, keeps=keeps))
 
 
+def test_the_default_loop_keeps_its_loss_too():
+    """The result of `mse_loss` is a scalar over a storage with a number for each element of the output."""
+    model, batch = nn.Sequential(mlp(48, 64), mlp(64, 48), nn.Dropout(0.1)), x(ROWS, 48)
+    optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.1), {}
+
+    def step():
+        kept["output"] = model(batch)
+        kept["loss"] = F.mse_loss(kept["output"], batch)
+        kept["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    profile = ms.profile(model, batch, optimizer=optimizer, loss=F.mse_loss)
+    assert_equal_bytes(profile, *real_peaks(step, model, optimizer, batch))
+
+
 def test_the_loop_that_keeps_its_output_is_the_default():
     model, batch = mlp(48, 700), x(ROWS, 48)
     options = {"hardware": "cpu", "optimizer": torch.optim.AdamW(model.parameters())}

@@ -14,9 +14,9 @@ from torch import nn
 import memscale as ms
 from memscale.simulation.measured.allocator_trace import measure, training_roles
 
-# A Python number beside a tensor becomes a tensor of 8 bytes, and is cast to 4 more inside the kernel; autograd keeps
-# some until backward. They are too small to be recorded: together less than the smallest tensor of any test, 80 bytes.
-NUMBERS_BYTES = 79
+# Autograd keeps the 8 bytes of a Python number beside a tensor until backward. These are not recorded: a few of them,
+# less than the smallest tensor of any test.
+NUMBERS_BYTES = 32
 
 # A region that may draw random numbers keeps the generator's state, which no operator allocates.
 RANDOM_STATE_BYTES = 5056

@@ -141,7 +141,7 @@ class CpuScratch:
             rows = args[at][:_ENOUGH_ROWS] if args[at].dim() == 2 else args[at]
             return self._probe_scratch(op, (*args[:at], rows, *args[at + 1 :]), kwargs).scratch_bytes
         if not _may_take_memory(op, args, kwargs):
-            return 0
+            return self._of_numbers(op, args, kwargs)
         tensors = tensors_in(args, kwargs)
         if op._opname.startswith(_FACTORISES):
             matrices = [tensor for tensor in tensors if tensor.dim() > 1]
@@ -172,6 +172,18 @@ class CpuScratch:
             self._changed = False
             probes = {key: (probe.changes, probe.returned_bytes) for key, probe in self._known.items()}
             self._disk.write(self._name, probes)
+
+    def _of_numbers(self, op: OpOverload, args: Any, kwargs: Any) -> int:
+        """Returns the bytes of a pointwise call's numbers: PyTorch makes each a tensor, and casts that if need be."""
+        is_pointwise = torch.Tag.pointwise in op.tags or op._opname.startswith("_foreach_")
+        if not (is_pointwise and _has_numbers(args)) or torch.Tag.nondeterministic_seeded in op.tags:
+            return 0
+        if tensors_in((), kwargs):  # out=...: a kernel warns if it resizes that
+            return 0
+        ones = {id(tensor): tensor.new_ones((1,) * tensor.dim()) for tensor in tensors_in(args, {})}
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):
+            return self._probe_scratch(op, exchanged(tuple(args), ones), kwargs).scratch_bytes
+        return 0
 
     def _of_batch(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
         batched = args[: rule_of(op).batched]
@@ -209,6 +221,10 @@ class CpuScratch:
             return {key: ScratchProbe(tuple(changes), returned_bytes) for key, (changes, returned_bytes) in probes}
         except (AttributeError, ValueError, TypeError):  # the file is from another version of memscale
             return {}
+
+
+def _has_numbers(args: Any) -> bool:
+    return any(_has_numbers(arg) if isinstance(arg, (list, tuple)) else isinstance(arg, (int, float)) for arg in args)
 
 
 def _first(args: Any, batched: int, count: int) -> Any:

@@ -11,13 +11,14 @@ A CUDA device holds all weights of an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` in o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from memscale.hardware import Work
+from memscale.simulation.rules.layouts import ResultLayout
 from memscale.simulation.rules.reductions import SUM, reduced
 from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, Result, briefly, copied, taken
 
@@ -382,6 +383,17 @@ def _gru_backward_program(args: Sequence[Any], results: Any, card: CardTraits) -
     return *before, RESULTS, *summed
 
 
+def _two_bias_gradients(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) -> ResultLayout:
+    """Returns the layout with a storage for each bias gradient; the fake kernel returns one tensor for both."""
+    gradients = list(layout.outputs)
+    gradients[4] = replace(gradients[3], storage=len(layout.storage_bytes))
+    return replace(
+        layout,
+        outputs=tuple(gradients),
+        storage_bytes=(*layout.storage_bytes, layout.storage_bytes[gradients[3].storage]),
+    )
+
+
 RULES = {
     "aten._cudnn_rnn": OpRule(program=_forward_program, results=_forward, extra=_launches(backward=False)),
     "aten._cudnn_rnn_backward": OpRule(program=_backward_program, results=_backward, extra=_launches(backward=True)),
@@ -392,4 +404,5 @@ RULES = {
     "aten._thnn_fused_gru_cell_backward": OpRule(program=_gru_backward_program, results=_gru_gradients),
     # Only cuDNN's kernel knows the size of the workspace that it keeps for backward; the fake kernel's is empty.
     "aten.mkldnn_rnn_layer": OpRule(runs=True),
+    "aten.mkldnn_rnn_layer_backward": OpRule(layout=_two_bias_gradients),
 }
