@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 
 from memscale.algebra import Plan
-from memscale.core import format_bytes
+from memscale.core import format_bytes, wrapped
 from memscale.planning import OOMPrediction
 from memscale.reports import PAGES, checked_target, write_page
 
@@ -166,4 +166,4 @@ class Explanation:
         lines += self._simulated()
         if remedies := self._remedies():
             lines += ["what would help", *(f"  {each}" for each in remedies)]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return wrapped("\n".join([*lines, *(f"note: {note}" for note in self.notes)]))
