@@ -313,7 +313,7 @@ def test_every_process_makes_the_same_plan_and_knows_those_of_others(planned):
 
 
 def test_a_card_without_units_for_a_dtype_is_planned_for():
-    model = _mlps(2).to(torch.bfloat16)
+    model = _mlps(4).to(torch.bfloat16)
     batch = torch.ones(4096, 64, dtype=torch.bfloat16)
     step = {**_step(model, batch), "hardware": "t4"}
     engine = ms.DecisionEngine(model, **step)
