@@ -213,7 +213,7 @@ def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | ty
             continue
         seen.add(id(function))
         followed += 1
-        names, assigned = code_names(function.__code__), _assigned(function.__code__)
+        names, assigned = code_names(function.__code__), _named_by(function.__code__, ("STORE_GLOBAL",))
         attributes = {name for name in names if not name.startswith("__")}
         pending += closed_over(function)
         yield function.__dict__, "", function.__dict__
@@ -224,7 +224,10 @@ def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | ty
             own = holder if isinstance(holder, dict) else vars(holder)
             is_new_class = holder is not home and not isinstance(holder, dict) and id(holder) not in seen
             seen.add(id(holder))
-            for name in list(own) if is_new_class else names:
+            # An attribute `self.head` does not read a global `head` of the user, which can be another model.
+            of_globals = _named_by(function.__code__, ("_GLOBAL", "_GLOBALS", "_NAME"))
+            named = [name for name in names if holder is not home or name in of_globals]
+            for name in list(own) if is_new_class else named:
                 value = own.get(name)
                 if isinstance(value, types.ModuleType):
                     if not _is_others(value.__name__) and not any(vars(value) is each for each in holders):
@@ -245,12 +248,12 @@ def _may_keep(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _assigned(code: types.CodeType) -> frozenset[str]:
-    """Returns the globals that `code` may assign, found by its STORE_GLOBAL instructions."""
-    found = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
+def _named_by(code: types.CodeType, operations: tuple[str, ...]) -> frozenset[str]:
+    """Returns the names in the instructions of `code`, and of code nested in it, that end in one of `operations`."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname.endswith(operations)}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _assigned(constant)
+            found |= _named_by(constant, operations)
     return frozenset(found)
 
 
