@@ -42,9 +42,14 @@ def limited(progress: Progress | None, seconds: float | None) -> Progress | None
     ... except OutOfTime:
     ...     say("the result", 1, None)
     the result 1 None
+
+    Raises:
+        ConfigError: `seconds` is negative.
     """
     if seconds is None:
         return progress
+    if not seconds >= 0:
+        raise ConfigError(f"seconds must be at least 0, got {seconds:g}; leave it out for a search without a limit")
     until: float | None = time.monotonic() + seconds
 
     def say(what: str, done: int, total: int | None) -> None:

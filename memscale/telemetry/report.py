@@ -43,7 +43,10 @@ class Weeks:
             ConfigError: nothing was counted in the week.
         """
         if week not in self.names():
-            raise ConfigError(f"nothing was counted in the week {week!r}; there is {', '.join(self.names()) or 'none'}")
+            counted = ", ".join(self.names()) or "no week"
+            raise ConfigError(
+                f"nothing was counted in the week {week!r}; give one as 2026-W47, of those with counts: {counted}"
+            )
         with open(self.counted / f"{week}.txt", "rb") as file:
             lines = file.read(_MOST_BYTES).decode("ascii", "replace").splitlines()
         found = collections.Counter[str]()

@@ -554,3 +554,5 @@ def test_a_limit_of_seconds_keeps_what_was_found(folder, capsys):
     stopped = "note: stopped after 0 s (seconds= or --seconds allows more), while simulating: checkpointed blocks"
     assert stopped in " ".join(shown.split())
     assert "what would free memory" not in shown
+    assert predict(*step, "--seconds", -1) == 2
+    assert "seconds must be at least 0, got -1" in capsys.readouterr().err
