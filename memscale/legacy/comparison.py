@@ -82,11 +82,11 @@ class StepComparison:
     def _report(self, found: dict[str, int]) -> None:
         rows = [(name, self._predicted[name], nbytes) for name, nbytes in found.items() if name in self._predicted]
         off = [row for row in rows if abs(row[2] - row[1]) > max(_OFF * row[1], _LEAST_BYTES)]
-        peak = f"peak {format_bytes(found['peak'])}" if "peak" in found else "only CUDA devices measure the peak"
+        peak = f"peak {format_bytes(found['peak'])}" if "peak" in found else "the peak is measured on CUDA only"
         if not off:
             worst = max((abs(real - thought) / max(thought, 1) for _, thought, real in rows if thought), default=0.0)
             self.text = (
-                f"the real step is within {worst:.1%} of the prediction ({', '.join(row[0] for row in rows)}); {peak}"
+                f"{', '.join(row[0] for row in rows)} of the real step are within {worst:.1%} of the prediction; {peak}"
             )
             say(self._config, self.text)
             return
