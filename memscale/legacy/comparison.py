@@ -85,9 +85,8 @@ class StepComparison:
         peak = f"peak {format_bytes(found['peak'])}" if "peak" in found else "the peak is measured on CUDA only"
         if not off:
             worst = max((abs(real - thought) / max(thought, 1) for _, thought, real in rows if thought), default=0.0)
-            self.text = (
-                f"{', '.join(row[0] for row in rows)} of the real step are within {worst:.1%} of the prediction; {peak}"
-            )
+            named = ", ".join(row[0] for row in rows)
+            self.text = f"the real step's bytes ({named}) are within {worst:.1%} of the prediction; {peak}"
             say(self._config, self.text)
             return
         lines = [f"the real step differs from the prediction; {peak}", f"  {'':<16} {'predicted':>10} {'real':>10}"]

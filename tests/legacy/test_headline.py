@@ -93,7 +93,7 @@ def test_report_prints_what_is_applied_and_measured(device, capsys):  # noqa: F8
         "step without memscale: 12.1 MiB",
         "faster: a larger budget",
         "checkpoint(",
-        "of the real step are within",
+        "the real step's bytes",
     ):
         assert text in printed
     assert all(len(line) <= 80 for line in printed.splitlines()[1:])

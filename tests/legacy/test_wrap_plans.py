@@ -281,7 +281,7 @@ def test_the_second_step_is_compared_with_what_was_predicted(device, caplog):
     caplog.set_level(logging.INFO, logger="memscale")
     device(11)
     for make, level, text in (
-        (torch.optim.AdamW, logging.INFO, "of the real step are within"),
+        (torch.optim.AdamW, logging.INFO, "the real step's bytes"),
         (torch.optim.SGD, logging.WARNING, "the real step differs from the prediction"),
     ):
         caplog.clear()
