@@ -54,5 +54,7 @@ def http_request(
     except queue.Empty:
         answer = TimeoutError(f"no answer in {seconds:g} s")
     if isinstance(answer, Exception):
-        raise RuntimeUnavailable(f"{scheme}://{host} cannot be reached: {str(answer) or repr(answer)}") from answer
+        raise RuntimeUnavailable(
+            f"{scheme}://{host} cannot be reached: {str(answer) or repr(answer)}; check the address and the server"
+        ) from answer
     return answer

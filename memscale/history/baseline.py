@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 from memscale.core import ConfigError
@@ -113,8 +114,13 @@ class Baseline:
         """
         run = dataclasses.replace(run, timeline=None)  # comparisons do not use it, and it would fill a diff
         runs = {(each.name, each.hardware): each for each in (*self.runs(), run)}
+        part = self.path.with_name(f"{self.path.name}.part-{os.getpid()}")
         try:
             # Sorted, so that a change touches few lines of a diff.
-            self.path.write_text(to_json_lines([runs[step] for step in sorted(runs)]), encoding="utf-8")
+            part.write_text(to_json_lines([runs[step] for step in sorted(runs)]), encoding="utf-8")
+            os.replace(part, self.path)  # an interruption leaves the old runs
         except OSError as error:
-            raise ConfigError(f"the baseline {str(self.path)!r} cannot be written: {error.strerror}") from error
+            raise ConfigError(
+                f"the baseline {str(self.path)!r} cannot be written: {error.strerror}; pass a file in a folder that "
+                "exists and is yours to write"
+            ) from error

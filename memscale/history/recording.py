@@ -27,7 +27,17 @@ _log = logging.getLogger(__name__)
 _sending = threading.Lock()
 
 
-def record(profile: Profile, name: str, *, path: str | os.PathLike[str] | None = None, **about: Any) -> Run | None:
+def record(
+    profile: Profile,
+    name: str,
+    *,
+    plan: Plan | None = None,
+    measured: Mapping[str, float] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    model: object = None,
+    batch: Any = None,
+    config: Config | None = None,
+) -> Run | None:
     """Adds a run to the history and returns it, or None if there is no history or it cannot be written.
 
     A history that cannot be written is logged, and the script continues.
@@ -38,11 +48,9 @@ def record(profile: Profile, name: str, *, path: str | os.PathLike[str] | None =
     True
 
     Args:
-        profile: as in `Run.of`.
-        name: as in `Run.of`.
+        profile, name, plan, measured, model, batch, config: as in `Run.of`.
         path: the file of the history; None is ``$MEMSCALE_HISTORY``, and if that is not set nothing is recorded. The
             address of a project on a server, ``"https://..."``, sends the run there, through a local queue.
-        about: the other arguments of `Run.of`: ``plan``, ``measured``, ``model``, ``batch`` and ``config``.
 
     Raises:
         ConfigError: as in `Run.of`.
@@ -50,7 +58,7 @@ def record(profile: Profile, name: str, *, path: str | os.PathLike[str] | None =
     """
     if path is None and not os.environ.get(HISTORY):
         return None
-    return _added(Run.of(profile, name, **about), path)
+    return _added(Run.of(profile, name, plan=plan, measured=measured, model=model, batch=batch, config=config), path)
 
 
 def keep(

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -209,13 +210,18 @@ def test_only_more_bytes_of_one_simulator_are_a_regression(profile):
     assert "record the baseline again" in str(other)
 
 
-def test_a_baseline_keeps_one_run_of_each_step(profile, tmp_path):
+def test_a_baseline_keeps_one_run_of_each_step(profile, tmp_path, monkeypatch):
     baseline = Baseline(tmp_path / "memory.jsonl")
     assert baseline.run("a", profile.hardware.name) is None
     runs = [Run.of(profile, name) for name in "baa"]
     for run in runs:
         baseline.write(run)
     assert baseline.runs() == [runs[2], runs[0]]
+    with monkeypatch.context() as full:
+        full.setattr("os.replace", mock.Mock(side_effect=OSError(28, "no room")))
+        with pytest.raises(ConfigError, match=r"cannot be written: no room; pass a file"):
+            baseline.write(Run.of(profile, "c"))
+    assert baseline.runs() == [runs[2], runs[0]], "a write that fails loses nothing"
     baseline.path.write_text("{}\n")
     with pytest.raises(ConfigError, match=r"the baseline .* cannot be read: .*schema version None"):
         baseline.runs()

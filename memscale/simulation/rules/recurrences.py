@@ -402,7 +402,7 @@ RULES = {
     "aten._thnn_fused_lstm_cell_backward_impl": OpRule(program=_lstm_backward_program, results=_lstm_gradients),
     "aten._thnn_fused_gru_cell": OpRule(order=(1, 0), results=_gru_state),
     "aten._thnn_fused_gru_cell_backward": OpRule(program=_gru_backward_program, results=_gru_gradients),
-    # Only cuDNN's kernel knows the size of the workspace that it keeps for backward; the fake kernel's is empty.
+    # Only oneDNN's kernel knows the size of the workspace that it keeps for backward; the fake kernel's is empty.
     "aten.mkldnn_rnn_layer": OpRule(runs=True),
     "aten.mkldnn_rnn_layer_backward": OpRule(layout=_two_bias_gradients),
 }

@@ -214,6 +214,8 @@ def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | ty
         seen.add(id(function))
         followed += 1
         names, assigned = code_names(function.__code__), _named_by(function.__code__, ("STORE_GLOBAL",))
+        # An attribute `self.head` does not read a global `head` of the user, which can be another model.
+        of_globals = _named_by(function.__code__, ("_GLOBAL", "_GLOBALS", "_NAME"))
         attributes = {name for name in names if not name.startswith("__")}
         pending += closed_over(function)
         yield function.__dict__, "", function.__dict__
@@ -224,8 +226,6 @@ def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | ty
             own = holder if isinstance(holder, dict) else vars(holder)
             is_new_class = holder is not home and not isinstance(holder, dict) and id(holder) not in seen
             seen.add(id(holder))
-            # An attribute `self.head` does not read a global `head` of the user, which can be another model.
-            of_globals = _named_by(function.__code__, ("_GLOBAL", "_GLOBALS", "_NAME"))
             named = [name for name in names if holder is not home or name in of_globals]
             for name in list(own) if is_new_class else named:
                 value = own.get(name)
