@@ -98,16 +98,14 @@ class SearchOptions(Options):
     html: Html = None
     python: Python = None
     seconds: Seconds = 30.0
-
-
-_Stepping = Annotated[
-    list[str] | None,
-    Option(
-        metavar="NAME",
-        help="Let a plan change how the optimizer steps: step_in_groups, step_in_backward, offload_states, or "
-        "quantize_states, which changes numbers. Repeatable.",
-    ),
-]
+    stepping: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME",
+            help="Let a plan change how the optimizer steps: step_in_groups, step_in_backward, offload_states, or "
+            "quantize_states, which changes numbers. Repeatable.",
+        ),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +114,6 @@ class PlanOptions(SearchOptions):
 
     budget: Annotated[str, Option(metavar="SIZE", help=f"Memory for the step: {SIZES}."), SIZE]
     auto: Annotated[bool, Option("--auto", help="Let a policy choose the techniques that are tried first.")] = False
-    stepping: _Stepping = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +122,6 @@ class FrontierOptions(SearchOptions):
 
     budget: Annotated[str | None, Option(metavar="SIZE", help=f"Plan for this, too: {SIZES}."), SIZE] = None
     points: Annotated[int, count("N", "Budgets to plan for."), at_least(2)] = 12
-    stepping: _Stepping = None
 
     def check(self) -> None:
         if self.python is not None and self.budget is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -178,8 +177,9 @@ def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
     }
     kind, _, loop = name.lower().partition("-")
     if kind not in known or loop not in ("", "fused", "foreach"):
-        near = difflib.get_close_matches(kind, known, n=1, cutoff=0)
-        raise ConfigError(f"--optimizer must be one of {', '.join(known)}, got {name!r}; the nearest is {near[0]!r}")
+        raise ConfigError(
+            f"--optimizer must be none or one of {', '.join(known)}, also with -fused or -foreach, got {name!r}"
+        )
     try:
         made: torch.optim.Optimizer = known[kind](
             (each for each in model.parameters() if each.requires_grad), **({loop: True} if loop else {})

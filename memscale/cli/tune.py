@@ -77,6 +77,7 @@ def tune(options: TuneOptions) -> int:
         tuner = ms.AutoTuner(
             subject.model,
             config=config,
+            stepping=options.stepping or (),
             progress=progress,
             **step.arguments,
             **options.step.arguments,

@@ -19,9 +19,9 @@ from memscale.core import ConfigError, Document
 
 # The part of the error message by which a log is recognized.
 FAILURE = "out of memory. Tried to allocate"
-_MADE_BY = "torch.cuda.memory._dump_snapshot(path) writes one"
+_MADE_BY = "torch.cuda.memory._dump_snapshot(path) writes a snapshot"
 _DOCUMENT = Document("memory snapshot", version=0, writer="torch.cuda.memory._dump_snapshot(path)", error=ConfigError)
-_TAKEN = f"{_MADE_BY}, and a log with '... {FAILURE} ...' is taken as well"
+_TAKEN = f"{_MADE_BY}, and a log must have the line '... {FAILURE} ...' of the error"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any] | str:
     except ConfigError as error:
         raise ConfigError(f"{str(path)!r}: {error}") from None
     except Exception as error:  # a file that is no pickle can raise any error
-        raise ConfigError(f"{str(path)!r} is no memory snapshot ({type(error).__name__}: {error}); {_TAKEN}") from error
+        raise ConfigError(f"{str(path)!r} is neither a memory snapshot nor a log with the error; {_TAKEN}") from error
     return check_snapshot(found)
 
 

@@ -154,8 +154,13 @@ class History:
         )
         found = self._found(which, start=start)
         if len(found) != 1 or not start:
-            many = "several runs begin" if found else "no run begins"
-            raise ConfigError(f"{many} with {start!r} in {str(self.path)!r}; `memscale history list` shows their ids")
+            if not start:
+                fault = "an id is empty; write the beginning of one, or last"
+            elif start == "last":
+                fault = f"there are no runs yet in {str(self.path)!r}"
+            else:
+                fault = f"{'several runs begin' if found else 'no run begins'} with {start!r} in {str(self.path)!r}"
+            raise ConfigError(f"{fault}; `memscale history list` shows the ids")
         return found[0]
 
     def _found(self, which: str, **values: object) -> list[Run]:

@@ -284,3 +284,15 @@ def test_the_command_prints_and_writes_the_page(tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "crash.html").exists()
     assert app.run(["explain", str(tmp_path / "none.pickle")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["some words\n", "\n", "Step 3: loss 0.25\n"])
+def test_the_command_says_which_files_it_reads(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    assert app.run(["explain", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"memscale: '{path}' is neither a memory snapshot nor a log with the error; "
+        "torch.cuda.memory._dump_snapshot(path) writes a snapshot, and a log must have the line "
+        "'... out of memory. Tried to allocate ...' of the error\n"
+    )

@@ -184,3 +184,19 @@ def test_the_runs_of_a_commit_are_a_baseline(tmp_path, monkeypatch, capsys):
     first = listed.splitlines()[1].split()[0]
     assert run(["history", "compare", first]) == 0
     assert capsys.readouterr().out.startswith("regression: ")
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ("", "an id is empty; write the beginning of one, or last; `memscale history list` shows the ids"),
+        ("last", "there are no runs yet in '"),
+        ("0", "no run begins with '0' in '"),
+    ],
+)
+def test_a_run_that_is_not_there_is_an_error_with_the_remedy(tmp_path, monkeypatch, capsys, start, said):
+    monkeypatch.setenv("MEMSCALE_HISTORY", str(tmp_path / "runs.db"))
+    assert run(["history", "show", start]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"memscale: {said}")
+    assert message.endswith("; `memscale history list` shows the ids\n")

@@ -13,13 +13,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from memscale.algebra import Plan
+from memscale.algebra import Plan, Transform
 from memscale.config import Config
 from memscale.core import BudgetError, ConfigError, PlanError, TransformError, batches
 from memscale.hardware import Hardware
@@ -52,6 +52,7 @@ class ModelStep:
     step: TrainingStep
     config: Config | None
     hardware: Hardware
+    stepping: Collection[str | Transform]
 
 
 class SizeSearch:
@@ -378,6 +379,7 @@ class SizeSearch:
             engine = DecisionEngine.of_step(
                 own.step.on(batch),
                 config=own.config,
+                stepping=own.stepping,
                 hardware=own.hardware,
                 progress=None if quiet else lambda what, *_: self._say(size, what),
             )

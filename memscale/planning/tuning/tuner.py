@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
 
+from memscale.algebra import Transform
 from memscale.config import Config, check_config
 from memscale.core import BudgetError, ConfigError, Loss, budget_bytes, format_unlike
 from memscale.hardware import Hardware
 from memscale.planning.engine import LEFT_FREE, Budget, check_model
 from memscale.planning.prediction.sizes import BatchFn, Sizes, check_range
 from memscale.planning.step_simulator import OutOfTime, Progress, limited
+from memscale.planning.stepping import checked
 from memscale.planning.tuning.confirmation import confirmed
 from memscale.planning.tuning.size_search import Count, ModelStep, SizeSearch
 from memscale.planning.tuning.tuning import Confirmation, Tuning
@@ -44,7 +46,7 @@ class AutoTuner:
 
     Args:
         model: a module on any device, not transformed; ``meta`` costs no memory.
-        optimizer, loss, config, hardware, accumulate, keeps_output: as in `memscale.plan`.
+        optimizer, loss, config, hardware, accumulate, keeps_output, stepping: as in `memscale.plan`.
         progress: called before each simulation with its subject, the number of simulations done, and None.
         parallel, world, shard, tensor: as in `memscale.profile`; a size is the size of one process's batch.
 
@@ -62,6 +64,7 @@ class AutoTuner:
         hardware: Hardware | str | None = None,
         accumulate: int = 1,
         keeps_output: bool = True,
+        stepping: Collection[str | Transform] = (),
         progress: Progress | None = None,
         parallel: ParallelKind | None = None,
         world: int | None = None,
@@ -82,8 +85,9 @@ class AutoTuner:
             caller="AutoTuner",
         )
         check_config(config)
+        checked(stepping)
         self.hardware = hardware_for(model, hardware)
-        self._step = ModelStep(step, config, self.hardware)
+        self._step = ModelStep(step, config, self.hardware, stepping)
         self._progress = progress
 
     def tune(
