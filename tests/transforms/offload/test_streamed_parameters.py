@@ -249,7 +249,8 @@ CHANGES = {
 }
 
 
-def check_other_contents_between_steps(change, how, depth):
+@taking_turns(change=CHANGES, how=HOWS, depth={"0": 0, "2": 2})
+def test_other_contents_between_steps(change, how, depth):
     """Also while an earlier graph is alive, which goes backward with what it has seen, or raises."""
     found = []
     for model in (layers(), streamed(how, depth)[0]):
@@ -268,12 +269,7 @@ def check_other_contents_between_steps(change, how, depth):
     assert change is CHANGES["vector"] or len(names_on_host(model)) == 2 * LAYERS
 
 
-@taking_turns(change=CHANGES, how=HOWS, depth={"0": 0, "2": 2})
-def test_other_contents_between_steps(change, how, depth):
-    check_other_contents_between_steps(change, how, depth)
-
-
-def check_a_change_between_two_regions():
+def test_a_change_between_two_regions():
     """What was loaded ahead for the second, at once, is out of date by the time it runs."""
     backend = AdversarialDevice(lambda n: 0, {"pinned": 1 << 20})
     runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
@@ -288,10 +284,6 @@ def check_a_change_between_two_regions():
         model[0].register_forward_hook(halve)
         found.append([bits(model(rows())), trained(model)])
     assert found[0] == found[1]
-
-
-def test_a_change_between_two_regions():
-    check_a_change_between_two_regions()
 
 
 @pytest.mark.parametrize("change", [CHANGES[name] for name in ("p.data =", "another parameter", "assign")])

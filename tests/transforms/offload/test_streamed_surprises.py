@@ -128,7 +128,7 @@ def halve_gradient(x):
     x.grad.mul_(0.5)
 
 
-def check_a_gradient_that_others_have_too_may_be_changed_in_place():
+def test_a_gradient_that_others_have_too_may_be_changed_in_place():
     """PyTorch gives both terms of a sum one gradient; a hook that clips or unscales changes it during backward."""
 
     def train(model):
@@ -144,10 +144,6 @@ def check_a_gradient_that_others_have_too_may_be_changed_in_place():
         runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
         fit = ms.transform(nn.Sequential(Added(), Added()), {"*": PARAMS}, runtime=runtime)
         assert train(fit) == expected, f"case {seed}"
-
-
-def test_a_gradient_that_others_have_too_may_be_changed_in_place():
-    check_a_gradient_that_others_have_too_may_be_changed_in_place()
 
 
 def test_a_layer_that_is_exchanged_is_not_loaded_ahead():
