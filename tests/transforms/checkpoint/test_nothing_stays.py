@@ -33,6 +33,22 @@ def test_a_result_that_goes_nowhere_and_that_its_operator_saves(saves):
     assert tensors_with(4321) == 3
 
 
+def test_what_an_operator_returns_beside_its_output_goes_with_it():
+    """A policy's recorder kept it until another output came to the same address: a step held other bytes each time."""
+    gone = []
+
+    def region(x):
+        out, mean, _ = torch.native_layer_norm(x, (64,), None, None, 1e-5)
+        extra = weakref.ref(mean.untyped_storage())
+        del mean, _
+        out = out * 2
+        gone.append(extra() is None)
+        return out
+
+    ms.checkpoint(policy=ms.policies.dots_saveable)(region)(torch.randn(8, 64, requires_grad=True))
+    assert gone[0]
+
+
 def test_nor_where_hooks_only_look():
     x = torch.ones(4322, requires_grad=True)
     assert len(ms.saved_residuals(torch.exp, x)) == 1

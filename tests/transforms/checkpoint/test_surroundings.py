@@ -97,6 +97,29 @@ def test_modes_that_watch_stay_where_they_are():
     assert backward.get_total_flops() == without.get_total_flops() + counted
 
 
+def counted_gradients(how, counted_in, device):
+    """Under a mode `linear` of three dimensions adds its bias by `add`, without one by `add_`."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    model = nn.ModuleList([layer, nn.Linear(16, 16)]).to(device)
+    x = torch.randn(2, 4, 16, device=device, requires_grad=True)
+    region = how(lambda x: model[1](model[0](x).transpose(0, 1)).sin().cos())
+    region(x)  # the first call is watched, by a mode
+    with FlopCounterMode(display=False) if counted_in == "forward" else nullcontext():
+        y = region(x).sum()
+    with FlopCounterMode(display=False) if counted_in == "backward" else nullcontext():
+        y.backward()
+    return [x.grad.cpu(), *[parameter.grad.cpu() for parameter in model.parameters()]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.values])])
+@pytest.mark.parametrize("how", [ms.checkpoint(), ms.checkpoint(policy=ms.policies.dots_saveable)], ids=repr)
+@pytest.mark.parametrize("counted_in", ["forward", "backward"])
+def test_a_counter_around_one_of_forward_and_backward_changes_no_number(how, counted_in, device):
+    expected = counted_gradients(ms.identity, counted_in, device)
+    assert bits(counted_gradients(how, counted_in, device)) == bits(expected)
+
+
 def test_a_region_keeps_no_mode_that_only_watches():
     counter = FlopCounterMode(display=False)
     x = torch.ones(2, requires_grad=True)
