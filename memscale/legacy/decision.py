@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from memscale.algebra import Plan
 from memscale.config import Config
@@ -259,11 +260,23 @@ def hardware_of(model: nn.Module) -> Hardware:
 
 
 def any_loss(output: Any, _: Any) -> torch.Tensor:
-    """A loss for a model whose loss is unknown: the output's own loss, else a sum over all output tensors."""
+    """A loss for a model whose loss is unknown: the output's own loss, else a cross entropy of the largest output.
+
+    Usual losses take at most as much memory as a cross entropy in float32, which autocast makes of it: one more tensor
+    of the output's size in forward, and two in backward. All other outputs are summed.
+    """
     own = batches.own_loss(output)
     if isinstance(own, torch.Tensor) and own.numel() == 1:
         return own
-    return torch.stack([tensor.sum().real.float() for tensor in tensors(output) if tensor.requires_grad]).sum()
+    found = [tensor for tensor in tensors(output) if tensor.requires_grad]
+    rows = [tensor for tensor in found if tensor.dim() and tensor.numel() and not tensor.is_complex()]
+    largest = max(rows, key=torch.Tensor.numel, default=None)
+    return torch.stack([(_entropy if each is largest else torch.sum)(each).real.float() for each in found]).sum()
+
+
+def _entropy(output: torch.Tensor) -> torch.Tensor:
+    rows = output.reshape(-1, output.shape[-1]).float()
+    return functional.cross_entropy(rows, rows.new_zeros(len(rows), dtype=torch.long))
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -97,7 +97,7 @@ def wrap(
     gets the fastest plan that fits among the transforms that the config allows, as `plan` finds it; if none fits, the
     smallest one with a warning.
 
-    - The planned step uses AdamW (`optimize` takes your optimizer) and the output's own loss, or a sum of the outputs.
+    - The planned step uses AdamW (`optimize` takes your optimizer) and the output's own loss, or a cross entropy.
     - Without ``sample_input`` the first call of the training loop plans for its own batch. After a larger batch the
       next step is planned again.
     - With ``config.force_optimize`` a model that fits gets ``checkpoint()`` on its repeated blocks and what the config
