@@ -72,7 +72,7 @@ INTERNALS = tuple(
         (
             "torch.UntypedStorage._cdata",
             "which tensors share memory",
-            f"hardware inspection legacy planning {_R} runtime {_S} {_T}checkpoint {_T}tile",
+            f"hardware inspection legacy {_R} runtime {_S} {_T}checkpoint {_T}tile",
         ),
         (f"{_C}_swap_tensor_impl", "swapping the contents of tensors during a profile", _S),
         ("torch._neg_view", "the negative bit of a view", "runtime"),
@@ -119,7 +119,7 @@ INTERNALS = tuple(
         (
             "torch.nn.Module._buffers",
             "a module's buffers",
-            f"algebra planning {_R} {_S} {_T}cast {_T}checkpoint {_T}tile",
+            f"algebra {_R} {_S} {_T}cast {_T}checkpoint {_T}tile",
         ),
         ("torch.nn.Module._apply", "`.to()` of a model with streamed parameters", "algebra"),
         ("torch.nn.modules.batchnorm._NormBase", "running statistics", f"{_R} {_T}cast {_T}checkpoint"),

@@ -322,9 +322,8 @@ class DecisionEngine:
         """Returns the fingerprint of all that the engine's answers depend on, by name."""
         stepping = sorted(self.stepping.items(), key=repr)
         return {
-            **fingerprint(self.step, self.config, self.hardware),
-            # The digest of the simulated step covers inputs that `fingerprint` does not read, such as hooks and flags.
-            "step": f"{self.plain_step.digest()} {Figures.of(self.plain)}",
+            **fingerprint(self.step, self.plain_step, self.config, self.hardware),
+            "figures": repr(Figures.of(self.plain)),
             "requested": f"{self.step.loop!r} {self.streams} {self._nominal} {stepping} {self.made_for}",
         }
 
