@@ -10,10 +10,10 @@ from torch import nn
 from typer import Option
 
 from memscale.cli.adapters import AdapterOptions, adapted, note_of
-from memscale.cli.autocast import AMP, autocasting
 from memscale.cli.options import Options, at_least, count, one_of
 from memscale.cli.subject import DTYPES, Subject, explained, read_subject
 from memscale.core import ConfigError
+from memscale.integrations.mixed_precision import MixedPrecisionForward
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _WHOLE = AdapterOptions()
 # These need more than a plain loop has: a closure that runs the step, or sparse gradients.
 _NOT_OPTIMIZERS = ("optimizer", "lbfgs", "sparseadam")
+_AMP = ("bf16", "bfloat16", "fp16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class TrainingOptions(Options):
     amp: Annotated[
         str | None,
         Option(metavar="bf16|fp16", help="Train under autocast, as a Trainer's bf16=True; weights keep their dtype."),
-        one_of(*AMP),
+        one_of(*_AMP),
     ] = None
 
 
@@ -146,7 +147,8 @@ def read_step(options: StepOptions) -> Step:
     subject = adapted(read_subject(options.hf, dtype), adapters, options.hf, dtype or torch.float32, compute)
     optimizer, precision = _optimizer(options.optimizer, subject.model), ""
     if options.amp is not None:
-        autocasting(subject.model, hardware.device_type, DTYPES[options.amp.lower()])
+        model = subject.model
+        model.forward = MixedPrecisionForward(model, model.__dict__.get("forward"), DTYPES[options.amp.lower()])
         precision = (
             f"note: --amp {options.amp} is autocast around unchanged weights, with outputs in float32, as a Trainer's"
         )

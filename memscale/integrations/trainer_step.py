@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 
-from memscale.algebra import ForwardPatch, OwnForward
-from memscale.core import ConfigError, Loss, RuntimeUnavailable, device_type, tensors
+from memscale.algebra import ForwardPatch
+from memscale.core import ConfigError, Loss, RuntimeUnavailable, tensors
+from memscale.integrations.mixed_precision import MixedPrecisionForward
 from memscale.simulation import Loop
 
 #: The output is a local variable of ``Trainer.compute_loss``, which returns the loss before backward begins.
@@ -166,23 +166,6 @@ class _ModelCalled(Exception):
     """Raised to leave ``compute_loss`` when it calls the model; not an error."""
 
 
-class _MixedPrecisionForward(OwnForward):
-    """A module's own forward in mixed precision with float32 outputs, as accelerate prepares it."""
-
-    dtype = torch.bfloat16
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        of_device = next(map(device_type, tensors((args, kwargs))), "cpu")
-        with torch.autocast(of_device, self.dtype):
-            output = super().__call__(*args, **kwargs)
-        return convert_outputs_to_fp32(lambda: output)()
-
-    def reassembled(self, remap: Callable[[Any], Any]) -> OwnForward:
-        other = _MixedPrecisionForward(remap(self.module), remap(self.patched))
-        other.dtype = self.dtype
-        return other
-
-
 @contextlib.contextmanager
 def _mixed_precision(trainer: Any) -> Iterator[None]:
     model, precision = trainer.model, trainer.accelerator.mixed_precision
@@ -194,9 +177,8 @@ def _mixed_precision(trainer: Any) -> Iterator[None]:
     under = model.__dict__.get("_original_forward", model.__dict__.get("forward"))
     if getattr(under, "__func__", None) is type(model).forward:
         under = None
-    mixed = _MixedPrecisionForward(model, under)
-    mixed.dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    model.__dict__["forward"] = mixed
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    model.__dict__["forward"] = MixedPrecisionForward(model, under, dtype)
     try:
         yield
     finally:
