@@ -6,7 +6,7 @@ The first `Profile`, `Frontier` or `Tuning` that prints or draws itself imports 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from memscale.reports.drawing import COLOURS, Axis, byte_scale, columns, placed, time_scale
+from memscale.reports.drawing import COLOURS, Axis, byte_scale, columns, outlines, placed, time_scale
 
 if TYPE_CHECKING:
     from memscale.reports.frontier import DrawnPoint, PartOfPlan, Price, plot_frontier, write_frontier

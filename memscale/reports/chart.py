@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from memscale.reports.drawing import Axis, Columns, byte_scale, columns, placed, time_scale, visible_categories
+from memscale.reports.drawing import Axis, byte_scale, columns, outlines, placed, time_scale, visible_categories
 from memscale.reports.queues import Bar, queue_rows
 from memscale.simulation import Profile
 
@@ -71,27 +69,8 @@ def chart(profile: Profile) -> Chart:
         seconds=seconds,
         phases=phases,
         names=placed(phases, across.high, _LETTER * across.high / _WIDTH),
-        areas=[*_areas(up, cut, shown, scale)],
+        areas=[*outlines(((each, cut.live_bytes[each] / scale) for each in shown), up, _LEFT, _WIDTH)],
         live={category: cut.live_bytes[category].tolist() for category in reversed(shown)},
         total=total,
         rows=queue_rows(profile.schedule, columns=_COLUMNS),
     )
-
-
-def _areas(up: Axis, cut: Columns, shown: Sequence[str], scale: int) -> Iterator[tuple[str, str]]:
-    edges = np.linspace(_LEFT, _LEFT + _WIDTH, _COLUMNS + 1)
-    below = np.zeros(_COLUMNS)
-    for category in shown:
-        above = below + cut.live_bytes[category] / scale
-        forth = "".join(f"V{height}H{right}" for height, right in _runs(up.at(above), edges[1:]))
-        back = "".join(f"V{height}H{left}" for height, left in _runs(up.at(below)[::-1], edges[-2::-1]))
-        yield category, f"M{_LEFT},{up.place(float(below[0]))}{forth}{back}Z"
-        below = above
-
-
-def _runs(heights: npt.NDArray[np.float64], ends: npt.NDArray[np.float64]) -> Iterator[tuple[str, str]]:
-    """Yields the height and the end of each run of equal heights, rounded to what a picture shows."""
-    texts = [f"{height:.1f}" for height in heights]
-    for at, (text, following) in enumerate(zip(texts, [*texts[1:], ""], strict=True)):
-        if text != following:
-            yield text, f"{ends[at]:.1f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -127,6 +127,38 @@ def visible_categories(stacks: Iterable[Mapping[str, npt.NDArray[np.int64]]], hi
         for category, values in live_bytes.items():
             found[category] = found.get(category, False) or bool(values.max() > highest_bytes / 500)
     return [category for category, is_thick in found.items() if is_thick]
+
+
+def outlines(
+    layers: Iterable[tuple[str, npt.NDArray[np.float64]]], up: Axis, left: float, width: float
+) -> Iterator[tuple[str, str]]:
+    """Yields each layer's name and the outline of its area as an SVG path; each layer lies on the one before.
+
+    >>> dict(outlines([("a", np.array([1.0, 1.0])), ("b", np.array([0.0, 2.0]))], Axis(0, 4, 40, -40), 0, 10))
+    {'a': 'M0,40.0V30.0H10.0V40.0H0.0Z', 'b': 'M0,30.0V30.0H5.0V10.0H10.0V30.0H0.0Z'}
+
+    Args:
+        layers: the name and the height of each layer in columns of equal width, in the unit of `up`.
+        up: the axis of the heights.
+        left, width: the pixel at which the first column begins, and the pixels of all columns.
+    """
+    below: npt.NDArray[np.float64] | None = None
+    for name, heights in layers:
+        edges = np.linspace(left, left + width, len(heights) + 1)
+        below = np.zeros(len(heights)) if below is None else below
+        above = below + heights
+        forth = "".join(f"V{height}H{right}" for height, right in _runs(up.at(above), edges[1:]))
+        back = "".join(f"V{height}H{start}" for height, start in _runs(up.at(below)[::-1], edges[-2::-1]))
+        yield name, f"M{left},{up.place(float(below[0]))}{forth}{back}Z"
+        below = above
+
+
+def _runs(heights: npt.NDArray[np.float64], ends: npt.NDArray[np.float64]) -> Iterator[tuple[str, str]]:
+    """Yields the height and the end of each run of equal heights, rounded to what a picture shows."""
+    texts = [f"{height:.1f}" for height in heights]
+    for at, (text, following) in enumerate(zip(texts, [*texts[1:], ""], strict=True)):
+        if text != following:
+            yield text, f"{ends[at]:.1f}"
 
 
 def placed(phases: Sequence[tuple[str, float]], end: float, letter: float) -> list[tuple[str, float]]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from django.db import transaction
+
 from memscale.server.models import Audit, Baseline, Membership, Plan, Project, Role, Run, Team, Token, User
 
 
@@ -112,6 +114,24 @@ class Access:
     def audits(self) -> Any:
         """The team's audit log, newest entry first."""
         return Audit.objects.filter(team=self.team).select_related("user").order_by("-id")
+
+    def project(self, slug: str) -> Project | None:
+        """Returns the team's project of this name; None if there is none."""
+        found: Project | None = self.projects.filter(slug=slug).first()
+        return found
+
+    def run(self, project: Project, uid: str) -> Run | None:
+        """Returns the run of a project with this whole id; None if there is none."""
+        found: Run | None = self.runs.filter(project=project, uid=uid).select_related("plan", "sent_by").first()
+        return found
+
+    def made_project(self, slug: str, name: str) -> Project | None:
+        """Creates a project of the team and returns it; None if there is one with this slug."""
+        with transaction.atomic():
+            project, is_new = Project.objects.get_or_create(team=self.team, slug=slug, defaults={"name": name})
+            if is_new:
+                self.noted("project made", slug)
+        return project if is_new else None
 
     def may(self, role: Role) -> bool:
         """Whether the user has at least the role `role`."""

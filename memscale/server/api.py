@@ -171,12 +171,9 @@ def list_projects(request: HttpRequest, team: str) -> Any:
 @api.post(_TEAM + "/projects", url_name="projects", response={201: ProjectSchema, **_P})
 def make_project(request: HttpRequest, team: str, new: NewProject) -> Any:
     """Creates a project."""
-    access = _access(request)
-    with transaction.atomic():
-        project, made = Project.objects.get_or_create(team=access.team, slug=new.slug, defaults={"name": new.name})
-        if not made:
-            raise Problem(409, f"there is a project {new.slug!r}", "a team's projects differ by slug", "choose another")
-        access.noted("project made", new.slug)
+    project = _access(request).made_project(new.slug, new.name)
+    if project is None:
+        raise Problem(409, f"there is a project {new.slug!r}", "a team's projects differ by slug", "choose another")
     return Status(201, project)
 
 
@@ -322,18 +319,16 @@ def _access(request: HttpRequest) -> Access:
 
 
 def _project(request: HttpRequest, slug: str) -> Project:
-    project = _access(request).projects.filter(slug=slug).first()
-    if project is None:
+    found = _access(request).project(slug)
+    if found is None:
         raise Problem(404, f"there is no project {slug!r}", "a run goes into one that exists", "check the address")
-    found: Project = project
     return found
 
 
 def _run(request: HttpRequest, project: str, uid: str) -> Run:
-    run = _access(request).runs.filter(project=_project(request, project), uid=uid).first()
-    if run is None:
+    found = _access(request).run(_project(request, project), uid)
+    if found is None:
         raise Problem(404, f"there is no run {uid!r}", "a run is named by its whole id", "see the list of runs")
-    found: Run = run
     return found
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+import numpy as np
 from django.utils.safestring import SafeString, mark_safe
 
 from memscale.core import format_bytes
-from memscale.reports import COLOURS, Axis, byte_scale, placed, time_scale
+from memscale.reports import COLOURS, Axis, byte_scale, outlines, placed, time_scale
 
 #: The style sheet's class for each category.
 CLASSES = {category: f"c-{category.replace(' ', '-')}" for category in COLOURS}
@@ -20,25 +21,16 @@ _LETTER = 6.5
 def timeline_chart(timeline: Mapping[str, Any], peak_bytes: int) -> SafeString:
     """Returns a chart of live bytes over a step, stacked by category."""
     live = {category: values for category, values in timeline["live"].items() if any(values)}
-    count = len(next(iter(live.values()), ()))
-    if not count or not timeline["end"]:
+    if not live or not timeline["end"]:
         return mark_safe("")
     unit, scale = time_scale(timeline["end"]) if timeline["unit"] == "seconds" else ("operators", 1.0)
     across = Axis(0.0, timeline["end"] / scale, _LEFT, _WIDTH)
     total = [sum(column) for column in zip(*live.values(), strict=True)]
     up, byte_unit, nbytes = _up(max(peak_bytes, *total))
     parts = [*_grid(up, byte_unit), *_below(across, unit)]
-    edges = [_LEFT + _WIDTH * at / count for at in range(count + 1)]
-    below = [0.0] * count
-    for category, values in live.items():
-        above = [low + value for low, value in zip(below, values, strict=True)]
-        forth = "".join(f"V{up.place(y / nbytes)}H{x:.1f}" for y, x in zip(above, edges[1:], strict=True))
-        back = "".join(
-            f"V{up.place(y / nbytes)}H{x:.1f}" for y, x in zip(reversed(below), reversed(edges[:-1]), strict=True)
-        )
-        outline = f"M{_LEFT},{up.place(below[0] / nbytes)}{forth}{back}Z"
+    layers = ((category, np.array(values) / nbytes) for category, values in live.items())
+    for category, outline in outlines(layers, up, _LEFT, _WIDTH):
         parts.append(f'<path class="{CLASSES.get(category, "c-other")}" d="{outline}"/>')
-        below = above
     phases = [(name, begin / scale) for name, begin in timeline["phases"]]
     for name, begin in placed(phases, across.high, _LETTER * across.high / _WIDTH) if phases else ():
         parts.append(f'<text x="{across.place(begin)}" y="{_TOP - 8}">{escape(name)}</text>')

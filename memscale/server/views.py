@@ -145,13 +145,7 @@ def new_project(request: HttpRequest, team: str) -> HttpResponse:
     form = forms.NewProject(request.POST or None)
     if request.method == "POST" and form.is_valid():
         given = form.cleaned_data
-        with transaction.atomic():
-            _, made = Project.objects.get_or_create(
-                team=request.access.team, slug=given["slug"], defaults={"name": given["name"]}
-            )
-            if made:
-                request.access.noted("project made", given["slug"])
-        if made:
+        if request.access.made_project(given["slug"], given["name"]) is not None:
             return redirect("runs", team, given["slug"])
         form.add_error("slug", "There is a project of this name.")
     return _page(request, "form", form=form, title="New project", button="Make the project")
@@ -350,18 +344,14 @@ def _page(request: HttpRequest, page: str, /, *, status: int = 200, **values: An
 
 
 def _project(request: HttpRequest, slug: str) -> Project:
-    found: Project | None = request.access.projects.filter(slug=slug).first()
+    found: Project | None = request.access.project(slug)
     if found is None:
         raise Http404
     return found
 
 
 def _run(request: HttpRequest, project: str, uid: str) -> Run:
-    found: Run | None = (
-        request.access.runs.filter(project=_project(request, project), uid=uid)
-        .select_related("plan", "sent_by")
-        .first()
-    )
+    found: Run | None = request.access.run(_project(request, project), uid)
     if found is None:
         raise Http404
     return found
