@@ -47,7 +47,7 @@ memscale.hardware: CARDS COLLECTIVES DIRECTIONS Direction Hardware HostSeconds S
 memscale.history: Baseline Comparison History Remote Run TEXTS TRACKERS commit_of document_of is_address keep
     keep_measured queue_path record send
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
-memscale.integrations:
+memscale.integrations: MixedPrecisionForward
 memscale.legacy: Executor detach optimize report wrap wrapped
 memscale.observability: Metrics Server check_can_serve local_rank memory_keys rank serve
 memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer as_plain compensate_rounding
@@ -73,8 +73,8 @@ memscale.regions: ArgumentSpec Attributes CONSTANT Captures Content Environment 
     stand_for storages takes_batch_statistics uncompiled unrecorded unrecorded_depth wait_for_recomputes without_dynamo
     without_side_effects write
 memscale.reports: Axis COLOURS DrawnPoint PAGES PartOfPlan Price TriedSize byte_scale checked_target columns diff_text
-    module_text placed plot_frontier plot_profile plot_sizes plot_timelines profile_text time_scale write_frontier
-    write_html write_page write_sizes write_trace
+    module_text outlines placed plot_frontier plot_profile plot_sizes plot_timelines profile_text time_scale
+    write_frontier write_html write_page write_sizes write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Hooks HostBackend HostParameter HostParameters
     Residency Runtime Saved Stats default_runtime hooks_here host_parameter_of host_parameter_on_device is_alone
     is_plain runtime_for runtimes_replaced

@@ -13,7 +13,7 @@ from memscale.cli.adapters import AdapterOptions, adapted, note_of
 from memscale.cli.options import Options, at_least, count, one_of
 from memscale.cli.subject import DTYPES, Subject, explained, read_subject
 from memscale.core import ConfigError
-from memscale.integrations.mixed_precision import MixedPrecisionForward
+from memscale.integrations import MixedPrecisionForward
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
