@@ -107,9 +107,7 @@ def test_a_transform_that_disturbs_dropout_is_caught(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--steps", "2"], "--steps must be at least 3 (the first warms up, the last is measured), got 2"),
-        (["--batch", "-1"], "--batch must be at least 1, got -1"),
         (["--width", "100"], "--width must be a multiple of 64, the width of a head, got 100"),
         (["--width", "0"], "--width must be a multiple of 64, the width of a head, got 0"),
         (["--seq", "1025"], "--seq must be from 2 to 1024, GPT-2's longest text, got 1025"),
@@ -119,11 +117,6 @@ def test_a_transform_that_disturbs_dropout_is_caught(
         (["--device", "cuda:99"], "--device cuda:99 needs a CUDA device that PyTorch can use, and it finds"),
         (["--batch", "1000000"], "free; lower --batch, --seq, --layers or --width"),
         (["--out", "memory.jpg"], "--out must end in .png, got 'memory.jpg'"),
-        (["--out", "no/such/folder/memory.png"], "--out 'no/such/folder/memory.png' must be in a folder that exists"),
-        (["--layers", "many"], "--layers': must be a whole number, got 'many'"),
-        (["--budget", "lots"], "--budget must be 6GiB, 6GB, bytes, or a share: 0.9 or 90%, got 'lots'"),
-        (["--budget", "-3"], "or a share: 0.9 or 90%, got '-3'"),
-        (["--wings", "2"], "No such option: --wings"),
     ],
 )
 def test_bad_options_get_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):

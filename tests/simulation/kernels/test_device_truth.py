@@ -336,59 +336,39 @@ def run(capability, shape, dtype=BF16, *, key=None, value=None, flags=FLAGS, **o
 B, H, L, D = 2, 4, 100, 64
 
 
-def test_flash_keeps_the_output_and_one_float_a_row(fakes):
-    _, out, kept = run(A100, (B, H, L, D), is_causal=True)
-    assert out.shape == (B, H, L, D)
-    assert kept == sorted([B * H * L * D * 2, B * H * L * 4])
+OUT, ROW = B * H * L * D, B * H * L * 4  # numbers of the output, and bytes of one float a row
+# Card, dtype, what differs from a plain call, the last dimension of the output, and the bytes of what is kept beside
+# the inputs and, where the kernel pads heads, of padded copies of them.
+KEPT = {
+    "flash: the output and one float a row": (A100, BF16, {"is_causal": True}, D, [2 * OUT, ROW]),
+    "flash: heads padded to eight": (A100, BF16, {"shape": (B, H, L, 60)}, 60, [2 * OUT] * 4 + [ROW]),
+    "flash: shared keys and values uncopied": (
+        A100, BF16, {"key": (B, 2, L, D), "enable_gqa": True}, D, [2 * OUT, ROW],
+    ),
+    "efficient: row sums aligned to 32": (A100, F32, {}, D, [4 * OUT, B * H * 128 * 4]),
+    **{
+        f"efficient: a mask of {keys} keys as an additive one in rows of 104": (
+            A100, BF16, {"key": (B, H, keys, D), "attn_mask": (L, keys)}, D, [2 * OUT, B * H * 128 * 4, L * 104 * 2],
+        )
+        for keys in (104, 100, 97)
+    },
+    "cudnn: the output and one float a row": (H100, BF16, {"is_causal": True}, D, [2 * OUT, ROW]),
+    "cudnn: values of another size, and a mask": (
+        B200, BF16, {"shape": (B, H, L, 192), "value": (B, H, L, 128), "attn_mask": (L, L)}, 128,
+        [2 * B * H * L * 128, ROW, L * L * 2],
+    ),
+}  # fmt: skip
 
 
-def test_flash_pads_heads_to_eight(fakes):
-    _, out, kept = run(A100, (B, H, L, 60))
-    assert out.shape == (B, H, L, 60)
-    # Query, key, value and output of 64, none of which is a tensor of the caller.
-    assert kept == sorted([B * H * L * 64 * 2] * 4 + [B * H * L * 4])
-
-
-def test_flash_shares_keys_and_values_without_a_copy(fakes):
-    (_, key, _), out, kept = run(A100, (B, H, L, D), key=(B, 2, L, D), enable_gqa=True)
-    assert out.shape == (B, H, L, D)
-    assert key.grad.shape == (B, 2, L, D)
-    assert kept == sorted([B * H * L * D * 2, B * H * L * 4])
-
-
-def test_efficient_aligns_its_row_sums_to_32(fakes):
-    _, out, kept = run(A100, (B, H, L, D), F32)
-    assert out.shape == (B, H, L, D)
-    assert out.transpose(1, 2).is_contiguous()
-    assert kept == sorted([B * H * L * D * 4, B * H * 128 * 4])
-
-
-@pytest.mark.parametrize(
-    ("keys", "row"),
-    [
-        (104, 104),  # rows of a multiple of 8 are used as they are
-        (100, 104),
-        (97, 104),
-    ],
-)
-def test_efficient_keeps_a_bool_mask_as_an_aligned_additive_one(fakes, keys, row):
-    bias = torch.empty(L, keys, dtype=torch.bool)
-    _, _, kept = run(A100, (B, H, L, D), key=(B, H, keys, D), attn_mask=bias)
-    assert kept == sorted([B * H * L * D * 2, B * H * 128 * 4, L * row * 2])
-
-
-def test_cudnn_keeps_the_output_and_one_float_a_row(fakes):
-    _, out, kept = run(H100, (B, H, L, D), is_causal=True)
-    assert out.shape == (B, H, L, D)
-    assert kept == sorted([B * H * L * D * 2, B * H * L * 4])
-
-
-def test_cudnn_takes_values_of_another_size_and_a_mask(fakes):
-    _, out, kept = run(
-        B200, (B, H, L, 192), key=(B, H, L, 192), value=(B, H, L, 128), attn_mask=torch.empty(L, L, dtype=torch.bool)
-    )
-    assert out.shape == (B, H, L, 128)
-    assert kept == sorted([B * H * L * 128 * 2, B * H * L * 4, L * L * 2])
+@pytest.mark.parametrize(("card", "dtype", "call", "head", "kept_bytes"), KEPT.values(), ids=KEPT)
+def test_a_kernel_keeps_for_backward_what_it_keeps_on_the_card(fakes, card, dtype, call, head, kept_bytes):
+    call = {"shape": (B, H, L, D), **call}
+    if "attn_mask" in call:
+        call["attn_mask"] = torch.empty(call["attn_mask"], dtype=torch.bool)
+    _, out, kept = run(card, call.pop("shape"), dtype, **call)
+    assert out.shape == (B, H, L, head)
+    assert dtype is not F32 or out.transpose(1, 2).is_contiguous(), "efficient's own layout"
+    assert kept == sorted(kept_bytes)
 
 
 def test_math_keeps_the_whole_matrix(fakes):
@@ -470,48 +450,28 @@ def test_gradients_of_torch_func_take_the_kernel_too(fakes):
     assert "aten._scaled_dot_product_flash_attention_backward.default" in called
 
 
-def test_dropout_keeps_one_byte_an_element(fakes):
-    x = torch.empty(100, 64, requires_grad=True)
-    for call in (lambda: F.dropout(x, 0.1), lambda: nn.Dropout(0.1)(x), lambda: torch.dropout(x, 0.1, train=True)):
-        saved = Saved()
-        with cuda_dropout(), saved.context:
-            out = call()
-        assert saved.sizes() == [6400]
-        assert out.shape == x.shape
-        out.sum().backward()
+# Whether the device is a card, a call, and the bytes kept for each element of a float32 tensor of 6400.
+DROPOUTS = {
+    "one byte for each": (True, lambda x: F.dropout(x, 0.1), 1),
+    "of a module": (True, lambda x: nn.Dropout(0.1)(x), 1),
+    "of torch": (True, lambda x: torch.dropout(x, 0.1, train=True), 1),
+    "in place, the noise": (True, lambda x: F.dropout(x * 2, 0.1, inplace=True), 4),
+    "on a CPU, the noise": (False, lambda x: F.dropout(x, 0.1), 4),
+    "none in evaluation": (True, lambda x: F.dropout(x, 0.1, training=False), 0),
+    "none of torch": (True, lambda x: torch.dropout(x, 0.1, False), 0),
+    "none where it drops nothing": (True, lambda x: F.dropout(x, 0.0), 0),
+}
 
 
-def test_dropout_on_cpu_keeps_the_noise_in_its_dtype(fakes):
-    x = torch.empty(100, 64, requires_grad=True)
-    saved = Saved()
-    with saved.context:
-        F.dropout(x, 0.1)
-    assert saved.sizes() == [25600]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: F.dropout(x, 0.1, training=False),
-        lambda x: F.dropout(x, 0.0),
-        lambda x: torch.dropout(x, 0.1, False),
-        lambda x: F.dropout(torch.empty(0, 4), 0.1),
-    ],
-)
-def test_dropout_that_drops_nothing_keeps_nothing(fakes, call):
-    x = torch.empty(100, 64, requires_grad=True)
-    saved = Saved()
-    with cuda_dropout(), saved.context:
-        call(x)
-    assert saved.sizes() == []
-
-
-def test_dropout_in_place_keeps_the_noise_as_on_cuda(fakes):
-    x = torch.empty(100, 64, requires_grad=True)
-    saved = Saved()
-    with cuda_dropout(), saved.context:
-        F.dropout(x * 2, 0.1, inplace=True)
-    assert saved.sizes() == [25600]
+@pytest.mark.parametrize(("on_card", "call", "each"), DROPOUTS.values(), ids=DROPOUTS)
+def test_dropout_keeps_what_it_keeps_on_the_device(fakes, on_card, call, each):
+    x, saved = torch.empty(100, 64, requires_grad=True), Saved()
+    with cuda_dropout() if on_card else nullcontext(), saved.context:
+        out = call(x)
+        F.dropout(torch.empty(0, 4), 0.1)
+    assert saved.sizes(x) == [6400 * each] * (each > 0)
+    assert out.shape == x.shape
+    out.sum().backward()
 
 
 def test_dropout_inside_multi_head_attention(fakes):
