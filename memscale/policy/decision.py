@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from memscale.config import Config, OptimizationMode
+from memscale.config import Config
 from memscale.core import PolicyFallbackNeeded
 from memscale.policy.artifact import Artifact
 from memscale.policy.context import SWITCHES, TECHNIQUES, StrategyContext, eligible
@@ -50,13 +50,6 @@ class StrategyDecision:
     widened: str
     artifact: str
     config: Config
-
-    @property
-    def mode(self) -> OptimizationMode:
-        """The mode that contains the techniques that `config` has on."""
-        if self.config.enable_tiling:
-            return OptimizationMode.AGGRESSIVE
-        return OptimizationMode.BALANCED if self.config.enable_offloading else OptimizationMode.CONSERVATIVE
 
     def to_data(self) -> dict[str, Any]:
         """Returns the decision as JSON data, as a plan stores it."""
