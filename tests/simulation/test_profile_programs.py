@@ -9,31 +9,26 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.profiled import ROWS, Forward, mlp, train, x
+from tests.support.profiled import ROWS, Cases, Forward, mlp, train, x
 from tests.support.steps import assert_exact
 
-CASES = {}
-
-
-def case(make):
-    CASES[make.__name__.strip("_")] = make
-    return make
+CASES = Cases()
+case, forward_case = CASES.case, CASES.forward_case
 
 
 # ----------------------------------------------------------------------------------------- shapes from known values
 
 
-@case
-def lengths_that_are_known():
-    def forward(m, tokens, lengths):
-        hidden = m.embed(tokens)
-        rows = [m.net(hidden[i, : int(n)]).sum(0) for i, n in enumerate(lengths)]
-        return torch.stack(rows)
-
-    return train(
+@forward_case(
+    lambda forward: train(
         Forward(forward, embed=nn.Embedding(360, 48), net=mlp()),
         (torch.arange(360).reshape(8, 45), torch.tensor([3, 45, 1, 5, 30, 2, 17, 11])),
     )
+)
+def lengths_that_are_known(m, tokens, lengths):
+    hidden = m.embed(tokens)
+    rows = [m.net(hidden[i, : int(n)]).sum(0) for i, n in enumerate(lengths)]
+    return torch.stack(rows)
 
 
 @case
@@ -95,52 +90,44 @@ def a_graph_network_of_rows():
     return graph_network(torch.sparse_csr)
 
 
-@case
-def edges_that_are_weighted_and_summed():
-    def forward(m, features, edges):
-        degrees = torch.sparse.sum(edges, 1).to_dense()[:, None]
-        edges = edges.coalesce()
-        start, end = edges.indices()
-        messages = m.net(features)[end] * edges.values()[:, None] / degrees[start]
-        return torch.zeros(300, 20).index_add(0, start, messages) + edges.to_dense() @ m.net(features)
-
-    return train(Forward(forward, net=nn.Linear(20, 20)), (x(300, 20), graph(torch.sparse_coo)))
+@forward_case(lambda forward: train(Forward(forward, net=nn.Linear(20, 20)), (x(300, 20), graph(torch.sparse_coo))))
+def edges_that_are_weighted_and_summed(m, features, edges):
+    degrees = torch.sparse.sum(edges, 1).to_dense()[:, None]
+    edges = edges.coalesce()
+    start, end = edges.indices()
+    messages = m.net(features)[end] * edges.values()[:, None] / degrees[start]
+    return torch.zeros(300, 20).index_add(0, start, messages) + edges.to_dense() @ m.net(features)
 
 
-@case
-def tokens_that_are_found():
-    def forward(m, tokens):
-        where = (tokens == 7).nonzero(as_tuple=True)
-        ends = tokens.eq(35).int().argmax(-1)
-        hidden = m.embed(tokens)
-        return (
-            m.net(hidden[where]).sum() + m.net(hidden[torch.arange(8), ends]).sum() + m.net(hidden[tokens.ne(0)]).mean()
-        )
-
-    return train(Forward(forward, embed=nn.Embedding(360, 48), net=mlp()), torch.arange(360).reshape(8, 45))
+@forward_case(
+    lambda forward: train(Forward(forward, embed=nn.Embedding(360, 48), net=mlp()), torch.arange(360).reshape(8, 45))
+)
+def tokens_that_are_found(m, tokens):
+    where = (tokens == 7).nonzero(as_tuple=True)
+    ends = tokens.eq(35).int().argmax(-1)
+    hidden = m.embed(tokens)
+    return m.net(hidden[where]).sum() + m.net(hidden[torch.arange(8), ends]).sum() + m.net(hidden[tokens.ne(0)]).mean()
 
 
-@case
-def unique_and_repeat_interleave():
-    def forward(m, tokens, counts):
-        kinds, back = tokens.unique(return_inverse=True)
-        hidden = m.net(m.embed(kinds))[back]
-        return hidden.repeat_interleave(counts, dim=0)
-
-    return train(
+@forward_case(
+    lambda forward: train(
         Forward(forward, embed=nn.Embedding(360, 48), net=mlp()), (torch.arange(300) % 47, torch.arange(300) % 4)
     )
+)
+def unique_and_repeat_interleave(m, tokens, counts):
+    kinds, back = tokens.unique(return_inverse=True)
+    hidden = m.net(m.embed(kinds))[back]
+    return hidden.repeat_interleave(counts, dim=0)
 
 
-@case
-def a_packed_batch():
-    def forward(m, tokens, offsets):
-        parts = m.embed(tokens).tensor_split(offsets[1:-1])
-        return torch.stack([m.net(part).mean(0) for part in parts])
-
-    return train(
+@forward_case(
+    lambda forward: train(
         Forward(forward, embed=nn.Embedding(360, 48), net=mlp()), (torch.arange(300), torch.tensor([0, 40, 190, 300]))
     )
+)
+def a_packed_batch(m, tokens, offsets):
+    parts = m.embed(tokens).tensor_split(offsets[1:-1])
+    return torch.stack([m.net(part).mean(0) for part in parts])
 
 
 # ------------------------------------------------------------------------------------------------- loops and wholes
@@ -199,13 +186,10 @@ def transformer_with_masks():
     return train(model, x(3, 9, 32), held=lambda: [mask])
 
 
-@case
-def attention():
-    def forward(m, y):
-        q, k, v = m.qkv(y).view(2, 17, 3, 4, 16).permute(2, 0, 3, 1, 4)
-        return m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-    return train(Forward(forward, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64)), x(2, 17, 64))
+@forward_case(lambda forward: train(Forward(forward, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64)), x(2, 17, 64)))
+def attention(m, y):
+    q, k, v = m.qkv(y).view(2, 17, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    return m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 @case
@@ -247,13 +231,10 @@ def losses_of_many_kinds():
     return train(mlp(), x(ROWS, 48), loss=loss)
 
 
-@case
-def functional_call():
-    def forward(m, y):
-        scaled = {name: parameter * 0.5 for name, parameter in m.net.named_parameters()}
-        return torch.func.functional_call(m.net, scaled, (y,))
-
-    return train(Forward(forward, net=mlp()), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, net=mlp()), x(ROWS, 48)))
+def functional_call(m, y):
+    scaled = {name: parameter * 0.5 for name, parameter in m.net.named_parameters()}
+    return torch.func.functional_call(m.net, scaled, (y,))
 
 
 @case
@@ -276,50 +257,38 @@ def compiled():
     return train(torch.compile(mlp(), backend="eager"), x(ROWS, 48))
 
 
-@case
-def vmapped_ensemble():
-    def forward(m, y):
-        weights = {name: value.expand(4, *value.shape) for name, value in m.net.named_parameters()}
-        return torch.func.vmap(lambda w: torch.func.functional_call(m.net, w, (y,)))(weights)
-
-    return train(Forward(forward, net=mlp()), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, net=mlp()), x(ROWS, 48)))
+def vmapped_ensemble(m, y):
+    weights = {name: value.expand(4, *value.shape) for name, value in m.net.named_parameters()}
+    return torch.func.vmap(lambda w: torch.func.functional_call(m.net, w, (y,)))(weights)
 
 
-@case
-def per_sample_gradients():
-    def forward(m, y):
-        weights = dict(m.net.named_parameters())
+@forward_case(lambda forward: train(Forward(forward, net=mlp(16, 5)), x(7, 16), loss=None))
+def per_sample_gradients(m, y):
+    weights = dict(m.net.named_parameters())
 
-        def one(w, row):
-            return torch.func.functional_call(m.net, w, (row,)).square().sum()
+    def one(w, row):
+        return torch.func.functional_call(m.net, w, (row,)).square().sum()
 
-        per_sample = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(weights, y)
-        return sum(gradient.square().sum() for gradient in per_sample.values())
-
-    return train(Forward(forward, net=mlp(16, 5)), x(7, 16), loss=None)
+    per_sample = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(weights, y)
+    return sum(gradient.square().sum() for gradient in per_sample.values())
 
 
-@case
-def recurrent_cell():
-    def forward(m, y):
-        state = None
-        for at in range(y.shape[1]):
-            state = m.cell(y[:, at], state)
-        return state[0]
-
-    return train(Forward(forward, cell=nn.LSTMCell(16, 24)), x(5, 6, 16))
+@forward_case(lambda forward: train(Forward(forward, cell=nn.LSTMCell(16, 24)), x(5, 6, 16)))
+def recurrent_cell(m, y):
+    state = None
+    for at in range(y.shape[1]):
+        state = m.cell(y[:, at], state)
+    return state[0]
 
 
-@case
-def einsum_and_friends():
-    def forward(m, y):
-        y = torch.einsum("bi,ij->bj", y, m.one.weight.t())
-        y = torch.cat([y, y.roll(1, 0), y.flip(1)], dim=1).view(ROWS, 3, -1)
-        y = torch.stack(y.unbind(1), 0).permute(1, 0, 2).contiguous()
-        y = torch.where(y > 0, y, 0.1 * y).pow(2).cumsum(1)
-        return y.square().sum(-1).max() + y.std() + F.pad(y, (1, 2)).tril().norm()
-
-    return train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48), loss=None)
+@forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48), loss=None))
+def einsum_and_friends(m, y):
+    y = torch.einsum("bi,ij->bj", y, m.one.weight.t())
+    y = torch.cat([y, y.roll(1, 0), y.flip(1)], dim=1).view(ROWS, 3, -1)
+    y = torch.stack(y.unbind(1), 0).permute(1, 0, 2).contiguous()
+    y = torch.where(y > 0, y, 0.1 * y).pow(2).cumsum(1)
+    return y.square().sum(-1).max() + y.std() + F.pad(y, (1, 2)).tril().norm()
 
 
 def _ending_in(function, held=tuple):
@@ -353,24 +322,20 @@ def squared_error():
     return _ending_in(lambda y: F.mse_loss(y.sin(), torch.zeros_like(y)) + y.cos().exp().sum())
 
 
-@case
-def an_embedding_of_bags():
-    def forward(m, tokens, offsets):
-        return m.head(m.bag(tokens, offsets))
-
-    return train(
+@forward_case(
+    lambda forward: train(
         Forward(forward, bag=nn.EmbeddingBag(60, 24), head=nn.Linear(24, 5)),
         (torch.arange(50), torch.tensor([0, 7, 30])),
     )
+)
+def an_embedding_of_bags(m, tokens, offsets):
+    return m.head(m.bag(tokens, offsets))
 
 
-@case
-def gradient_through_sort_and_gather():
-    def forward(m, y):
-        y, order = m.one(y).sort(-1)
-        return y.gather(-1, order) * y.scatter(-1, order, 1.0) + y.topk(5).values.sum()
-
-    return train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48)))
+def gradient_through_sort_and_gather(m, y):
+    y, order = m.one(y).sort(-1)
+    return y.gather(-1, order) * y.scatter(-1, order, 1.0) + y.topk(5).values.sum()
 
 
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())

@@ -11,15 +11,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memscale as ms
-from tests.support.profiled import ROWS, Forward, mlp, train, x
+from tests.support.profiled import ROWS, Cases, Forward, mlp, train, x
 from tests.support.steps import assert_exact
 
-CASES = {}
-
-
-def case(make):
-    CASES[make.__name__.strip("_")] = make
-    return make
+CASES = Cases()
+case, forward_case = CASES.case, CASES.forward_case
 
 
 # ------------------------------------------------------------------------------------------- storage and aliases
@@ -57,18 +53,13 @@ def two_parameters_over_one_storage():
     return train(model, x(ROWS, 24))
 
 
-@case
-def views_and_aliases():
-    def forward(m, y):
-        y = m.one(y)
-        first, second = y.chunk(2, dim=-1)
-        wide = first.unsqueeze(1).expand(-1, 5, -1)
-        kept = wide.reshape(-1, first.shape[-1]) * 2  # a copy, then nothing but views
-        return (
-            kept.view(5, -1).unfold(1, 3, 2).sum() + second.narrow(0, 1, 7).squeeze().diagonal().sum() + y[3, ::2].sum()
-        )
-
-    return train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48)))
+def views_and_aliases(m, y):
+    y = m.one(y)
+    first, second = y.chunk(2, dim=-1)
+    wide = first.unsqueeze(1).expand(-1, 5, -1)
+    kept = wide.reshape(-1, first.shape[-1]) * 2  # a copy, then nothing but views
+    return kept.view(5, -1).unfold(1, 3, 2).sum() + second.narrow(0, 1, 7).squeeze().diagonal().sum() + y[3, ::2].sum()
 
 
 @case
@@ -90,31 +81,22 @@ def selections_by_a_constant_mask():
     )
 
 
-@case
-def products_of_one_row_for_all_in_16_bits():
-    def forward(m, y):
-        return m.one(y.bfloat16()).sum(0).square().mean()
-
-    return train(Forward(forward, one=nn.Linear(48, 64).bfloat16()), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64).bfloat16()), x(ROWS, 48)))
+def products_of_one_row_for_all_in_16_bits(m, y):
+    return m.one(y.bfloat16()).sum(0).square().mean()
 
 
-@case
-def products_of_conjugates():
-    def forward(m, y):
-        y = m.one(y).view(-1, 8, 8)
-        z = torch.complex(y, y)
-        return (z @ z).real.square().mean()
-
-    return train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48)))
+def products_of_conjugates(m, y):
+    y = m.one(y).view(-1, 8, 8)
+    z = torch.complex(y, y)
+    return (z @ z).real.square().mean()
 
 
-@case
-def sums_within_a_derivative():
-    def forward(m, y):
-        variance, mean = torch.var_mean(m.one(y).view(-1, 8, 8), 1)
-        return torch.linalg.pinv(m.one(y).view(-1, 8, 8)).mean() + (variance + mean).square().mean()
-
-    return train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48)))
+def sums_within_a_derivative(m, y):
+    variance, mean = torch.var_mean(m.one(y).view(-1, 8, 8), 1)
+    return torch.linalg.pinv(m.one(y).view(-1, 8, 8)).mean() + (variance + mean).square().mean()
 
 
 @case
@@ -123,56 +105,44 @@ def batch_of_overlapping_views():
     return train(Forward(lambda m, a, b: m.net(a) + m.net(b), net=mlp()), (data[:ROWS], data[20 : ROWS + 20]))
 
 
-@case
-def in_place_operations():
-    def forward(m, y):
-        y = m.one(y).add_(1).mul_(0.5)
-        y[:, 3] = 0
-        y[2].fill_(1.5)
-        y.masked_fill_(y.detach() > 100, 0.0)
-        y = F.relu_(y.clamp_(min=-4)) @ m.two.weight.t()
-        return y.sigmoid_()
-
-    return train(Forward(forward, one=nn.Linear(48, 64), two=nn.Linear(64, 80)), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64), two=nn.Linear(64, 80)), x(ROWS, 48)))
+def in_place_operations(m, y):
+    y = m.one(y).add_(1).mul_(0.5)
+    y[:, 3] = 0
+    y[2].fill_(1.5)
+    y.masked_fill_(y.detach() > 100, 0.0)
+    y = F.relu_(y.clamp_(min=-4)) @ m.two.weight.t()
+    return y.sigmoid_()
 
 
-@case
-def out_arguments():
-    def forward(m, y):
-        with torch.no_grad():
-            noise = torch.empty(0)
-            torch.add(y, 1, out=noise)  # grows it
-            torch.mul(noise, 2, out=noise)
-        return m.net(y + noise)
-
-    return train(Forward(forward, net=mlp()), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, net=mlp()), x(ROWS, 48)))
+def out_arguments(m, y):
+    with torch.no_grad():
+        noise = torch.empty(0)
+        torch.add(y, 1, out=noise)  # grows it
+        torch.mul(noise, 2, out=noise)
+    return m.net(y + noise)
 
 
-@case
-def a_tensor_that_is_resized():
-    def forward(m, y):
-        with torch.no_grad():
-            room = torch.empty(10)
-            room.resize_(5000)
-            room.resize_(2 * ROWS, 48)
-            room.zero_()
-        return m.net(y + room[:ROWS])
-
-    return train(Forward(forward, net=mlp()), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, net=mlp()), x(ROWS, 48)))
+def a_tensor_that_is_resized(m, y):
+    with torch.no_grad():
+        room = torch.empty(10)
+        room.resize_(5000)
+        room.resize_(2 * ROWS, 48)
+        room.zero_()
+    return m.net(y + room[:ROWS])
 
 
-@case
-def a_storage_that_is_freed_and_filled_again():
-    def forward(m, y):
-        hidden = m.one(y)
-        scratch = hidden.detach().clone()
-        scratch.untyped_storage().resize_(0)
-        out = m.two(hidden.sin())
-        scratch.untyped_storage().resize_(hidden.nbytes)
-        scratch.copy_(hidden.detach())
-        return out + m.two(scratch)
-
-    return train(Forward(forward, one=nn.Linear(48, 64), two=nn.Linear(64, 20)), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64), two=nn.Linear(64, 20)), x(ROWS, 48)))
+def a_storage_that_is_freed_and_filled_again(m, y):
+    hidden = m.one(y)
+    scratch = hidden.detach().clone()
+    scratch.untyped_storage().resize_(0)
+    out = m.two(hidden.sin())
+    scratch.untyped_storage().resize_(hidden.nbytes)
+    scratch.copy_(hidden.detach())
+    return out + m.two(scratch)
 
 
 @case
@@ -191,16 +161,13 @@ def weights_gathered_and_freed_around_each_layer():
     return train(nn.Sequential(*[Gathered() for _ in range(4)]), x(ROWS, 48))
 
 
-@case
-def slices_written_with_index_put():
-    def forward(m, y):
-        hidden = m.net(y)
-        room = hidden.new_zeros(2 * ROWS, hidden.shape[1])
-        room[torch.arange(ROWS)] = hidden
-        room.index_add_(0, torch.tensor([1, 40]), hidden[:2])
-        return room.cumsum(0).index_select(0, torch.tensor([0, 2, 4]))
-
-    return train(Forward(forward, net=mlp()), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, net=mlp()), x(ROWS, 48)))
+def slices_written_with_index_put(m, y):
+    hidden = m.net(y)
+    room = hidden.new_zeros(2 * ROWS, hidden.shape[1])
+    room[torch.arange(ROWS)] = hidden
+    room.index_add_(0, torch.tensor([1, 40]), hidden[:2])
+    return room.cumsum(0).index_select(0, torch.tensor([0, 2, 4]))
 
 
 # -------------------------------------------------------------------------------------------------- subclasses
@@ -277,25 +244,19 @@ def subclass_by_torch_function():
 # ----------------------------------------------------------------------------------------------- autograd and hooks
 
 
-@case
-def saved_tensors_on_cpu():
-    def forward(m, y):
-        with torch.autograd.graph.save_on_cpu():
-            return m.net(y)
-
-    return train(Forward(forward, net=mlp()), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, net=mlp()), x(ROWS, 48)))
+def saved_tensors_on_cpu(m, y):
+    with torch.autograd.graph.save_on_cpu():
+        return m.net(y)
 
 
-@case
-def saved_tensors_packed_by_the_user():
-    def forward(m, y):
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: t.to(torch.bfloat16) if t.dtype == torch.float32 else t,
-            lambda t: t.float() if t.dtype == torch.bfloat16 else t,
-        ):
-            return m.net(y)
-
-    return train(Forward(forward, net=mlp()), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, net=mlp()), x(ROWS, 48)))
+def saved_tensors_packed_by_the_user(m, y):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.to(torch.bfloat16) if t.dtype == torch.float32 else t,
+        lambda t: t.float() if t.dtype == torch.bfloat16 else t,
+    ):
+        return m.net(y)
 
 
 @case
@@ -339,16 +300,13 @@ def optimizer_in_backward():
     return train(model, x(ROWS, 48), None, held=states)
 
 
-@case
-def no_grad_parts():
-    def forward(m, y):
-        with torch.no_grad():
-            target = m.teacher(y)
-        with torch.inference_mode():
-            m.teacher(y)
-        return F.mse_loss(m.net(y), target) + m.net(y).detach().sum()
-
-    return train(Forward(forward, net=mlp(), teacher=mlp().requires_grad_(False)), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, net=mlp(), teacher=mlp().requires_grad_(False)), x(ROWS, 48)))
+def no_grad_parts(m, y):
+    with torch.no_grad():
+        target = m.teacher(y)
+    with torch.inference_mode():
+        m.teacher(y)
+    return F.mse_loss(m.net(y), target) + m.net(y).detach().sum()
 
 
 @case
@@ -374,15 +332,12 @@ def lora():
     return train(nn.Sequential(Lora(nn.Linear(48, 96)), nn.SiLU(), Lora(nn.Linear(96, 48))), x(ROWS, 48))
 
 
-@case
-def gradient_penalty():
-    def forward(m, y):
-        y = y.detach().requires_grad_()
-        out = m.net(y)
-        (slope,) = torch.autograd.grad(out.sum(), y, create_graph=True)
-        return out.mean() + (slope.norm(dim=1) - 1).square().mean()
-
-    return train(Forward(forward, net=mlp(act=nn.Tanh)), x(ROWS, 48), loss=None)
+@forward_case(lambda forward: train(Forward(forward, net=mlp(act=nn.Tanh)), x(ROWS, 48), loss=None))
+def gradient_penalty(m, y):
+    y = y.detach().requires_grad_()
+    out = m.net(y)
+    (slope,) = torch.autograd.grad(out.sum(), y, create_graph=True)
+    return out.mean() + (slope.norm(dim=1) - 1).square().mean()
 
 
 @case
@@ -469,43 +424,33 @@ def selective_checkpoint_of_torch():
     return train(Forward(forward, blocks=nn.ModuleList([mlp(48, 48) for _ in range(4)])), x(ROWS, 48))
 
 
-@case
-def gradient_that_sums_many():
-    def forward(m, y):
-        hidden = m.one(y)
-        return hidden.sin() + hidden.cos() * hidden + m.two(hidden) + hidden.exp() + hidden
-
-    return train(Forward(forward, one=nn.Linear(48, 64), two=nn.Linear(64, 64)), x(333, 48))
+@forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64), two=nn.Linear(64, 64)), x(333, 48)))
+def gradient_that_sums_many(m, y):
+    hidden = m.one(y)
+    return hidden.sin() + hidden.cos() * hidden + m.two(hidden) + hidden.exp() + hidden
 
 
-@case
-def gradients_of_views_that_sum():
-    def forward(m, y):
-        q, k, v = m.qkv(y).chunk(3, -1)
-        return (q @ k.t()).softmax(-1) @ v + q + v.sum(0)
-
-    return train(Forward(forward, qkv=nn.Linear(48, 192)), x(65, 48))
+@forward_case(lambda forward: train(Forward(forward, qkv=nn.Linear(48, 192)), x(65, 48)))
+def gradients_of_views_that_sum(m, y):
+    q, k, v = m.qkv(y).chunk(3, -1)
+    return (q @ k.t()).softmax(-1) @ v + q + v.sum(0)
 
 
 # --------------------------------------------------------------------------------------------------- precisions
 
 
-@case
-def autocast():
-    def forward(m, y):
-        with torch.autocast("cpu", torch.bfloat16):
-            return m.net(y).float()
+@forward_case(
+    lambda forward: train(Forward(forward, net=nn.Sequential(mlp(48, 48), nn.LayerNorm(48), mlp())), x(ROWS, 48))
+)
+def autocast(m, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.net(y).float()
 
-    return train(Forward(forward, net=nn.Sequential(mlp(48, 48), nn.LayerNorm(48), mlp())), x(ROWS, 48))
 
-
-@case
-def autocast_with_weights_used_twice():
-    def forward(m, y):
-        with torch.autocast("cpu", torch.bfloat16):
-            return m.net(m.net(y)).float().softmax(-1)
-
-    return train(Forward(forward, net=mlp(48, 48)), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, net=mlp(48, 48)), x(ROWS, 48)))
+def autocast_with_weights_used_twice(m, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.net(m.net(y)).float().softmax(-1)
 
 
 @case
@@ -530,12 +475,9 @@ def complex64():
     return train(model, x(ROWS, 48))
 
 
-@case
-def mixed_precision_by_hand():
-    def forward(m, y):
-        return F.linear(y.bfloat16(), m.one.weight.bfloat16()).float().log_softmax(-1)
-
-    return train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48))
+@forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48)))
+def mixed_precision_by_hand(m, y):
+    return F.linear(y.bfloat16(), m.one.weight.bfloat16()).float().log_softmax(-1)
 
 
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())

@@ -16,15 +16,11 @@ import memscale as ms
 from memscale.runtime import Runtime, host_parameter_of
 from memscale.runtime.storage.copy_pool import CopyFuture
 from memscale.simulation.measured.allocator_trace import measure
-from tests.support.profiled import ROWS, Forward, mlp, train, x
+from tests.support.profiled import ROWS, Cases, Forward, mlp, train, x
 from tests.support.steps import NUMBERS_BYTES, assert_exact, mean, real_peaks
 
-CASES = {}
-
-
-def case(make):
-    CASES[make.__name__.strip("_")] = make
-    return make
+CASES = Cases()
+case, forward_case = CASES.case, CASES.forward_case
 
 
 # ------------------------------------------------------------------------------------------------------ transforms
@@ -164,16 +160,13 @@ def test_a_model_that_decides_by_a_draw_takes_what_most_draws_do(drawn):
     assert said == (drawn is not DRAWN["whatever"])
 
 
-@case
-def states_that_checkpoints_of_torch_keep():
+@forward_case(lambda forward: train(Forward(forward, one=mlp(), two=mlp(20)), x(ROWS, 48)))
+def states_that_checkpoints_of_torch_keep(m, y):
     """A CPU generator's state takes 5 KB, in each of them."""
 
-    def forward(m, y):
-        for layer in (m.one, m.two):
-            y = checkpoint(layer, y, use_reentrant=False)
-        return y
-
-    return train(Forward(forward, one=mlp(), two=mlp(20)), x(ROWS, 48))
+    for layer in (m.one, m.two):
+        y = checkpoint(layer, y, use_reentrant=False)
+    return y
 
 
 def test_a_tensor_of_another_layout_is_not_said_to_be_a_wrong_batch():

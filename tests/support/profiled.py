@@ -28,6 +28,23 @@ def train(model, batch, optimizer=adamw, loss=mean, **options):
     return Training(model, batch, optimizer and optimizer(parameters), loss, **options)
 
 
+class Cases(dict):
+    """Functions that make a training, by name, and the decorators that put them there."""
+
+    def case(self, make):
+        self[make.__name__.strip("_")] = make
+        return make
+
+    def forward_case(self, training):
+        """Of a function that is the forward of a model; `training` makes the training of it."""
+
+        def register(forward):
+            self[forward.__name__] = functools.partial(training, forward)
+            return forward
+
+        return register
+
+
 class Forward(nn.Module):
     """A model whose forward is a function of it and its arguments; `parts` are its children."""
 
