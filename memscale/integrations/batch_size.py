@@ -13,8 +13,7 @@ from memscale.core import BudgetError, ConfigError, check_count
 from memscale.hardware import Hardware
 from memscale.integrations.trainer_step import TRAINER_LOOP, TrainerStep, step_of
 from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor
-
-_PASSES = 2  # the second pass and all later ones take the same memory
+from memscale.simulation import Loop
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,8 @@ def predict(
             over = predictor.predict_steps([*called, longest], budget=budget)
             found = dataclasses.replace(over, recommendations=found.recommendations)
         notes = [*step.notes]
-        if accumulate > _PASSES:
-            notes.append(f"{_PASSES} of the {accumulate} passes were simulated: the times are theirs")
+        if (passes := _loop(accumulate).passes) < accumulate:
+            notes.append(f"{passes} of the {accumulate} passes were simulated: the times are theirs")
     return dataclasses.replace(found, notes=(*found.notes, *notes))
 
 
@@ -187,15 +186,19 @@ def _repeated(step: TrainerStep, count: int, rows: int) -> Any:
 
 
 def _predictor(step: TrainerStep, hardware: Hardware | str | None, accumulate: int) -> OOMPredictor:
-    passes = min(accumulate, _PASSES)
+    loop = _loop(accumulate)
     return OOMPredictor(
         step.model,
         step.optimizer,
         hardware=hardware,
         loss=step.loss,
-        accumulate=passes,
-        keeps_output=TRAINER_LOOP.keeps_output,
+        accumulate=loop.passes,
+        keeps_output=loop.keeps_output,
     )
+
+
+def _loop(accumulate: int) -> Loop:
+    return dataclasses.replace(TRAINER_LOOP, accumulate=accumulate)
 
 
 def _check_trainer(trainer: Any, verb: str) -> None:

@@ -65,7 +65,7 @@ class MemScaleCallback(TrainerCallback, ExportableState):
         """Wraps the model, before the Trainer prepares it for mixed precision or for several processes."""
         _check(args)
         if model is not None:
-            self.wrapping.wrap(model)
+            self.wrapping.wrap(model, args.gradient_accumulation_steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
         """Wraps a model that ``model_init`` made, and reads the plan of a resumed run from `state`."""
@@ -73,7 +73,7 @@ class MemScaleCallback(TrainerCallback, ExportableState):
         if isinstance(kept, dict):
             self.wrapping.former_plan = kept["attributes"]["plan"]
         if model is not None:
-            self.wrapping.wrap(model)
+            self.wrapping.wrap(model, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Records the plan after the first step, which makes it."""
@@ -119,7 +119,7 @@ def wrap_trainer(
     callback = MemScaleCallback(config, sample_input=sample_input)
     callback.wrapping = Wrapping(config, None, sample_input, record, budget, loop=TRAINER_LOOP)
     if isinstance(trainer.model, nn.Module):
-        callback.wrapping.wrap(trainer.model)
+        callback.wrapping.wrap(trainer.model, trainer.args.gradient_accumulation_steps)
     # First, because reporting callbacks read the logs in order.
     trainer.callback_handler.callbacks.insert(0, callback)
 

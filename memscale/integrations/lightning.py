@@ -66,13 +66,13 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
         if stage != "fit":
             return
         if type(pl_module).configure_model is lightning.LightningModule.configure_model:
-            self.wrapping.wrap(_trained(pl_module))
+            self.wrapping.wrap(_trained(pl_module), trainer.accumulate_grad_batches)
         elif "configure_model" not in pl_module.__dict__:
             configure = pl_module.configure_model
 
             def configured() -> None:
                 configure()
-                self.wrapping.wrap(_trained(pl_module))
+                self.wrapping.wrap(_trained(pl_module), trainer.accumulate_grad_batches)
 
             pl_module.configure_model = configured
             self._unconfigured = weakref.ref(pl_module)

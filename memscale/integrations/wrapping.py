@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import nn
@@ -21,7 +22,7 @@ class Wrapping:
         config, sample_input: as in `wrap`.
         plan: the plan to train under; `None` makes one.
         record, budget: as in `wrap`.
-        loop: whether the framework's loop keeps the model's output until after backward.
+        loop: the framework's loop, for one pass in each update.
 
     Attributes:
         executor: the executor of the wrapped model; `None` without one.
@@ -50,9 +51,12 @@ class Wrapping:
         self.executor: Executor | None = None
         self.former_plan: str | None = None  # the plan of the run that is resumed, as JSON
 
-    def wrap(self, model: nn.Module) -> None:
-        """Wraps `model`, unless it is wrapped already."""
-        if self.executor is None or Executor.of(model) is not self.executor:
+    def wrap(self, model: nn.Module, accumulate: int) -> None:
+        """Wraps `model`, unless it is wrapped already, for `accumulate` passes in each update."""
+        loop = dataclasses.replace(self._loop, accumulate=accumulate)
+        if self.executor is not None and Executor.of(model) is self.executor:
+            self.executor.follow(loop)
+        else:
             self.end()
             self.executor = wrapped(
                 model,
@@ -61,7 +65,7 @@ class Wrapping:
                 plan=self._plan,
                 budget=self._budget,
                 record=self._record,
-                keeps_output=self._loop.keeps_output,
+                loop=loop,
             )
 
     def after_step(self) -> None:

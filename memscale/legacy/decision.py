@@ -22,7 +22,7 @@ from memscale.legacy.offloading import can_move
 from memscale.optimizers import quantize_states
 from memscale.planning import DecisionEngine, planned, shorthands
 from memscale.runtime import Runtime
-from memscale.simulation import MemoryProfiler, Profile
+from memscale.simulation import Loop, MemoryProfiler, Profile
 
 _NO_BLOCKS = "no repeated blocks: nothing in the model is worth recomputing or moving"
 
@@ -34,18 +34,18 @@ class Terms:
     Attributes:
         config: the allowed techniques.
         hardware: the model's device.
+        loop: the caller's loop.
         runtime: the runtime if the caller asks for offloading by name; None leaves offloading to plans.
         budget: the bytes that a step may take; None is the config's share of the device.
         history: the file in which planned steps are recorded, or None.
-        keeps_output: whether the caller's loop keeps the output, as in `plan`.
     """
 
     config: Config
     hardware: Hardware
+    loop: Loop
     runtime: Runtime | None = None
     budget: int | None = None
     history: str | None = None
-    keeps_output: bool = True
 
     @property
     def limit(self) -> tuple[int, str]:
@@ -207,7 +207,8 @@ def _engine(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | Non
         loss=any_loss,
         config=config,
         hardware=terms.hardware,
-        keeps_output=terms.keeps_output,
+        accumulate=terms.loop.passes,
+        keeps_output=terms.loop.keeps_output,
         stepping=() if optimizer is None else stepping,
         streams=False,  # `detach` would have to move streamed parameters and their optimizer states back
     )
@@ -216,8 +217,11 @@ def _engine(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | Non
 def _profiled(
     model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, terms: Terms, plan: Plan | None = None
 ) -> Profile:
-    how: dict[str, Any] = {"hardware": terms.hardware, "config": terms.config, "keeps_output": terms.keeps_output}
-    return MemoryProfiler(model, optimizer, loss=any_loss, plan=plan, **how).profile(batch)
+    loop, hardware, config = terms.loop, terms.hardware, terms.config
+    profiler = MemoryProfiler(
+        model, optimizer, loss=any_loss, plan=plan, hardware=hardware, config=config, keeps_output=loop.keeps_output
+    )
+    return profiler.profile(batch, accumulate=terms.loop.passes)
 
 
 def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:

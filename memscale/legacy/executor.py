@@ -31,7 +31,7 @@ from memscale.legacy.shapes import MOST_PLANS, PlansByShapes, Shapes, as_batch, 
 from memscale.observability import Metrics, Server, memory_keys, serve
 from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
-from memscale.simulation import Profile
+from memscale.simulation import Loop, Profile
 
 ATTRIBUTE = "_memscale_executor"
 #: The reports of models that were wrapped and detached, for `report`.
@@ -292,6 +292,10 @@ class Executor:
                 self.say(f"live figures at {self._server.url}")
 
     # -- attach, install, detach ---------------------------------------------------------------------------------------
+
+    def follow(self, loop: Loop) -> None:
+        """Makes later plans for `loop`."""
+        self._terms = dataclasses.replace(self._terms, loop=loop)
 
     def attach(self) -> None:
         """Registers the executor on the model and turns Hugging Face caches off."""

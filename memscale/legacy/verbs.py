@@ -20,6 +20,7 @@ from memscale.core import (
     TransformError,
     batches,
     budget_bytes,
+    check_count,
     history_path,
     takes_no,
 )
@@ -32,6 +33,7 @@ from memscale.legacy.optimizing import without_8_bits
 from memscale.observability import check_can_serve
 from memscale.planning import Budget
 from memscale.runtime import AsyncOffloadConfig
+from memscale.simulation import Loop
 from memscale.telemetry import counted
 
 _Target = TypeVar("_Target")
@@ -90,6 +92,7 @@ def wrap(
     *,
     budget: Budget | None = None,
     record: Record = None,
+    accumulate: int = 1,
 ) -> _Target:
     """Makes ``target`` train in less memory, in place, with the same numbers; `detach` undoes it exactly.
 
@@ -122,6 +125,8 @@ def wrap(
         budget: the memory that a step may take, as in `memscale.plan`: ``"20GiB"``, a share of the device's memory, or
             bytes. None is ``config.target_gpu_utilization`` of the device.
         record: adds each planned step, and what it is measured to take, to the history; as in `memscale.profile`.
+        accumulate: forward and backward passes for each optimizer step: gradients stay in memory between passes. A
+            trainer's own setting takes its place.
 
     Returns:
         ``target`` itself; ``Executor.of(model)`` is the `Executor` of its model.
@@ -145,6 +150,7 @@ def wrap(
     Executor(Sequential, Plan({'*': checkpoint()}))
     >>> detach(model)
     """
+    check_count(f"wrap(accumulate={accumulate!r})", accumulate)
     integration = _integration(target)
     if integration is not None:
         if sample_input is not None:
@@ -160,6 +166,7 @@ def wrap(
             async_config=async_config,
             budget=budget,
             record=record,
+            loop=Loop(accumulate),
         )
     return target
 
@@ -174,6 +181,7 @@ def optimize(
     *,
     budget: Budget | None = None,
     record: Record = None,
+    accumulate: int = 1,
 ) -> AbstractContextManager[Executor]:
     """Wraps ``model`` and ``optimizer`` for the length of a ``with`` block, and undoes both at its end.
 
@@ -186,8 +194,7 @@ def optimize(
         optimizer: the optimizer that trains ``model``, with which the step is planned; None is as in `wrap`.
         config: as in `wrap`.
         sample_input: as in `wrap`.
-        budget: as in `wrap`.
-        record: as in `wrap`.
+        budget, record, accumulate: as in `wrap`.
 
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``. Other errors are those of `wrap`.
@@ -201,8 +208,16 @@ def optimize(
             f"optimize(optimizer=...) must be a torch.optim.Optimizer or None, "
             f"got {type(optimizer).__name__}; pass the optimizer itself"
         )
-    module = _module_of(model, "optimize")
-    executor = wrapped(module, config, sample_input=sample_input, optimizer=optimizer, budget=budget, record=record)
+    check_count(f"optimize(accumulate={accumulate!r})", accumulate)
+    executor = wrapped(
+        _module_of(model, "optimize"),
+        config,
+        sample_input=sample_input,
+        optimizer=optimizer,
+        budget=budget,
+        record=record,
+        loop=Loop(accumulate),
+    )
     return _Block(executor)
 
 
@@ -275,7 +290,7 @@ def wrapped(
     async_config: AsyncOffloadConfig | None = None,
     budget: Budget | None = None,
     record: Record = None,
-    keeps_output: bool = True,
+    loop: Loop = Loop(),  # noqa: B008  # immutable
 ) -> Executor:
     """Wraps a module, under `plan` if one is given; `optimizer` is the one that trains it, if known."""
     history = history_path(record)
@@ -308,7 +323,7 @@ def wrapped(
     if (missing := without_8_bits(config)) is not None:
         LOG.warning("use_8bit_optimizer=True: states stay in full: %s", missing)
         config = dataclasses.replace(config, use_8bit_optimizer=False)
-    terms = Terms(config, hardware, runtime, budget, history, keeps_output)
+    terms = Terms(config, hardware, loop, runtime, budget, history)
     if plan is None:
         verdict = decide(model, sample_input, optimizer, terms)
     else:

@@ -41,6 +41,11 @@ class Loop:
     accumulate: int = 1
     keeps_output: bool = True
 
+    @property
+    def passes(self) -> int:
+        """The passes that show an update's memory: all passes after the second one take as much as the second."""
+        return min(self.accumulate, 2)
+
     def __str__(self) -> str:
         if self.keeps_output:
             return "output = model(x) keeps the model's output until the next output replaces it"

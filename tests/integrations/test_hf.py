@@ -102,6 +102,31 @@ def test_a_run_gives_the_same_numbers(how: str, accumulate: int, tmp_path: Path)
         assert wrapped.model.config.use_cache is True
 
 
+def test_accumulated_gradients_count(tmp_path: Path) -> None:
+    """They are in memory in the forward of the second pass; at the first call the Trainer's arguments decide."""
+    found: list[int] = []
+
+    class Look(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+            executor = ms.Executor.of(model)
+            assert executor is not None
+            found.append(executor.step_bytes)
+
+    for before, after in ((1, 1), (3, 3), (1, 3)):
+        run = trainer(tmp_path, max_steps=1, gradient_accumulation_steps=before, callbacks=[Look()])
+        ms.wrap(run)
+        run.args.gradient_accumulation_steps = after
+        run.train()
+    once, twice, changed = found
+    batch = {name: torch.stack([row[name] for row in (Tokens()[0], Tokens()[1])]) for name in Tokens()[0]}
+    more = [
+        ms.profile(model := gpt2(), batch, optimizer=torch.optim.AdamW(model.parameters()), **loop).taken_bytes
+        for loop in ({"accumulate": 2, "keeps_output": False}, {"keeps_output": False})
+    ]
+    assert twice - once == more[0] - more[1] > 0
+    assert changed == twice
+
+
 def test_the_model_that_model_init_makes_is_wrapped(tmp_path: Path) -> None:
     made: list[weakref.ref[nn.Module]] = []
     regions: list[int] = []
