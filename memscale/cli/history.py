@@ -14,7 +14,7 @@ import torch
 import typer
 from typer import Argument, Option
 
-from memscale.cli.options import Options, PrintJson, Shorthand, add, count
+from memscale.cli.options import BYTES, OptionRule, Options, PrintJson, Shorthand, add, count
 from memscale.cli.predict import read_plan
 from memscale.cli.step import Step, StepOptions, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, show, write
@@ -40,6 +40,7 @@ from memscale.simulation import MemoryProfiler
 HISTORY = typer.Typer()
 
 _Name = Annotated[str | None, Option(metavar="NAME", help="Only runs of this name.")]
+_TOLERANCE = OptionRule(lambda text: text == "0" or BYTES.holds(text), BYTES.text)
 _RunId = Annotated[str, Argument(metavar="ID", help="The beginning of a run's id, or last.")]
 
 
@@ -56,7 +57,11 @@ class CheckOptions(Options):
         ),
     ]
     plan: Shorthand = None
-    tolerance: Annotated[str, Option(metavar="SIZE", help="The largest increase that passes, such as 1MiB.")] = "0"
+    tolerance: Annotated[
+        str,
+        Option(metavar="SIZE", help=f"The largest increase that passes: {BYTES.text}."),
+        _TOLERANCE,
+    ] = "0"
     update: Annotated[bool, Option("--update", help="Replace the baseline in the file by this run.")] = False
     as_json: PrintJson = False
 
@@ -68,9 +73,7 @@ def check(options: CheckOptions) -> int:
         ConfigError: an option is wrong, there is no such baseline, or the step cannot be simulated.
         RuntimeUnavailable: a package is missing.
     """
-    tolerance_bytes = (
-        0 if options.tolerance == "0" else budget_bytes(options.tolerance, 1 << 40, argument="--tolerance")
-    )
+    tolerance_bytes = 0 if options.tolerance == "0" else budget_bytes(options.tolerance, 0)
     torch.manual_seed(0)  # for models that route or drop layers at random
     step = read_step(options.step)
     find, make = _source(options)

@@ -127,11 +127,14 @@ def file(text: str) -> Any:
     return typer.Option(metavar="FILE", help=text)
 
 
-def _is_size(text: str) -> bool:
-    try:
-        return budget_bytes(text, 1 << 60) > 0
-    except ConfigError:
-        return False
+def _sizes(text: str, whole_bytes: int) -> OptionRule:
+    def holds(value: str) -> bool:
+        try:
+            return budget_bytes(value, whole_bytes) > 0
+        except ConfigError:
+            return False
+
+    return OptionRule(holds, text)
 
 
 #: The switches of a Config by the names that --allow and --forbid take.
@@ -142,13 +145,16 @@ SWITCHES = {
     "cast": "use_mixed_precision",
 }
 SIZES = "6GiB, 6GB, bytes, or a share: 0.9 or 90%"
-SIZE = OptionRule(_is_size, SIZES)
+SIZE = _sizes(SIZES, 1 << 60)
+BYTES = _sizes("6GiB, 6GB or bytes", 0)  # a share of nothing is no size
 Shorthand = Annotated[
     str | None,
     typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),
 ]
 Seconds = Annotated[
-    float, typer.Option(metavar="N", help="How long to look for something better; Ctrl-C keeps the best so far.")
+    float,
+    typer.Option(metavar="N", help="How long to look for something better; Ctrl-C keeps the best so far."),
+    at_least(0),
 ]
 PrintJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Json = Annotated[Path | None, file("File for the result as JSON."), File()]

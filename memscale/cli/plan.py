@@ -13,6 +13,7 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import (
+    BYTES,
     SIZE,
     SIZES,
     SWITCHES,
@@ -39,7 +40,9 @@ from memscale.core import (
     format_unlike,
 )
 
-_MODES = ("conservative", "balanced", "aggressive")  # of a Config, which is not imported for a wrong option
+# Of a Config and of the planner, which are not imported for a wrong option.
+_MODES = ("conservative", "balanced", "aggressive")
+_STEPPING = ("step_in_groups", "step_in_backward", "offload_states", "quantize_states")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,25 +67,23 @@ class AllowOptions(Options):
         Option(metavar="NAME", help="Forbid checkpoint, offload, tile or cast. Repeatable."),
         one_of(*SWITCHES),
     ] = None
-    host: Annotated[str | None, Option(metavar="SIZE", help="The most host memory that a plan may use.")] = None
+    host: Annotated[
+        str | None, Option(metavar="SIZE", help=f"The most host memory that a plan may use: {BYTES.text}."), BYTES
+    ] = None
 
     def check(self) -> None:
         if both := {*(self.allow or ())} & {*(self.forbid or ())}:
             raise ConfigError(f"--allow {min(both)} and --forbid {min(both)} contradict each other")
 
     def config(self, *, auto: bool = False) -> ms.Config:
-        """Returns the config of these options; without a mode it allows every transform that changes no bit.
-
-        Raises:
-            ConfigError: the size of the host memory is wrong.
-        """
+        """Returns the config of these options; without a mode it allows every transform that changes no bit."""
         mode = "aggressive" if self.mode is None else self.mode.lower()
         allowed = {**dict.fromkeys(self.forbid or (), False), **dict.fromkeys(self.allow or (), True)}
         switches: dict[str, Any] = {SWITCHES[name.lower()]: allow for name, allow in allowed.items()}
         if self.allow_rounding or self.mode is None:  # a mode sets this itself
             switches.setdefault("enable_tiling", self.allow_rounding)
         if self.host is not None:
-            switches["max_cpu_offload_gb"] = budget_bytes(self.host, 0, argument="--host") / 1e9
+            switches["max_cpu_offload_gb"] = budget_bytes(self.host, 0) / 1e9
         return ms.Config(mode=mode, auto_policy=auto, **switches)
 
 
@@ -105,6 +106,7 @@ class SearchOptions(Options):
             help="Let a plan change how the optimizer steps: step_in_groups, step_in_backward, offload_states, or "
             "quantize_states, which changes numbers. Repeatable.",
         ),
+        one_of(*_STEPPING),
     ] = None
 
 

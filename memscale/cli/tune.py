@@ -69,6 +69,8 @@ def tune(options: TuneOptions) -> int:
     axis = _AXES[options.objective]
     check_axis("--objective", options.objective, [axis], subject, options.step.batch, step.seq)
     longest = subject.longest or _MOST if axis == "seq" else _MOST
+    if options.at_least > longest:
+        raise ConfigError(f"--at-least {options.at_least} is more than {longest}, the most that is tried; lower it")
 
     def batch_fn(size: int) -> Any:
         return subject.batch(*((size, step.seq) if axis == "batch" else (options.step.batch, size)))

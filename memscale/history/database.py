@@ -53,7 +53,7 @@ class History:
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         chosen = os.environ.get(HISTORY) if path is None else os.fspath(path)
         if not chosen:
-            raise ConfigError(f"there is no history: pass the path of a file, or set ${HISTORY} to one")
+            raise ConfigError(f"there is no history: set ${HISTORY} to a file, or pass the path of one")
         self.path = Path(chosen)
         filesystem = filesystem_of(str(self.path.resolve().parent))
         if filesystem in _ELSEWHERE:

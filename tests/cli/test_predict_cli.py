@@ -547,4 +547,4 @@ def test_a_limit_of_seconds_keeps_what_was_found(folder, capsys):
     assert stopped in " ".join(shown.split())
     assert "what would free memory" not in shown
     assert predict(*step, "--seconds", -1) == 2
-    assert "seconds must be at least 0, got -1" in capsys.readouterr().err
+    assert "--seconds must be at least 0, got -1" in capsys.readouterr().err

@@ -148,6 +148,13 @@ def test_a_smaller_step_is_told_and_becomes_the_baseline(checked):
         assert (status, comparison["verdict"]) == expected
 
 
+@pytest.mark.parametrize("tolerance", ["0.5", "1%", "a bit"])
+def test_a_tolerance_is_bytes(capsys, tolerance):
+    arguments = ["history", "check", "--hf", "sample:make", "--baseline", "base.json", "--tolerance", tolerance]
+    assert run(arguments) == 2
+    assert f"--tolerance must be 6GiB, 6GB or bytes, got {tolerance!r}" in capsys.readouterr().err
+
+
 def test_a_baseline_that_is_not_there(tmp_path, monkeypatch, capsys):
     status, said = check(tmp_path, monkeypatch, capsys, "sample_without", MODEL)
     assert status == 2
