@@ -273,9 +273,14 @@ def any_loss(output: Any, _: Any) -> torch.Tensor:
     if isinstance(own, torch.Tensor) and own.numel() == 1:
         return own
     found = [tensor for tensor in tensors(output) if tensor.requires_grad]
-    rows = [tensor for tensor in found if tensor.dim() and tensor.numel() and not tensor.is_complex()]
-    largest = max(rows, key=torch.Tensor.numel, default=None)
+    largest = max(filter(_has_rows, found), key=torch.Tensor.numel, default=None)
     return torch.stack([(_entropy if each is largest else torch.sum)(each).real.float() for each in found]).sum()
+
+
+def _has_rows(output: torch.Tensor) -> bool:
+    """Whether a cross entropy takes `output`: no scalar, no complex numbers, and no layout or class of its own."""
+    is_plain = type(output) is torch.Tensor and output.layout is torch.strided
+    return is_plain and output.dim() > 0 and output.numel() > 0 and not output.is_complex()
 
 
 def _entropy(output: torch.Tensor) -> torch.Tensor:
