@@ -279,7 +279,7 @@ class DecisionEngine:
             return self._unchanged(limit)
 
         def find(engine: DecisionEngine) -> Answer:
-            found = engine._fastest(limit) or engine._smallest()
+            found = engine._fastest(limit) or engine._smallest(enough_bytes=limit)
             return Answer((engine._proven_plan(found, limit),))
 
         return self._plan_cache.answer(self, f"nearest {limit}", find).plan()
@@ -306,7 +306,8 @@ class DecisionEngine:
             smallest = engine._smallest()
             least = min(most, smallest.proven.taken_bytes)
             limits = [least + (most - least) * at // (points - 1) for at in range(points - 1)]
-            return Answer(tuple([engine._proven_plan(engine._fastest(limit) or smallest, limit) for limit in limits]))
+            found = [engine._fastest(limit) or engine._smallest(enough_bytes=limit) for limit in limits]
+            return Answer(tuple(engine._proven_plan(each, limit) for each, limit in zip(found, limits, strict=True)))
 
         progress, self.steps.progress = self.steps.progress, limited(self.steps.progress, seconds)
         try:
@@ -366,12 +367,21 @@ class DecisionEngine:
                         each.menu,
                         always=(*each.always, *strategy.rules),
                         plain=None if each.always else strategy.plain,
-                        trials=each.trials if strategy.keeps_trials else None,
+                        trials=trials,
                     )
-                    for each in self._searches_among(among)
+                    for each, trials in zip(self._searches_among(among), self._trials(among, strategy), strict=True)
                 ]
             self._searches[among, strategy] = found  # assigned once, so that a stopped search leaves no partial list
         return self._searches[among, strategy]
+
+    def _trials(self, among: frozenset[str], strategy: Strategy) -> list[Trials | None]:
+        """Returns the trials that hold under the strategy, without and with `cast`; None where there are none.
+
+        The first of the strategies that step in backward runs trials for the others.
+        """
+        first = next((each for each in self.strategies if each.in_backward), None) if strategy.in_backward else None
+        sources = self._searches_among(among, None if first is strategy else first)
+        return [None if first is strategy else each.trials for each in sources]
 
     def _search(
         self, menu: Menu, *, always: Rules = (), plain: Trace | None = None, trials: Trials | None = None

@@ -51,13 +51,13 @@ class Strategy:
         return (("", self.how),)
 
     @property
-    def keeps_trials(self) -> bool:
-        """Returns whether trials of the step without the strategy are valid with the strategy.
+    def in_backward(self) -> bool:
+        """Returns whether the optimizer steps during backward.
 
-        A trial stays valid where forward and backward hold the same bytes apart from gradients and optimizer states.
-        Only `step_in_backward` changes more: it updates, and frees gradients, during backward.
+        Forward and backward then hold other bytes than without the strategy. Under every other strategy they hold the
+        same bytes, apart from gradients and optimizer states, so that trials without the strategy are valid.
         """
-        return "step_in_backward" not in repr(self.how)
+        return "step_in_backward" in repr(self.how)
 
 
 def checked(stepping: Iterable[str | Transform]) -> dict[str, Transform | None]:

@@ -17,6 +17,8 @@ INTEGRAL = 1 - 1e-6
 
 # The most swaps, as a multiple of the number of parts, to make a rounded choice fit.
 _MOST_SWAPS = 4
+# Share of the excess: a swap that lowers the excess by less changes only the last digits of a sum.
+_LEAST_LESS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class LocalSearch:
                 break
             now = chosen[part_of]
             less = excess - np.maximum(0.0, over + held - held[now]).sum(axis=1)
-            may = (allowed > 0) & (less > 0)
+            may = (allowed > 0) & (less > _LEAST_LESS * excess)
             if (may & (self.streams == self.streams[now])).any():
                 may &= self.streams == self.streams[now]
             if not may.any():

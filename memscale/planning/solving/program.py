@@ -17,8 +17,9 @@ Floats = npt.NDArray[np.float64]
 
 #: The relative gap to the bound at which a solution is accepted.
 GAP = 1e-3
-# Nodes of the search tree after which the best solution so far is taken.
-_NODES = 1000
+# Nodes of the search tree after which the best solution so far is taken, in a program of up to `_FEW_COLUMNS` columns.
+# Each node of a larger program takes longer, and the program gets fewer nodes.
+_NODES, _FEW_COLUMNS = 1000, 100
 # Feasibility tolerance. At HiGHS' default of 1e-6 its presolve (1.15.1) declares feasible programs infeasible.
 _TOLERANCE = 1e-7
 # The most violated rows join the program, at most so many at once.
@@ -51,7 +52,7 @@ class Program:
             ("random_seed", 0),
             ("mip_rel_gap", GAP),
             ("mip_abs_gap", 0.0),
-            ("mip_max_nodes", _NODES),
+            ("mip_max_nodes", min(_NODES, _NODES * _FEW_COLUMNS // len(cost))),
             ("mip_feasibility_tolerance", _TOLERANCE),
             ("mip_allow_restart", False),  # a restart repeats the cuts, for nothing where most columns are fixed
         ):
@@ -151,10 +152,6 @@ class Program:
                 break
         else:
             return False
-        if not np.isfinite(highs.getInfo().objective_function_value):  # `_NODES` nodes had no solution: look for one
-            highs.setOptionValue("mip_max_nodes", self._highspy.kHighsIInf)
-            highs.setOptionValue("mip_max_improving_sols", 1)
-            highs.run()
         info = highs.getInfo()
         self.values = np.array(highs.getSolution().col_value)
         self.bound = float(info.mip_dual_bound if self._integers else info.objective_function_value)

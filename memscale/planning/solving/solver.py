@@ -25,6 +25,9 @@ from memscale.planning.trials.trial_rows import MOVES
 # Binaries up to which the whole integer program is solved. In a larger program the parts that the relaxed program
 # decides are fixed first: the search over all parts takes seconds, and finds steps that are less than 0.5 % faster.
 _WHOLE = 100
+# Binaries above which a rounded solution is taken as it is: the integer program of one long row of a Llama 8B (650
+# binaries) takes minutes, and a rounded solution is as near to the bound.
+_MOST_WHOLE = 400
 _MIB = 2.0**20
 
 # Share by which two numbers of bytes may differ to count as about equal.
@@ -85,9 +88,7 @@ class Chooser:
             self._families.setdefault(row if single else costs.parts[row].alike, []).append(row)
         self._out = np.array([effect.out_bytes for effect in flat], dtype=np.float64)
         self._moving = np.array([effect.moving_seconds for effect in flat])
-        self._techniques = [
-            costs.techniques(row, number) for row, menu in enumerate(costs.candidates) for number in range(len(menu))
-        ]
+        self._techniques = [candidate.techniques for menu in costs.candidates for candidate in menu]
         self._streams = np.array(["stream" in each for each in self._techniques])
         together = costs.together_bytes if self._streams.any() else None
         self._together = np.zeros(len(costs.intervals)) if together is None else together / _MIB
@@ -295,29 +296,38 @@ class Chooser:
             return None
         columns, allowed, unit = len(cost), self._allowed(among), self._unit
         relaxed, bound = program.values[:columns], program.bound
-        search, free = self._outside_groups(relaxed, allowed)
-        quick = None if limit is None else search.rounded(relaxed, limit, free)
-        if limit is not None and quick is not None:
-            quick = search.in_order(search.polished(quick, limit, free), limit)
-            if self._takes_seconds(cost, quick) <= bound * (1 + GAP) * unit:
-                return Choice(quick, bound * unit + self.costs.fixed_seconds)
+        quick = self._most(relaxed) if limit is None else self._rounded(relaxed, limit, allowed)
+        unit_bound = bound * _MIB if limit is None else bound * unit + self.costs.fixed_seconds
+        quickly = None if quick is None else Choice(quick, unit_bound)
+        if quick is not None and limit is not None:
+            near = self._takes_seconds(cost, quick) <= bound * (1 + GAP) * unit
+            if near or columns > _MOST_WHOLE:
+                return quickly
         program.whole([*range(columns), *counts])
-        # The parts that the relaxed program decides are fixed first. If that leaves no solution, every fourth part is
-        # freed, and then all parts.
-        for freed in (0, 4, 1) if columns > _WHOLE else (1,):
-            program.between(range(columns), *self._decided(relaxed, allowed, freed))
-            if program.solve(surely=freed == 1):
-                break
-        else:
-            return None
-        values = program.values
-        bound = max(bound, program.bound) if freed == 1 else bound
-        assignment = self._most(values)
+        # In a large program the parts that the relaxed program decides are fixed first.
+        whole = columns <= _WHOLE
+        if not whole:
+            program.between(range(columns), *self._decided(relaxed, allowed))
+        solved = program.solve(surely=whole)
+        if not solved and not whole and quick is None:
+            program.between(range(columns), np.zeros(columns), allowed)
+            solved = whole = program.solve()
+        if not solved:
+            return quickly
+        bound = max(bound, program.bound) if whole else bound
+        assignment = self._most(program.values)
         if limit is None:
             return Choice(assignment, bound * _MIB)
-        search, free = self._outside_groups(values, allowed)
+        search, free = self._outside_groups(program.values, allowed)
         polished = search.in_order(search.polished(assignment, limit, free), limit)
-        return Choice(polished, bound * unit + self.costs.fixed_seconds)
+        best = min(filter(None, (polished, quick)), key=lambda each: self._takes_seconds(cost, each))
+        return Choice(best, bound * unit + self.costs.fixed_seconds)
+
+    def _rounded(self, relaxed: Floats, limit: float, allowed: Floats) -> Assignment | None:
+        """Returns the solution of the relaxed program rounded, repaired and polished; None if rounding fails."""
+        search, free = self._outside_groups(relaxed, allowed)
+        found = search.rounded(relaxed, limit, free)
+        return None if found is None else search.in_order(search.polished(found, limit, free), limit)
 
     def _most(self, values: Floats) -> Assignment:
         """Returns the candidate of each part with the largest value."""
@@ -337,15 +347,12 @@ class Chooser:
             free[self._offsets[row] + chosen[row]] = 1.0
         return search, free
 
-    def _decided(self, values: Floats, allowed: Floats, freed: int) -> tuple[Floats, Floats]:
-        """Returns bounds that fix the parts for which `values` choose one candidate.
-
-        A part whose number is a multiple of `freed` stays free; 0 frees no part.
-        """
+    def _decided(self, values: Floats, allowed: Floats) -> tuple[Floats, Floats]:
+        """Returns bounds that fix the parts for which `values` choose one candidate."""
         low_bounds, high_bounds = np.zeros(len(values)), allowed.copy()
-        for part, (low, high) in enumerate(zip(self._offsets, self._offsets[1:], strict=False)):
+        for low, high in zip(self._offsets, self._offsets[1:], strict=False):
             chosen = values[low:high] >= INTEGRAL
-            if chosen.any() and (not freed or part % freed):
+            if chosen.any():
                 low_bounds[low:high] = high_bounds[low:high] = chosen
         return low_bounds, high_bounds
 

@@ -28,9 +28,6 @@ Bytes = npt.NDArray[np.int64]
 # Passes of a host optimizer over its states in a step: Adam's loop over single tensors, counted by simulation.
 _STATE_PASSES = 8
 
-#: Marks a candidate that changes a group, in addition to the techniques in the candidate.
-GROUPED = frozenset({"group"})
-
 #: The number of the chosen candidate for each part; the last number is for the rest of the model.
 Assignment = tuple[int, ...]
 
@@ -106,10 +103,6 @@ class Costs:
     def covered(self, assignment: Assignment) -> frozenset[int]:
         """Returns the row numbers of the members of groups that an assignment changes."""
         return frozenset(each for row, members in self.groups.items() if assignment[row] for each in members)
-
-    def techniques(self, row: int, number: int) -> frozenset[str]:
-        """Returns the techniques of a candidate, with `GROUPED` if the candidate changes a group."""
-        return self.candidates[row][number].techniques | (GROUPED if number and row in self.groups else frozenset())
 
     @property
     def turn(self) -> int:
