@@ -6,6 +6,7 @@ from memscale.regions.captures import NOWHERE, Captures, SharedCaptures
 from memscale.regions.code import closed_over, code_names, function_of
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import (
+    graph_task,
     memory_of,
     moved,
     refused,

@@ -51,7 +51,7 @@ class Environment:
         self._counted = [] if here is None else randomness.counted_states(states)
         del states
         self._host_positions = randomness.host_positions(here)
-        takes_host = host_random or len(self._host_positions) < 4  # a generator's memory has an unknown layout
+        takes_host = host_random or len(self._host_positions) < 2  # a generator's memory has an unknown layout
         self._host: tuple[Any, Any] | None = randomness.host_state() if takes_host else None
         self._kinds = (
             _kinds(frozenset(devices), None if here is None else here.device_type) if devices or here else _CPU
@@ -102,6 +102,10 @@ class Environment:
                 "call, so a recompute cannot repeat them; draw them outside the region, or use torch's generator"
             )
 
+    def has_other_settings(self) -> bool:
+        """Whether the settings differ from those at the beginning."""
+        return _settings(self._kinds) != self._settings
+
     def has_drawn(self) -> bool:
         """Whether a generator whose state was taken has advanced."""
         moved = [randomness.differ(generator.get_state(), state) for generator, state in self._random or ()]
@@ -126,10 +130,12 @@ class Environment:
             for step in reversed(undo):
                 step()
 
-    def enter(self, undo: list[Callable[[], Any]]) -> bool:
+    def enter(self, undo: list[Callable[[], Any]], *, settles: bool = False) -> bool:
         """Switches to this environment. Returns whether a dispatch mode is active now, and none was in the region.
 
-        Appends to `undo` the calls that restore the present, to be run in reverse.
+        Args:
+            undo: receives the calls that restore the present, to be run in reverse.
+            settles: whether the body is known to leave the settings as they are.
         """
         for generator, state in self._random or ():
             present = generator.get_state()
@@ -139,8 +145,10 @@ class Environment:
             undo.append(partial(randomness.set_host_state, randomness.host_state()))
             randomness.set_host_state(self._host)
         settings = _settings(self._kinds)
-        undo.append(partial(self._leave_settings, settings))
-        if settings != self._settings:
+        is_other = settings != self._settings
+        if is_other or not settles:
+            undo.append(partial(self._leave_settings, settings))
+        if is_other:
             self._enter_settings(settings, undo)
         # Inside `parametrize.cached()`, now or when the region ran.
         if self._shares and (parametrize._cache_enabled or self._parametrizations is not None):
@@ -225,7 +233,7 @@ _FLAGS = [
         ("deterministic", internals.named("torch._C._get_deterministic_algorithms"), None),
         ("warn_only", internals.named("torch._C._get_deterministic_algorithms_warn_only"), None),
         ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-        ("fast path of attention", lambda: torch.backends.mha._is_fastpath_enabled, _mha.set_fastpath_enabled),
+        ("fast path of attention", partial(getattr, _mha, "_is_fastpath_enabled"), _mha.set_fastpath_enabled),
     )
     if flag is not None
 ]
@@ -261,9 +269,10 @@ def _readers(kinds: tuple[str, ...]) -> list[Callable[[], Any]]:
 
 def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
     """Returns the devices of `tensors` that have random generators of their own, the CPU excluded."""
-    found = set(map(_device, tensors))
-    found.discard(_ON_CPU)
-    return found
+    found = list(map(_device, tensors))
+    if not found or found.count(_ON_CPU) == len(found):  # to compare devices takes a quarter of the time of a hash
+        return set()
+    return {found[0]} if found.count(found[0]) == len(found) else set(found) - {_ON_CPU}
 
 
 _device = operator.attrgetter("device")

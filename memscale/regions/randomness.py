@@ -88,19 +88,14 @@ class HostGenerator:
 def differ(a: Any, b: Any) -> bool:
     """Whether two states of a generator differ."""
     if isinstance(a, torch.Tensor):
-        return bool(_compare(a.data_ptr(), b.data_ptr(), a.nbytes))
+        return _bytes(a) != _bytes(b)
     return pickle.dumps(a) != pickle.dumps(b)
-
-
-# Compares memory in C: the caller's dispatch modes would see any tensor operator here.
-_compare = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None).memcmp
-_compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _bytes(state: torch.Tensor) -> bytes:
     # Read as raw bytes (generator states live in host memory): the caller's dispatch modes would see any tensor
     # operator here, `numpy()` included, and a fake mode refuses real tensors.
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+    return (ctypes.c_char * state.nbytes).from_address(state.data_ptr()).raw
 
 
 def draw_marks(generators: list[Any]) -> list[Any]:
@@ -110,31 +105,33 @@ def draw_marks(generators: list[Any]) -> list[Any]:
 
 
 def _position_of_python(own: random.Random) -> Any:
-    """Returns (position, word, owner) of a Python generator, or `None` if its memory has another layout.
+    """Returns (view, owner) of a Python generator, or `None` if its memory has another layout.
 
-    The first two are views of the generator's position among its 624 words, and of its first word.
+    The view shows, as one number, the generator's position among its 624 words, and the word beside it in memory.
     """
     try:
-        at = id(own) + object.__basicsize__
-        position, word = ctypes.c_int.from_address(at), ctypes.c_uint32.from_address(at + 4)
+        view = ctypes.c_uint64.from_address(id(own) + object.__basicsize__)
         state: Any = own.getstate()[1]
-        # The generator is returned too, since its memory must outlive the pointers.
-        return (position, word, own) if (word.value, position.value) == (state[0], state[-1]) else None
+        # The generator is returned too, since its memory must outlive the view.
+        return (view, own) if bytes(view) == _in_memory(state[-1], state[0]) else None
     except (AttributeError, ValueError):
         return None
 
 
 def _position_of_numpy(own: Any) -> Any:
-    """Returns (position, word, owner) of NumPy's legacy generator, by the address that NumPy publishes for C code."""
+    """Returns (view, owner) of NumPy's legacy generator, by the address that NumPy publishes for C code."""
     try:
         bits = own._bit_generator
-        at = bits.ctypes.state_address
-        position, word = ctypes.c_int.from_address(at + 624 * 4), ctypes.c_uint32.from_address(at)
+        view = ctypes.c_uint64.from_address(bits.ctypes.state_address + 623 * 4)
         state: Any = own.get_state(legacy=True)
         # The bit generator is returned too, since `numpy.random.set_bit_generator` may drop the last reference to it.
-        return (position, word, bits) if (word.value, position.value) == (state[1][0], state[2]) else None
+        return (view, bits) if bytes(view) == _in_memory(int(state[1][623]), state[2]) else None
     except (AttributeError, ValueError):
         return None
+
+
+def _in_memory(*words: int) -> bytes:
+    return b"".join(word.to_bytes(4, sys.byteorder) for word in words)
 
 
 # Reading a position takes 0.1 microseconds, a whole state 10 to 40; the position is enough to detect a draw.
@@ -147,14 +144,14 @@ def _views_of_process() -> tuple[list[Any], list[Any]]:
 def _views_of(python: random.Random, numpy: Any) -> tuple[list[Any], list[Any]]:
     found = [each for each in (_position_of_python(python), _position_of_numpy(numpy)) if each is not None]
     # The owners are returned too, since the views refer to their memory.
-    return [view for position, word, _ in found for view in (position, word)], found
+    return [view for view, _ in found], found
 
 
 def host_positions(here: Any) -> list[int]:
-    """Returns the positions of Python's and NumPy's generators, and the first word of each.
+    """Returns the positions of Python's and NumPy's generators, each in one number with one word of the state.
 
-    The first word detects a number of draws after which the position is the same again. Generators with
-    another memory layout (of another interpreter) are left out; callers read the whole states of such generators.
+    The word detects a number of draws after which the position is the same again. Generators with another memory layout
+    (of another interpreter) are left out; callers read the whole states of such generators.
     """
     own = here and here.randomness
     views, _ = _views_of_process() if own is None else _views_of(own.python, own.numpy)

@@ -48,13 +48,14 @@ class Replay:
     ) -> None:
         self._snapshot = snapshot
         self._last = last
+        self._is_unsettled = snapshot.is_watched or snapshot.unsettles  # by the rerun
         self._refused = refused
         self._fresh = fresh
         self._made = made
         self._around: list[AbstractContextManager[Any]] = []
         self._undo: list[Callable[[], Any]] = []
         self._present: list[tuple[StateSlot, Content]] = []  # to be restored at the end
-        self._was_current = False  # whether nothing had changed since the snapshot
+        self._is_to_stay = False  # whether nothing has changed since the snapshot, and the rerun may change slots
 
     def __enter__(self) -> dict[int, torch.Tensor]:
         snapshot = self._snapshot
@@ -64,14 +65,10 @@ class Replay:
             changed.update(self._refused)
             arrived: dict[Note, torch.Tensor] = self._bring_back() if snapshot.notes else {}
             renewed = self._old_values() if snapshot.kept != [] else {}
-            if renewed or list(map(_requires_grad, snapshot.tensors)) != snapshot.trained:
-                self._fresh.extend(renewed.values())
-                self._go_back(self._trained_as_then(renewed), arrived)
-            elif not snapshot.captures.is_current():
-                self._go_back(renewed, arrived)
-            else:
-                self._was_current = True
-            is_dispatched = snapshot.environment.enter(self._undo)
+            self._fresh.extend(renewed.values())
+            is_trained_as_then = list(map(_requires_grad, snapshot.tensors)) == snapshot.trained
+            self._go_back(renewed if is_trained_as_then else self._trained_as_then(renewed), arrived)
+            is_dispatched = snapshot.environment.enter(self._undo, settles=not self._is_unsettled)
             for tensor in snapshot.graded:  # a backward inside the region would otherwise accumulate a second time
                 self._undo.append(partial(setattr, tensor, "grad", tensor.grad))
                 tensor.grad = None
@@ -107,7 +104,7 @@ class Replay:
                 step()
             if self._present:
                 _write_back(self._present)
-            if self._was_current and not self._snapshot.captures.is_current():
+            if self._is_to_stay and not self._snapshot.captures.is_current():
                 _write_back(_contents(self._snapshot.captures))
         finally:
             try:
@@ -158,15 +155,15 @@ class Replay:
         """Writes the snapshot's contents into every slot that has changed since."""
         captures = self._snapshot.captures
         touched = {name[0] for name in renewed if not isinstance(name, int)}
-        self._was_current = captures.is_current()
-        if self._was_current and not touched:
-            return
-        contents = _contents(captures)
-        if self._was_current:
-            self._present = [contents[position] for position in touched]
+        is_current = captures.is_current()
+        self._is_to_stay = is_current and self._is_unsettled
+        if is_current:
+            contents = {position: (captures.slots[position], captures.contents[position]) for position in touched}
+            self._present = [*contents.values()]
         else:
-            self._present = [(slot, then if holds(slot, then) else read(slot)) for slot, then in contents]
-            touched.update(at for at, (_, then) in enumerate(contents) if self._present[at][1] is not then)
+            contents = dict(enumerate(_contents(captures)))
+            self._present = [(slot, then if holds(slot, then) else read(slot)) for slot, then in contents.values()]
+            touched.update(at for at, (_, then) in contents.items() if self._present[at][1] is not then)
         for position in sorted(touched):
             slot, then = contents[position]
             write(slot, _as_then(position, slot, then, renewed, arrived))

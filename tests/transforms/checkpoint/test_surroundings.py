@@ -267,3 +267,54 @@ def test_a_setting_that_the_region_puts_back_behind_the_end_of_its_recompute():
     x = torch.ones(3, requires_grad=True)
     ms.checkpoint()(region)(x).sum().backward()
     assert torch.get_default_dtype() is torch.float32
+
+
+class Unsettled(nn.Module):
+    """Changes an attribute and a setting, and puts them back only at its end, which a recompute does not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x):
+        self.scale = 3.0
+        torch.set_default_dtype(torch.float64)
+        y = torch.exp(x * self.scale).sin()
+        torch.set_default_dtype(torch.float32)
+        self.scale = 1.0
+        return y + 1.0
+
+
+def test_what_a_region_puts_back_at_its_end_is_put_back_after_a_recompute_that_stops_earlier():
+    region = ms.transform(Unsettled(), {"": ms.checkpoint()})
+    for _ in range(3):  # the first run is watched
+        x = torch.full((2,), 0.5, requires_grad=True)
+        y = region(x)
+        y.sum().backward()
+        assert torch.get_default_dtype() is torch.float32
+        assert region.scale == 1.0
+
+
+def test_a_region_that_runs_a_backward_behind_its_arguments_is_refused_also_in_a_later_call():
+    def through(x):
+        x.sum().backward(retain_graph=True)
+        return x.sin()
+
+    region = ms.checkpoint()(through)
+    for _ in range(3):
+        leaf = torch.ones(2, requires_grad=True)
+        y = region(leaf * 2)
+        with pytest.raises(ms.CorrectnessError, match="a backward that goes on behind its arguments"):
+            y.sum().backward()
+
+
+def test_a_watched_run_without_a_backward_shows_that_the_region_runs_one():
+    def through(x):
+        x.sum().backward(retain_graph=True)
+        return x.sin()
+
+    region = ms.checkpoint()(through)
+    region(torch.ones(2, requires_grad=True) * 2)
+    y = region(torch.ones(2, requires_grad=True) * 2)
+    with pytest.raises(ms.CorrectnessError, match="a backward that goes on behind its arguments"):
+        y.sum().backward()
