@@ -7,10 +7,12 @@ and parameters of the module, and its path in the model, stay the same.
 from __future__ import annotations
 
 import difflib
+import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, overload
 
@@ -35,6 +37,18 @@ def _planned_first(given: Mapping[str, Any]) -> str:
     budget = shown(given["budget"]) if "budget" in given else "..."
     others = "".join(f", {name}=..." for name in given if name not in ("batch", "budget"))
     return f"transform(model, plan(model, batch, budget={budget}{others}))"
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Runs the body without Python's garbage collector, which would walk the process for every 700 new containers."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @overload
@@ -122,16 +136,17 @@ def transform(
                 "for a copy; call transform() before fully_shard(), or use wrap(), which works in place"
             )
         return model if optimizer is None else (model, stepping)
-    memo = copy_tree(modules)
-    copy, copies = memo[id(model)], [(path, memo[id(module)]) for path, module in modules]
-    for module, how in regions:
-        attach(memo[id(module)], how.on(runtime))
-    name_regions(copies)
+    with _uncollected():
+        memo = copy_tree(modules)
+        copy, copies = memo[id(model)], [(path, memo[id(module)]) for path, module in modules]
+        for module, how in regions:
+            attach(memo[id(module)], how.on(runtime))
+        name_regions(copies)
+        links = _links(modules) if regions else []
     _keep_shared_parameters(copies)
     _warn_of_own_checkpointing(copies)
     # A process with an empty plan takes part in the comparison of plans, too.
     if regions or plan.parallel is not None or _is_one_of_several():
-        links = _links(modules) if regions else []
         agreement = Agreement(copy, plan)
         attach(copy, lambda fn: Shared(fn, links, agreement))
     return copy if optimizer is None else (copy, stepping)
@@ -278,7 +293,8 @@ def _misfit(module: nn.Module, path: str) -> str | None:
 def _keep_shared_parameters(modules: Modules) -> None:
     """Tells the regions that move parameters which ones to keep in place: those also used outside of all regions."""
     distinct = {id(module): module for _, module in modules}.values()
-    regions = [(module, placing) for module in distinct if (placing := placing_in(module))]
+    patched = [module for module in distinct if "forward" in module.__dict__]
+    regions = [(module, placing) for module in patched if (placing := placing_in(module))]
     if not regions:
         return
     inside = {id(part) for module, _ in regions for part in module.modules()}

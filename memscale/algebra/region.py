@@ -438,7 +438,8 @@ def name_regions(modules: Modules, patches: Iterable[ForwardPatch] = ()) -> None
     """Sets the title of each region to its first path, also for `patches` whose forward other code has wrapped."""
     wrapped = {patch.module: patch.method for patch in patches}
     for path, module in reversed(modules):
-        for part in assembled_in(wrapped.get(module) or module.__dict__.get("forward")):
+        forward = wrapped.get(module) or module.__dict__.get("forward")
+        for part in assembled_in(forward) if forward is not None else ():
             if isinstance(part, Transformed):
                 part.title = path or "(model)"
 
