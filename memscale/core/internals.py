@@ -47,7 +47,7 @@ INTERNALS = tuple(
     Internal(*row)
     for row in (
         # Backward and the graph that it goes through.
-        (f"{_C}_current_graph_task_id", "which backward runs here", f"runtime optimizers {_S} {_T}checkpoint legacy"),
+        (f"{_C}_current_graph_task_id", "which backward runs here", f"regions runtime optimizers {_S} legacy"),
         (f"{_A}_get_current_graph_task_keep_graph", "whether a backward keeps its graph", f"{_T}checkpoint {_T}tile"),
         (f"{_C}_current_autograd_node", "the autograd node whose backward calls an operator", _S),
         (f"{_A}_get_sequence_nr", "the order in which autograd nodes were made", _S),
@@ -61,8 +61,8 @@ INTERNALS = tuple(
         (f"{_A}_pop_saved_tensors_default_hooks", "saved-tensor hooks", f"{_S} {_T}checkpoint {_T}offload"),
         (f"{_A}_top_saved_tensors_default_hooks", "the caller's saved-tensor hooks", f"{_R} {_S}"),
         (f"{_A}_unsafe_set_version_counter", "the version counter of a restored tensor", f"{_R} runtime"),
-        ("torch.Tensor._base", "the base of a view", f"{_R} runtime {_S} {_T}offload"),
-        ("torch.Tensor._is_view", "whether a tensor is a view", f"{_R} {_S}"),
+        ("torch.Tensor._base", "the base of a view", f"runtime {_S} {_T}offload"),
+        ("torch.Tensor._is_view", "whether a tensor is a view", _S),
         ("torch.Tensor._post_accumulate_grad_hooks", "hooks of tensors, and what they refer to", f"optimizers {_S}"),
         ("torch.Tensor._backward_hooks", "hooks of tensors, and what they refer to", f"{_S} {_T}tile"),
         ("torch.Tensor._indices", "the indices of a sparse tensor that is not coalesced", _S),

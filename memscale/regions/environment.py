@@ -233,7 +233,7 @@ _FLAGS = [
         ("deterministic", internals.named("torch._C._get_deterministic_algorithms"), None),
         ("warn_only", internals.named("torch._C._get_deterministic_algorithms_warn_only"), None),
         ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-        ("fast path of attention", partial(getattr, _mha, "_is_fastpath_enabled"), _mha.set_fastpath_enabled),
+        ("fast path of attention", lambda: torch.backends.mha._is_fastpath_enabled, _mha.set_fastpath_enabled),
     )
     if flag is not None
 ]

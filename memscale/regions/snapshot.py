@@ -182,7 +182,7 @@ class Snapshot:
         if found and len({id(storage) for storage in held}) == len(held):  # no two tensors share memory
             with copying_ahead(recorded=False):
                 self._copied_groups = [
-                    AliasGroup([self._everything[index]], {self._name(index): 0}).take() for index in found
+                    AliasGroup([self._everything[index]], [self._name(index)]).take() for index in found
                 ]
         elif found:
             names = {self._name(index) for index in found}
@@ -243,7 +243,9 @@ class Snapshot:
         return [*self._copied(), *self._reassigned] if self.kept is None else self.kept
 
     def _copied(self) -> list[AliasGroup]:
-        return self._copied_groups if self._groups is None else self._groups.copied()
+        if self._groups is None:
+            return self._copied_groups
+        return [group for group in self._groups.every() if group.is_copied]
 
     def replaced(self) -> dict[int, torch.Tensor]:
         """Returns the old values of changed arguments without another name, by argument index."""
@@ -361,7 +363,7 @@ class Snapshot:
                 with unrecorded(), torch.no_grad():
                     then = laid_out(storage, lies)
                     then.requires_grad_(tensor.requires_grad)
-                    self._reassigned.append(AliasGroup([then], dict.fromkeys(names, 0)).take())
+                    self._reassigned.append(AliasGroup([then], names).take())
             else:
                 raise self._lost(names[0], "through .data")
 
@@ -372,6 +374,8 @@ class Snapshot:
         of_name = {name: group for group in copied for name in group.names} if names else {}
         lost = [name for name in names if name not in of_name]
         self._in_tuples = [name for name in lost if not isinstance(name, int) and self._is_in_tuple(name)]
+        # A kernel such as `batch_norm` writes without a new version.
+        lost += [group.names[0] for group in self._overlapping() if group.written]
         if len(lost) > len(self._in_tuples):
             raise self._lost(next(name for name in lost if name not in self._in_tuples), "in place")
         if not self.is_watched:
@@ -379,13 +383,16 @@ class Snapshot:
         seen = {id(of_name[name]) for name in names if name in of_name}
         return [group for group in copied if id(group) in seen or group.written or not self._same(group)]
 
+    def _overlapping(self) -> list[AliasGroup]:
+        return [group for group in self._groups.every() if len(group.tensors) > 1] if self._groups else []
+
     def _lost(self, name: Name, how: str) -> CorrectnessError:
         """Returns the error about a change of a tensor without a copy."""
-        problem = self._groups and self._groups.problem_of(name)
-        if problem:
+        if any(name in group.names for group in self._overlapping()):
             return CorrectnessError(
-                f"the region changed {self.title(name)} {how} while it ran, {problem}; a recompute cannot repeat "
-                "the change. Clone one of the two tensors before the region"
+                f"the region changed {self.title(name)} {how} while it ran, which it also reaches by a view of the "
+                "same memory; a recompute cannot repeat the change under both names. Clone one of the two tensors "
+                "before the region, or make the view inside the region"
             )
         if self.is_watched:
             return CorrectnessError(
@@ -408,25 +415,17 @@ class Snapshot:
         """Whether `group` still has its old values. For first runs only, since the comparison waits for the device."""
         if all(isinstance(name, int) for name in group.names):
             return True
-        for tensor, old in group.pairs():
-            if tensor.shape != old.shape:  # such as a statistic that takes its shape from the first batch
-                return False
-            if simulating() or isinstance(tensor, internals.FakeTensor) or tensor.is_meta:
-                # Without values to compare, assume a change where norms in training mode update their buffers.
-                if any(
-                    isinstance(module, internals.NormBase)
-                    and module.training
-                    and any(tensor is b for b in module.buffers())
-                    for module in self.captures.modules
-                ):
-                    return False
-                continue
-            if tensor.layout is not torch.strided:  # PyTorch cannot compare sparse tensors; their versions suffice
-                continue
-            with copying_ahead(recorded=False), torch.no_grad():
-                if not (torch.equal(old, tensor) or bool(((old == tensor) | (old.isnan() & tensor.isnan())).all())):
-                    return False
-        return True
+        tensor, old = group.tensors[0], group.old()
+        if tensor.shape != old.shape:  # such as a statistic that takes its shape from the first batch
+            return False
+        if simulating() or isinstance(tensor, internals.FakeTensor) or tensor.is_meta:
+            # Without values to compare, assume a change where norms in training mode update their buffers.
+            norms = [each for each in self.captures.modules if isinstance(each, internals.NormBase) and each.training]
+            return not any(tensor is buffer for norm in norms for buffer in norm.buffers())
+        if tensor.layout is not torch.strided:  # PyTorch cannot compare sparse tensors; their versions suffice
+            return True
+        with copying_ahead(recorded=False), torch.no_grad():
+            return torch.equal(old, tensor) or bool(((old == tensor) | (old.isnan() & tensor.isnan())).all())
 
     def are_arguments_unchanged(self) -> bool:
         """Whether a rerun may be given the arguments themselves."""

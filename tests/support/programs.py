@@ -81,17 +81,19 @@ OPERATORS = {
     "buffer's view": Operator(
         "self.s#.mul_(1.25)\nh = torch.sin(h * self.v#[0])",
         "self.register_buffer('s#', torch.ones(2, 6))\nself.v# = self.s#[:1]",
-        ("buffer",),
+        ("buffer", "view"),
     ),
     "view in the child": Operator(
         "self.s#.mul_(1.25)\nh = torch.sin(h * self.c#.row)",
         "self.register_buffer('s#', torch.ones(2, 6))\nself.c# = nn.Module()\nself.c#.register_buffer('row', self.s#[0])",
-        ("buffer",),
+        ("buffer", "view"),
     ),
     "shared buffer": Operator(
         "self.s#.mul_(1.25)\nh = torch.sin(h * self.s#)", "self.register_buffer('s#', shared['buffer'])", ("buffer",)
     ),
-    "shared buffer's row": Operator("h = torch.sin(h * self.s#)", "self.s# = shared['buffer'][0:6]", ("buffer",)),
+    "shared buffer's row": Operator(
+        "h = torch.sin(h * self.s#)", "self.s# = shared['buffer'][0:6]", ("buffer", "view")
+    ),
     "queue": Operator(
         "self.q#[self.i# : self.i# + 1] = h.detach()[:1].to(self.q#.dtype)\nself.i# = (self.i# + 1) % 3\nh = torch.sin(h + self.q#.sum(0))",
         "self.register_buffer('q#', torch.zeros(3, 6))\nself.i# = 0",
@@ -396,6 +398,7 @@ REFUSED = {
     "checkpoint": {
         "parameter": "the region changes a parameter in place while it runs",
         "data": "the region changes a parameter through .data",
+        "view": "the region changes a tensor in place that it also reaches by a view made outside",
         "between: parameters": "a parameter that the region read was changed in place before backward",
         "between: buffers": "a buffer that the region read was changed in place before backward",
         "between: input": "an argument was changed in place after the region had run",
@@ -429,6 +432,7 @@ REFUSED = {
 # The kinds of message, where those are pinned: a feature that is there for an error must not excuse another one.
 _MOVED_ON = r"modified by an inplace operation: .* is at version"
 _IN_THE_RUN = r"the region changed .* while it ran, which|only copy of|saved tensor \d+ of a checkpointed region"
+_BY_A_VIEW = "also reaches by a view of the same memory"
 MESSAGES = {
     "checkpoint": {
         "parameter": rf"{_IN_THE_RUN}|{_MOVED_ON}",
@@ -437,9 +441,10 @@ MESSAGES = {
         "between: buffers": _MOVED_ON,
         "between: input": _MOVED_ON,
         "after: load": _MOVED_ON,
+        "view": _BY_A_VIEW,
         # By what comes after the region. Most programs that change an argument must run. The arguments of a region in
         # another one are saved tensors of that.
-        "in place": r"(tensor argument|saved tensor) \d+ of a checkpointed region, .* is at version",
+        "in place": rf"(tensor argument|saved tensor) \d+ of a checkpointed region, .* is at version|{_BY_A_VIEW}",
     },
     "params": {"parameter": "nothing has kept its old value"},
 }

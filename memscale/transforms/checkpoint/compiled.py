@@ -12,13 +12,13 @@ import dis
 import functools
 import re
 import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from memscale.core import internals, modules_in
+from memscale.regions import cached_by_class
 from memscale.transforms.checkpoint.learned_effects import LearnedEffects
 
 _WRITES = re.compile(r"[a-zA-Z0-9]_$")  # PyTorch's names of methods that write in place
@@ -53,25 +53,12 @@ def _in_containers(module: nn.Module) -> Iterator[nn.Module]:
 _REGISTERED = frozenset(nn.Module().__dict__)
 
 
-def _of_class(look: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Decorates `look`, a function of a class, to run once per class. The cache has weak references to the classes."""
-    found: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(look)
-    def looked(kind: Any) -> bool:
-        if kind not in found:
-            found[kind] = look(kind)
-        return found[kind]
-
-    return looked
-
-
-@_of_class
+@cached_by_class
 def _class_writes(kind: Any) -> bool:
     return not issubclass(kind, internals.NormBase) and any(_writes(each.__code__) for each in _functions(kind))
 
 
-@_of_class
+@cached_by_class
 def _names_one_that_writes(kind: Any) -> bool:
     if kind.__module__.startswith("torch."):
         return False
