@@ -1,4 +1,4 @@
-"""What `cast` does to FLOPs and bytes, alone and in every ordered pair with the others; and mutants that must fail."""
+"""What `cast` does to FLOPs and bytes, alone and in every ordered pair with the others."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import memscale as ms
-from memscale.transforms.cast import factory
 
 ROWS, WIDTH = 8, 16
 PRODUCT = 2 * ROWS * WIDTH * WIDTH  # FLOPs of one projection of all rows
@@ -45,17 +44,13 @@ TABLE = {
 }
 
 
-def check_effect(name):
+@pytest.mark.parametrize("name", TABLE)
+def test_the_effect_is_exactly(name):
     how, expected = TABLE[name]
     assert effect(how) == expected
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_the_effect_is_exactly(name):
-    check_effect(name)
-
-
-def check_types():
+def test_values_are_computed_in_one_type_and_leave_in_the_other():
     module, x = block(), torch.randn(ROWS, WIDTH, requires_grad=True)
     seen = []
     module[1].register_forward_hook(lambda _, args, out: seen.append(out.dtype))
@@ -63,22 +58,3 @@ def check_types():
     out.sum().backward()
     assert seen == [torch.bfloat16]
     assert {out.dtype, x.grad.dtype, module[0].weight.grad.dtype} == {torch.float32}
-
-
-def test_values_are_computed_in_one_type_and_leave_in_the_other():
-    check_types()
-
-
-def cast_is_the_identity(monkeypatch):
-    monkeypatch.setattr(factory.Cast, "apply", lambda self, fn: fn)
-
-
-def result_is_not_cast_back(monkeypatch):
-    monkeypatch.setattr(factory, "_returned", lambda how, natural, result: result)
-
-
-@pytest.mark.parametrize("mutate", [cast_is_the_identity, result_is_not_cast_back])
-def test_the_mutant_is_caught(mutate, monkeypatch):
-    mutate(monkeypatch)
-    with pytest.raises(AssertionError):
-        check_types()

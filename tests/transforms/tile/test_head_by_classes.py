@@ -368,15 +368,3 @@ def test_nothing_of_it_outlives_backward(small_parts):
         x.grad = linear.weight.grad = linear.bias.grad = None
 
     assert measure(step).end_bytes < HIDDEN_GRAD // 4, "with the loss alive"
-
-
-def test_mutant_a_sum_in_32_bits(small_parts, monkeypatch, taken):
-    monkeypatch.setattr(class_blocks, "pay", lambda loss, hidden: False)
-    assert growth_bytes()[1] >= 3 * WEIGHT_GRAD + HIDDEN_GRAD
-    assert not taken
-
-
-def test_mutant_all_in_32_bits_at_once(small_parts, monkeypatch, taken):
-    monkeypatch.setattr(class_blocks, "_parts", lambda logits: [slice(0, len(logits))])
-    with pytest.raises(AssertionError):
-        test_the_memory_is_the_gradients_and_one_piece(small_parts, taken)

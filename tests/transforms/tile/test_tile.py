@@ -17,8 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memscale as ms
 from memscale import checkpoint, compose, identity, tile
 from memscale.simulation.measured.allocator_trace import measure
-from memscale.transforms.tile.cutting import Joined
-from memscale.transforms.tile.factory import Tile, Tiled
+from memscale.transforms.tile.factory import Tiled
 from tests.support.checks import bits
 from tests.support.models import Polynomial, TransformerBlock, integers, mlp, numbers
 
@@ -608,42 +607,6 @@ def test_flops_and_saved_bytes(how, forward, backward, keeps):
     assert count(how(model), x) == (forward * PROJECTION, backward * PROJECTION)
     kept = sum(r.nbytes for r in ms.saved_residuals(how(model), x) if r.source == "intermediate")
     assert kept == (2 * 24 * 12 * 4 if keeps else 0)
-
-
-# ------------------------------------------------------------------------------------------------------- mutants
-
-
-def test_mutant_a_tile_that_never_splits(monkeypatch):
-    monkeypatch.setattr(Tile, "ranges", lambda self, total: [(0, total)])
-    with pytest.raises(AssertionError):
-        test_no_two_pieces_are_alive_together()
-    with pytest.raises(AssertionError):
-        test_the_first_tensor_decides_what_is_cut_and_a_coincidence_of_sizes_is_cut_too()
-
-
-def test_mutant_a_tile_that_forgets_the_last_piece(monkeypatch):
-    ranges = Tile.ranges
-    monkeypatch.setattr(Tile, "ranges", lambda self, total: ranges(self, total)[:-1])
-    with pytest.raises(AssertionError):
-        test_where_sums_are_exact_everything_is_bitwise(tile(chunks=3))
-
-
-def test_mutant_a_mean_that_is_not_weighted(monkeypatch):
-    reduce = Joined._reduce
-
-    def unweighted(self, index, leaf, length):
-        pieces = len(self._how.ranges(self._total))
-        reduce(self, index, leaf, self._total / pieces)
-
-    monkeypatch.setattr(Joined, "_reduce", unweighted)
-    with pytest.raises(AssertionError):
-        test_reduce_weighs_by_the_real_sizes_of_the_pieces()
-
-
-def test_mutant_a_tile_that_keeps_the_residuals(monkeypatch):
-    keep = dataclasses.replace(TILE, recompute=False)
-    with pytest.raises(AssertionError):
-        test_flops_and_saved_bytes(keep, *EFFECTS["tile"][1:])
 
 
 def test_a_block_with_dropout_and_fused_attention():
