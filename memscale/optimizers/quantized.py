@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from memscale.algebra import Numbers
-from memscale.core import ConfigError, by_name, format_bytes
+from memscale.core import ConfigError, TransformError, by_name, format_bytes
 from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, check_whole, copied, in_turn
@@ -37,6 +37,11 @@ class QuantizeStates(OptimizerTransform):
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
         kernels()  # raises RuntimeUnavailable without bitsandbytes
+        if any(each.writes_offloaded for each in inner.with_inner()):
+            raise TransformError(
+                f"{self!r}: a transform inside of it has the moments on disk, where none is rounded; write the one "
+                f"outside, as in compose(offload_states(tier='disk'), {self!r})"
+            )
         return _Quantized(self, optimizer, inner)
 
 
@@ -73,7 +78,8 @@ def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
     Raises:
         ConfigError: `bits` or `block` has another value.
         RuntimeUnavailable: on application, if bitsandbytes is not installed.
-        TransformError: on application, if the optimizer does not treat each parameter alone (LBFGS).
+        TransformError: on application, if the optimizer does not treat each parameter alone (LBFGS), or the moments are
+            on disk already: ``compose(quantize_states(), offload_states(tier="disk"))``.
 
     Cost: saves at least three quarters of the moments; pays rounding errors, and passes over the moments in each step.
 

@@ -1,7 +1,6 @@
 """`quantize_states`: what is rounded and by how much, what is not, and that training goes on as it would."""
 
 import copy
-import pickle
 import sys
 
 import bitsandbytes
@@ -13,7 +12,7 @@ import memscale as ms
 from memscale.cli.training import Job, gpt2, read_text
 from memscale.optimizers import blockwise, in_float32, quantized
 from tests.support.checks import bits
-from tests.support.optimizers import OPTIMIZERS, Lion, network, numbers, train, trained
+from tests.support.optimizers import OPTIMIZERS, network, numbers, train, trained
 
 HOW = ms.quantize_states()
 LARGEST_ERROR = {True: 0.012, False: 0.006}  # of a block's largest magnitude
@@ -134,21 +133,6 @@ def test_states_that_an_optimizer_has_in_8_bits_itself_stay_as_they_are(dtype, l
     assert ((weight - expected).abs() <= last_place * expected.abs()).all()
 
 
-@pytest.mark.parametrize("how", [HOW, ms.compose(ms.offload_states(), HOW), ms.compose(ms.step_in_backward(), HOW)])
-def test_it_goes_on_from_a_state_dict_a_copy_and_a_pickle_as_it_would(how, small):
-    model, plain = trained(Lion, 2)
-    optimizer = how(plain)
-    train(model, optimizer, [2])
-    others = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
-    loaded = copy.deepcopy(model)
-    others.append((loaded, how(Lion(loaded.parameters()))))
-    others[-1][1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, [3, 4])
-    for each in others:
-        train(*each, [3, 4])
-        assert numbers(*each) == numbers(model, optimizer)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_goes_on_from_a_state_dict_as_it_would(dtype):
     def stepped(weight, optimizer, seeds):
@@ -166,25 +150,6 @@ def test_half_precision_goes_on_from_a_state_dict_as_it_would(dtype):
     stepped(loaded, other, range(5, 10))
     assert optimizer.state[weight]["exp_avg_sq"].dtype == torch.uint8
     assert bits((weight.detach(), optimizer.state_dict())) == bits((loaded.detach(), other.state_dict()))
-
-
-TOGETHER = {
-    "offloaded": ms.compose(ms.offload_states(), HOW),
-    "offloaded inside": ms.compose(HOW, ms.offload_states()),
-    "on disk": ms.compose(ms.offload_states(tier="disk"), HOW),
-    "in backward": ms.compose(ms.step_in_backward(), HOW),
-    "in groups": ms.compose(ms.step_in_groups(group_bytes=64), HOW),
-}
-
-
-@pytest.mark.parametrize("how", TOGETHER.values(), ids=TOGETHER)
-def test_with_others_it_gives_the_numbers_that_it_gives_alone(how, small):
-    model, plain = trained(OPTIMIZERS["AdamW"], 1)
-    other, others = copy.deepcopy((model, plain))
-    alone, together = HOW(plain), how(others)
-    train(model, alone, range(1, 4))
-    train(other, together, range(1, 4))
-    assert numbers(other, together) == numbers(model, alone)
 
 
 def test_without_bitsandbytes_it_is_refused_with_what_to_do(monkeypatch):

@@ -1,7 +1,6 @@
 """bfloat16 parameters: what the two ways to round them promise, beside float32 and plain bfloat16."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ from torch import nn
 import memscale as ms
 from memscale.optimizers import in_float32
 from tests.support.checks import bits
-from tests.support.coverings import taking_turns
-from tests.support.optimizers import OPTIMIZERS, batch, network
+from tests.support.optimizers import OPTIMIZERS, loss_of, network
 
 EXACT, CHANCE = ms.compensate_rounding(), ms.round_stochastically(seed=3)
 HOWS = {"compensated": EXACT, "stochastic": CHANCE}
@@ -22,17 +20,6 @@ def nearest(values):
     """To bfloat16, ties away from zero."""
     down = (values.view(torch.int32) + 0x8000).bitwise_and(-(2**16)).view(torch.float32)
     return torch.where(values.isfinite(), down, values).to(torch.bfloat16)
-
-
-def loss_of(model, number):
-    return model(batch(number).to(next(model.parameters()).dtype)).float().square().sum()
-
-
-def train(model, optimizer, steps):
-    for number in steps:
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -117,45 +104,6 @@ def test_small_steps_count_over_300_of_them():
     assert last_loss(torch.bfloat16, ms.identity) > 5 * expected
     assert last_loss(torch.bfloat16, EXACT) == pytest.approx(expected, rel=0.01)
     assert last_loss(torch.bfloat16, ms.compose(ms.step_in_backward(), CHANCE)) == pytest.approx(expected, rel=0.05)
-
-
-@taking_turns(how=HOWS, make=OPTIMIZERS)
-def test_it_goes_on_from_a_state_dict_a_copy_and_a_pickle_as_it_would(how, make):
-    model = network().bfloat16()
-    optimizer = how(make(model.parameters()))
-    train(model, optimizer, range(2))
-    loaded = copy.deepcopy(model)
-    again = how(make(loaded.parameters()))
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    others = [(loaded, again), copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
-    train(model, optimizer, range(2, 4))
-    for other in others:
-        train(*other, range(2, 4))
-        assert bits(dict(other[0].state_dict())) == bits(dict(model.state_dict()))
-        assert bits(other[1].state_dict()) == bits(optimizer.state_dict())
-    plain = make(copy.deepcopy(model).parameters())
-    plain.load_state_dict(optimizer.state_dict())
-    plain.step()
-
-
-OTHERS = [
-    ms.offload_states(),
-    ms.offload_states(tier="disk"),
-    ms.step_in_backward(),
-    ms.step_in_groups(group_bytes=64),
-    ms.compose(ms.step_in_backward(), ms.offload_states()),
-]
-
-
-@taking_turns(how=HOWS, other={str(other): other for other in OTHERS})
-def test_others_around_and_inside_of_it_change_nothing(how, other):
-    def run(both):
-        model = network().bfloat16()
-        optimizer = both(torch.optim.AdamW(model.parameters(), lr=0.01))
-        train(model, optimizer, range(3))
-        return bits(dict(model.state_dict())), bits(optimizer.state_dict())
-
-    assert run(ms.compose(how, other)) == run(ms.compose(other, how)) == run(how)
 
 
 @BOTH

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.optimization import Adafactor as HFAdafactor
 
 import memscale as ms
-from memscale.optimizers import offloaded
+from memscale.optimizers import offloaded, quantized
 from tests.support.checks import bits
 from tests.support.coverings import in_turn, taking_turns
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
@@ -32,6 +32,8 @@ in_turns = taking_turns(make=OPTIMIZERS, how=TRANSFORMS)
 @pytest.fixture(autouse=True)
 def _small_states_move_too(monkeypatch):
     monkeypatch.setattr(offloaded, "_LEAST_BYTES", 16)  # not the counts of steps
+    monkeypatch.setattr(quantized, "_LEAST", 1)
+    monkeypatch.setattr(quantized, "_LEAST_BYTES", 1)
 
 
 @every_transform
@@ -170,6 +172,54 @@ def test_a_state_dict_of_another_model_is_refused_and_changes_nothing(how):
         with pytest.raises(ms.TransformError, match=r"'exp_avg' of parameter 0 of group 0 \[8, 6\] has shape \[2, 2\]"):
             optimizer.load_state_dict(wrong.state_dict())
         assert numbers(model, optimizer) == before
+
+
+IN_8_BITS = ms.quantize_states()
+ROUNDING = {
+    "in 8 bits": (IN_8_BITS, torch.float32),
+    "in 8 bits, bfloat16": (IN_8_BITS, torch.bfloat16),
+    "in 8 bits, float16": (IN_8_BITS, torch.float16),
+    "compensated": (ms.compensate_rounding(), torch.bfloat16),
+    "stochastic": (ms.round_stochastically(seed=3), torch.bfloat16),
+}
+
+
+@taking_turns(make=OPTIMIZERS, rounds=ROUNDING, around=TRANSFORMS | {"alone": ms.identity})
+def test_what_rounds_goes_on_from_a_state_dict_a_copy_and_a_pickle_as_it_would(make, rounds, around):
+    how, dtype = rounds
+    how, model = ms.compose(around, how), network().to(dtype)
+    optimizer = how(make(model.parameters()))
+    train(model, optimizer, range(2))
+    loaded = copy.deepcopy(model)
+    again = how(make(loaded.parameters()))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    others = [(loaded, again), copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    plain = make(copy.deepcopy(model).parameters())
+    plain.load_state_dict(optimizer.state_dict())
+    plain.step()
+    train(model, optimizer, range(2, 4))
+    for other in others:
+        train(*other, range(2, 4))
+        assert numbers(*other) == numbers(model, optimizer)
+
+
+@pytest.mark.parametrize(("rounds", "other"), in_turn(ROUNDING, 2 * [*TRANSFORMS]))
+def test_what_rounds_has_the_numbers_that_it_has_alone_with_others_around_and_inside(rounds, other):
+    def run(how):
+        model = network().to(dtype)
+        optimizer = how(torch.optim.AdamW(model.parameters(), lr=0.01))
+        train(model, optimizer, range(3))
+        return numbers(model, optimizer)
+
+    how, dtype = ROUNDING[rounds]
+    other = TRANSFORMS[other]
+    expected = run(how)
+    assert run(ms.compose(other, how)) == expected
+    if how == IN_8_BITS and "tier='disk'" in repr(other):
+        with pytest.raises(ms.TransformError, match=r"moments on disk, .* compose\(offload_states\(tier='disk'"):
+            run(ms.compose(how, other))
+    else:
+        assert run(ms.compose(how, other)) == expected
 
 
 class Averages(torch.optim.AdamW):

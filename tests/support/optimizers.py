@@ -67,9 +67,13 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
 
 
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    return model(batch(number).to(next(model.parameters()).dtype)).float().square().sum()
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Any) -> None:
     for number in steps:
-        model(batch(number)).square().sum().backward()
+        loss_of(model, number).backward()
         optimizer.step()
         model.zero_grad()
 
