@@ -70,7 +70,7 @@ class MemScaleCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
         """Wraps a model that ``model_init`` made, and reads the plan of a resumed run from `state`."""
         kept = state.stateful_callbacks.get(type(self).__name__)
-        if isinstance(kept, dict):
+        if state.global_step > 0 and isinstance(kept, dict):  # a new run has the state of its own callbacks
             self.wrapping.former_plan = kept["attributes"]["plan"]
         if model is not None:
             self.wrapping.wrap(model, args.gradient_accumulation_steps)

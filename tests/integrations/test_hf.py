@@ -102,6 +102,16 @@ def test_a_run_gives_the_same_numbers(how: str, accumulate: int, tmp_path: Path)
         assert wrapped.model.config.use_cache is True
 
 
+def test_a_new_run_that_is_planned_at_its_first_call_is_no_resumed_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = ms.wrap(trainer(tmp_path, max_steps=1), ms.Config(), budget="200KiB")
+    with caplog.at_level(logging.INFO, logger="memscale"):
+        run.train()
+    assert "plan for GPT2LMHeadModel" in caplog.text
+    assert "resumed" not in caplog.text
+
+
 def test_accumulated_gradients_count(tmp_path: Path) -> None:
     """They are in memory in the forward of the second pass; at the first call the Trainer's arguments decide."""
     found: list[int] = []
