@@ -23,6 +23,7 @@ from memscale.planning.fingerprint import fingerprint, planner
 from memscale.planning.gains import kept_output, logits_of_head
 from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.globs import with_globs
+from memscale.planning.parts.parts import Part
 from memscale.planning.plan_cache import Answer, PlanCache, Proofs
 from memscale.planning.refusal import Refusal
 from memscale.planning.search.found import Found, Proven, fastest_of, smallest_of
@@ -367,24 +368,22 @@ class DecisionEngine:
                         each.menu,
                         always=(*each.always, *strategy.rules),
                         plain=None if each.always else strategy.plain,
-                        trials=trials,
+                        trials=each.trials,
+                        parts=each.parts,
                     )
-                    for each, trials in zip(self._searches_among(among), self._trials(among, strategy), strict=True)
+                    for each in self._searches_among(among)
                 ]
             self._searches[among, strategy] = found  # assigned once, so that a stopped search leaves no partial list
         return self._searches[among, strategy]
 
-    def _trials(self, among: frozenset[str], strategy: Strategy) -> list[Trials | None]:
-        """Returns the trials that hold under the strategy, without and with `cast`; None where there are none.
-
-        The first of the strategies that step in backward runs trials for the others.
-        """
-        first = next((each for each in self.strategies if each.in_backward), None) if strategy.in_backward else None
-        sources = self._searches_among(among, None if first is strategy else first)
-        return [None if first is strategy else each.trials for each in sources]
-
     def _search(
-        self, menu: Menu, *, always: Rules = (), plain: Trace | None = None, trials: Trials | None = None
+        self,
+        menu: Menu,
+        *,
+        always: Rules = (),
+        plain: Trace | None = None,
+        trials: Trials | None = None,
+        parts: tuple[Part, ...] | None = None,
     ) -> Search:
         return Search(
             self.model,
@@ -394,6 +393,7 @@ class DecisionEngine:
             link=self._link,
             plain=plain,
             trials=trials,
+            parts=parts,
             loop_share=self._loop_share,
         )
 
@@ -500,8 +500,12 @@ class DecisionEngine:
     def _smallest(self, config: Config | None = None, floor_bytes: int = 0, enough_bytes: int = 0) -> Found:
         # `least` is the strategy with the fewest bytes that no plan for the model frees.
         least, among = min(self.strategies, key=least_held, default=None), self._techniques(config or self.config)
-        searches = [each for strategy in dict.fromkeys((None, least)) for each in self._searches_among(among, strategy)]
-        return smallest_of([search.smallest(floor_bytes, enough_bytes) for search in searches], enough_bytes)
+        found: list[Found] = []
+        for strategy in dict.fromkeys((None, least)):
+            if all(each.proven.taken_bytes > enough_bytes for each in found):
+                searches = self._searches_among(among, strategy)
+                found += [search.smallest(floor_bytes, enough_bytes) for search in searches]
+        return smallest_of(found, enough_bytes)
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 

@@ -50,15 +50,6 @@ class Strategy:
         """Returns the rules of a plan that apply the strategy."""
         return (("", self.how),)
 
-    @property
-    def in_backward(self) -> bool:
-        """Returns whether the optimizer steps during backward.
-
-        Forward and backward then hold other bytes than without the strategy. Under every other strategy they hold the
-        same bytes, apart from gradients and optimizer states, so that trials without the strategy are valid.
-        """
-        return "step_in_backward" in repr(self.how)
-
 
 def checked(stepping: Iterable[str | Transform]) -> dict[str, Transform | None]:
     """Returns the optimizer transforms that a plan may use, by name; None for a name without the caller's options.

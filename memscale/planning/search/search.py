@@ -89,7 +89,8 @@ class Search:
         always: the rules that every step has; candidates compose inside these rules.
         link: the link between the device and the tier below; None if no candidate may move bytes.
         plain: the trace of the step with `always`; None simulates the step.
-        trials: the trials of another search of this step.
+        trials: the trials of another search of this step, without an optimizer strategy.
+        parts: the parts of that search; None finds them.
         loop_share: see `memscale.planning.stepping.loop_share`.
 
     Attributes:
@@ -108,11 +109,13 @@ class Search:
         link: LinkRates | None = None,
         plain: Trace | None = None,
         trials: Trials | None = None,
+        parts: tuple[Part, ...] | None = None,
         loop_share: float = 1.0,
     ) -> None:
         self.menu, self.always = menu, always
         self._model = model
         self._trials = {} if trials is None else dict(trials)
+        self._given_parts = parts
         self.plain = plain if plain is not None else simulate(always, True, _WHOLE)
         self._simulate = simulate
         operators = len(self.plain.last_operators)
@@ -130,14 +133,14 @@ class Search:
         self._trial_steps = 0
         self._by_rules: dict[Rules, Proven] = {}
         self._descents: dict[Assignment, tuple[list[DescentStep], int]] = {}
-        self._small: dict[tuple[frozenset[str], int], dict[Assignment, Proven]] = {}
+        self._small: dict[tuple[frozenset[str], int, int], dict[Assignment, Proven]] = {}
 
     # -- parts, costs and inner searches -------------------------------------------------------------------------------
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         """Returns the parts to decide about."""
-        return parts_of(self._model, self.plain, tiles=self.menu.tiles)
+        return self._given_parts or parts_of(self._model, self.plain, tiles=self.menu.tiles)
 
     @functools.cached_property
     def costs(self) -> Costs:
@@ -223,15 +226,22 @@ class Search:
             enough_bytes: of the plans that take at most so many bytes, the fastest is returned.
         """
         tried: dict[Assignment, Proven] = {}
-        for among in self._sets:
-            tried |= {} if _reaches(tried.values(), floor_bytes) else self._small_ones(among, floor_bytes)
+
+        def is_done() -> bool:
+            return _reaches(tried.values(), floor_bytes) or _best(tried.values(), enough_bytes) is not None
+
+        def may_be_smaller(assignment: Assignment) -> bool:
+            least_bytes = min((each.taken_bytes for each in tried.values()), default=np.inf)
+            return not is_done() and self._chooser.held_bytes(assignment) <= _HARDLY[True] * least_bytes
+
+        for among in reversed(self._sets):
+            if may_be_smaller(self._least(among).assignment):
+                tried |= self._small_ones(among, floor_bytes, enough_bytes)
         for alike in self._alike:
-            least_bytes = min(each.taken_bytes for each in tried.values())
-            hardly = self._chooser.held_bytes(alike) > _HARDLY[True] * least_bytes
-            if not hardly and not _reaches(tried.values(), floor_bytes):
+            if may_be_smaller(alike):
                 tried[alike] = self.prove(alike)
         found, count = [*tried.values()], self._trial_steps + len(tried)
-        if not _reaches(found, floor_bytes) and self.patience >= _ROUNDS:
+        if not is_done() and self.patience >= _ROUNDS:
             smaller, more = self._descended(min(found, key=lambda each: each.taken_bytes), enough_bytes)
             found, count = [*found, *smaller], count + more
         best = min(found, key=lambda each: (max(each.taken_bytes, enough_bytes), each.seconds))
@@ -459,30 +469,31 @@ class Search:
             self._choices[among, at] = self._chooser.fastest(limit_bytes, among)
         return self._choices[among, at] or self._least(among)  # None: the solver found no choice
 
-    def _small_ones(self, among: frozenset[str], floor_bytes: int = 0) -> dict[Assignment, Proven]:
+    def _small_ones(self, among: frozenset[str], floor_bytes: int, enough_bytes: int) -> dict[Assignment, Proven]:
         """Returns small plans of these techniques: chosen and simulated until a step is near its lower bound."""
-        if (among, floor_bytes) not in self._small:
+        key = among, floor_bytes, enough_bytes
+        if key not in self._small:
             chooser, tried = self._new_chooser(), {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
             for _ in range(min(self.patience, _ROUNDS)):
-                if _reaches(tried.values(), floor_bytes):
-                    break
                 choice = chooser.smallest(among)
-                if choice.assignment in tried:
+                if _reaches(tried.values(), floor_bytes) or choice.assignment in tried:
                     break
                 found = tried[choice.assignment] = self.prove(choice.assignment)
                 found.correct(chooser)
-                if found.taken_bytes <= _LEAST * choice.bound:
+                if found.taken_bytes <= max(_LEAST * choice.bound, enough_bytes) or self._count(tried) > self._most:
                     break
             # Many choices may hold as few bytes: look for a faster one.
             for _ in range(min(self.patience, _LOOKS)):
-                least = min(tried.values(), key=lambda each: each.taken_bytes)
-                faster = chooser.fastest(least.taken_bytes, among)
+                if 2 * self._count(tried) > self._most:
+                    break
+                most_bytes = max(enough_bytes, min(each.taken_bytes for each in tried.values()))
+                faster = chooser.fastest(most_bytes, among)
                 if faster is None or faster.assignment in tried:
                     break
                 found = tried[faster.assignment] = self.prove(faster.assignment)
                 found.correct(chooser)
-            self._small[among, floor_bytes] = tried
-        return self._small[among, floor_bytes]
+            self._small[key] = tried
+        return self._small[key]
 
     @functools.cached_property
     def _alike(self) -> list[Assignment]:

@@ -172,7 +172,7 @@ def measured_costs(
             trial = trials.get((None if part is None else part.alike, candidate))
             if trial is not None:
                 moves = bool(candidate.techniques & MOVES)
-                effect = _effect(base, trial.found, row, trial.row, trial.tried, moves=moves)
+                effect = _effect(base, trial.found, row, trial.row, trial.tried, moves=moves, written=trial.written)
                 known[candidate] = effect if "tile" in candidate.techniques else _no_faster(effect, known[AS_IT_IS])
         known = {
             candidate: _with_moves(candidate, effect, known, base, row, plain.hardware)
@@ -233,6 +233,7 @@ def _effect(
     tried: Mapping[int, Candidate] = MappingProxyType({}),
     *,
     moves: bool = False,
+    written: Attribution | None = None,
 ) -> Effect:
     """Returns the effect on the part in `row` of the candidate that the alike part in `source` tried.
 
@@ -243,11 +244,16 @@ def _effect(
         source: the part that tried the candidate.
         tried: the candidates that all rows tried in the trial step.
         moves: whether the candidate moves bytes.
+        written: the attribution of the step as written that the trial step differs from; None is `base`. Under an
+            optimizer strategy, a candidate changes the step by as much as without the strategy.
     """
+    written = written or base
     held = np.zeros(len(base.intervals), dtype=np.int64)
     slack = np.zeros(len(base.intervals), dtype=np.int64)
     number, source_number = (OUTSIDE if each == len(base.held_bytes) - 1 else each for each in (row, source))
-    mine = found.held_bytes[source] + _owed(base, found, source, tried)
+    mine = found.held_bytes[source] + _owed(written, found, source, tried)
+    if written is not base:
+        mine += _other_bytes(base, written, found.intervals, source)
     matches = _matches(base.intervals, found.intervals, number, source_number, mine)
     extra = _extra_bytes(base, row, source, number, source_number)
     if moves:  # the candidate may move away the bytes that only the source holds as written: subtract nothing
@@ -269,8 +275,20 @@ def _effect(
         matching = interval.outside if number == OUTSIDE else (interval.part == number and not interval.outside)
         if matching and match is not None:
             slack[at] = found.slack_bytes[match]
-    taken = np.maximum(0.0, found.seconds[source] + base.seconds[row] - base.seconds[source])
+    taken = np.maximum(0.0, found.seconds[source] + base.seconds[row] - written.seconds[source])
     return Effect(held, slack, float(taken[0]), float(taken[1]), waits_seconds=float(found.waits_seconds[source]))
+
+
+def _other_bytes(base: Attribution, written: Attribution, intervals: Sequence[Interval], source: int) -> Bytes:
+    """Returns [interval] the bytes of the part in `source` in `base` less those in `written`, without states."""
+    found = np.zeros(len(intervals), dtype=np.int64)
+    for sign, each in ((1, base), (-1, written)):
+        columns = {interval: at for at, interval in enumerate(each.intervals)}
+        shared = [(at, columns[interval]) for at, interval in enumerate(intervals) if interval in columns]
+        for at, column in shared:
+            found[at] += sign * (each.held_bytes[source, column] - each.states_bytes[source])
+    known = {*base.intervals} & {*written.intervals}
+    return np.where([interval in known for interval in intervals], found, 0)
 
 
 def _no_faster(effect: Effect, as_it_is: Effect) -> Effect:

@@ -37,11 +37,13 @@ class Trial:
         row: the part that tried the candidate.
         found: the attribution of the step's bytes and seconds to parts.
         tried: the candidates that all rows tried in the step.
+        written: the attribution of the step as written.
     """
 
     row: int
     found: Attribution
     tried: Mapping[int, Candidate]
+    written: Attribution
 
 
 #: A transform that cuts rows, at a path relative to a part.
@@ -174,7 +176,7 @@ class TrialSteps:
             return
         tried = {row: candidate for row, (_, candidate) in chosen.items()}
         for row, key in chosen.items():
-            done[key] = Trial(row, attribute(found, self.paths), tried)
+            done[key] = Trial(row, attribute(found, self.paths), tried, self.base)
 
     def _found(self, rules: Rules, chosen: Mapping[int, tuple[object, Candidate]]) -> Trace:
         """Returns the trace of the step with `rules`.
