@@ -202,6 +202,8 @@ def as_option(argument: Argument, known: Collection[str]) -> str:
         return f"--allow {names[argument.name]}"
     if argument.name == "fused" and "optimizer" in known:
         return f"--optimizer {argument.of.lower()}-fused"
+    if argument.name == "loss" and "hf" in known:
+        return "loss in the (model, batch_fn, loss) of --hf"
     if argument.name not in known:
         return str(argument)
     option = f"--{argument.name.replace('_', '-')}"

@@ -34,7 +34,7 @@ from memscale.cli.price import PriceOptions, cost_of, line_of
 from memscale.cli.step import RankOptions, batch_of, read_step
 from memscale.cli.subject import DTYPES, Subject
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, show, simulations, write
-from memscale.core import Argument, BudgetError, ConfigError
+from memscale.core import Argument, BudgetError, ConfigError, MemscaleError
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
@@ -140,7 +140,10 @@ def read_plan(text: str, model: nn.Module, hardware: Hardware) -> ms.Plan:
     from memscale.planning import planned, shorthands
 
     if Path(text).is_file():
-        return ms.Plan.from_json(Path(text).read_text(encoding="utf-8"))
+        try:
+            return ms.Plan.load(text)
+        except MemscaleError as error:
+            raise ConfigError(f"--plan {text!r}: {error}") from error
     given = [name.partition(":") for name in text.lower().split("+")]
     rules = shorthands(model, hardware)
     names = [name for name, _, _ in given]

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from memscale.core import pytrees
-from memscale.core.errors import ConfigError
+from memscale.core.errors import Argument, ConfigError
 
 Loss = Callable[[Any, Any], torch.Tensor]
+_LOSS = Argument("", "loss")
 
 
 def check_batch(batch: Any) -> None:
@@ -175,9 +176,9 @@ def scalar_loss(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
         own, source = own_loss(output), "output.loss"
         if own is None:
             raise ConfigError(
-                f"the model's output, a {type(output).__name__}, has no loss; pass loss=..., a function "
+                f"the model's output, a {type(output).__name__}, has no loss; pass {_LOSS}, a function "
                 "loss(output, batch) that returns a scalar tensor, or put labels into the batch"
-            )
+            ).naming(_LOSS)
         value = _one_element(own, source)
     if not value.requires_grad:
         raise ConfigError(
@@ -191,7 +192,7 @@ def _one_element(value: Any, source: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value
     got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    remedy = "pass loss=... and take its mean"
+    remedy = f"pass {_LOSS} and take its mean"
     if isinstance(value, Mapping):
         got, remedy = (
             f"{got} with {', '.join(map(repr, value)) or 'nothing'}",
@@ -199,4 +200,4 @@ def _one_element(value: Any, source: str) -> torch.Tensor:
         )
     elif isinstance(value, (tuple, list)):
         got, remedy = f"{got} of {len(value)}", "return the one that backward begins from"
-    raise ConfigError(f"{source} must be a tensor with one element, got {got}; {remedy}")
+    raise ConfigError(f"{source} must be a tensor with one element, got {got}; {remedy}").naming(_LOSS)

@@ -53,6 +53,8 @@ class Document:
                 wrong = f"the {self.name} is given as text, and {str(text)!r} is a file; pass its read_text()"
             raise self.error(wrong) from error
         version = data.pop(f"memscale_{self.name}", None) if isinstance(data, dict) else None
+        if version is None:
+            raise self.error(f"the text is no {self.name} of memscale; write one with {self.writer}")
         if version != self.version:
             raise self.error(
                 f"the {self.name} has schema version {version!r}, and this version of memscale reads version "

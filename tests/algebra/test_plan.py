@@ -172,7 +172,7 @@ def rule(transform):
         (GOOD[: len(GOOD) // 2], ms.PlanError, "not JSON, or was cut off"),
         ("", ms.PlanError, "not JSON, or was cut off"),
         (None, ms.PlanError, "not JSON"),
-        ("[]", ms.PlanError, "schema version None"),
+        ("[]", ms.PlanError, "the text is no plan of memscale"),
         (changed(memscale_plan=99), ms.PlanError, "schema version 99, and this version of memscale reads version 1"),
         (changed(rules={}), ms.PlanError, "'rules' is a list of objects"),
         (changed(rules=[{"path": "a"}]), ms.PlanError, "'rules' is a list of objects"),

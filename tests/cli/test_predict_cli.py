@@ -64,6 +64,9 @@ def fixed():
 def deaf():
     return nn.Linear(8, 8), lambda batch, seq: rows(2, 3), square
 
+def lossless():
+    return nn.Linear(8, 8), rows
+
 def unknown():
     return nn.Linear(8, 8)
 
@@ -93,6 +96,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "factories", raising=False)
     Path("gpt2.json").write_text(json.dumps(GPT2))
     Path("factories.py").write_text(FACTORIES)
+    Path("weights.pt").write_bytes(bytes(range(128, 256)))
     return tmp_path
 
 
@@ -381,7 +385,9 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
             ["--hf", "factories:plain", "--plan", "offload"],
             "'offload' is no file, and no transform of this model on",
         ),
-        (["--plan", "gpt2.json"], "the plan has schema version None"),
+        (["--plan", "gpt2.json"], "--plan 'gpt2.json': the text is no plan of memscale; write one with Plan.to_json()"),
+        (["--plan", "weights.pt"], "--plan 'weights.pt': load('weights.pt'): 'utf-8' codec can't decode byte"),
+        (["--hf", "factories:lossless"], "pass loss in the (model, batch_fn, loss) of --hf and take its mean"),
         (["--largest", "width"], "--largest must be one of batch, seq, grid, got 'width'"),
         (
             ["--hf", "vit.json", "--largest", "seq"],

@@ -36,8 +36,8 @@ def test_every_kind_refuses_other_texts_in_the_same_words(name):
     other = next(each for each in MAKERS if each != name)
     refused = {
         text[:-3]: f"the {name} is not JSON, or was cut off: .*; write it with {kind.__name__}.to_json",
-        "[]": f"the {name} has schema version None, and this version of memscale reads version 1; write it again with",
-        MAKERS[other][1]().to_json(): f"the {name} has schema version None",
+        "[]": f"the text is no {name} of memscale; write one with {kind.__name__}.to_json",
+        MAKERS[other][1]().to_json(): f"the text is no {name} of memscale",
         text.replace(f'"memscale_{name}": 1', f'"memscale_{name}": 2'): f"the {name} has schema version 2",
     }
     for wrong, message in refused.items():

@@ -113,5 +113,5 @@ def test_json(curve):
     again = ms.Frontier.from_json(curve.to_json())
     assert list(again) == list(curve)
     assert [each.plan.evidence for each in again] == [each.plan.evidence for each in curve]
-    with pytest.raises(ms.ConfigError, match="schema version"):
+    with pytest.raises(ms.ConfigError, match="is no frontier of memscale"):
         ms.Frontier.from_json("{}")
