@@ -9,6 +9,7 @@ tensors that saved-tensor hooks around the region keep (an outer checkpoint, an 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Collection, Iterable
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import CorrectnessError, changed_error, described, version
-from memscale.regions import CONSTANT, Captures, memory_of, unrecorded
+from memscale.core import CorrectnessError
+from memscale.regions import CONSTANT, Captures, unrecorded
 from memscale.transforms.checkpoint.saved import SavedTensors
 
 
@@ -56,34 +57,24 @@ class Inputs:
         self._requires_grad = trained
         self._replaced: set[int] = set()  # indices of tensors that the region changes in place
         self._is_cut = False
-        self._own: dict[int, tuple[torch.Tensor, int]] = {}  # held directly in spite of hooks
         self._attributes = {index: dict(each.__dict__) for index, each in enumerate(tensors) if each.__dict__}
         self._leaves: list[bool] = []  # `is_leaf` of each tensor; empty without hooks
+        direct: frozenset[int] = frozenset()
         if hooks is not None:
             self._leaves = [tensor.is_leaf for tensor in tensors]
             captured = {id(tensor) for _, _, tensor in captures.tensors}
-            self._own = {
-                index: (tensor, version(tensor))
-                for index, tensor in enumerate(tensors)
-                if isinstance(tensor, nn.Parameter) or id(tensor) in captured
-            }
-            tensors = [each for index, each in enumerate(tensors) if index not in self._own]
-        self._kept = SavedTensors(tensors, hooks)
+            own = [isinstance(tensor, nn.Parameter) or id(tensor) in captured for tensor in tensors]
+            direct = frozenset(itertools.compress(itertools.count(), own))
+        self._kept = SavedTensors(tensors, hooks, direct)
 
     def seal(self, versions: list[int]) -> None:
         """Requires the tensors to stay at `versions` from now on."""
-        if self._own:
-            self._own = {index: (tensor, versions[index]) for index, (tensor, _) in self._own.items()}
-            versions = [each for index, each in enumerate(versions) if index not in self._own]
         self._kept.seal(versions)
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Keeps `tensor`, the old value of an argument that the region changes in place, at `index`."""
         self._replaced.add(index)
-        if index in self._own:
-            self._own[index] = tensor, version(tensor)
-        else:
-            self._kept.replace(self._number(index), tensor)
+        self._kept.replace(index, tensor)
 
     def cut(self) -> None:
         """Detaches the tensors for recomputes: a backward inside the region must end at the region's inputs."""
@@ -114,7 +105,7 @@ class Inputs:
             if index in without:
                 continue
             is_changed = index in replaced or index in self._replaced
-            held = replaced[index] if index in replaced else self._held(index, owner, refused, seal=not is_changed)
+            held = replaced[index] if index in replaced else self._held(index, owner, refused)
             if id(held) not in made:
                 made[id(held)] = self._given(index, held, requires_grad, is_changed, fresh)
             found[index] = made[id(held)]
@@ -122,40 +113,26 @@ class Inputs:
 
     def _unchanged(self) -> dict[int, torch.Tensor] | None:
         """Returns all tensors if a rerun can use every tensor as it is, else `None`. One pass: a cache has hundreds."""
-        is_other = self._replaced or self._own or self._attributes or self._is_cut
+        is_other = self._replaced or self._attributes or self._is_cut
         held = None if is_other else self._kept.unchanged()
         if held is None or [tensor.requires_grad for tensor in held] != self._requires_grad:
             return None
         return None if [each for each in held if each.__dict__] else dict(enumerate(held))
 
-    def _held(self, index: int, owner: Callable[[int], Any], refused: dict[int, str], *, seal: bool) -> torch.Tensor:
+    def _held(self, index: int, owner: Callable[[int], Any], refused: dict[int, str]) -> torch.Tensor:
         where = owner(index)
         what = f"tensor argument {index}{'' if where is None else f' (held by a {where})'} of a checkpointed region"
-        reports = None if where is None or not seal else refused
-        if index not in self._own:
-            return self._kept.tensor(self._number(index), what, reports)
-        tensor, expected = self._own[index]
-        if seal and (now := version(tensor)) != expected:
-            error = changed_error(described(what, tensor.dtype, tensor.shape), now, expected)
-            if reports is None:
-                raise error
-            reports[memory_of(tensor)] = str(error)
-        return tensor
-
-    def _number(self, index: int) -> int:
-        """Returns the index of tensor `index` in `_kept`."""
-        return index - sum(own < index for own in self._own) if self._own else index
+        return self._kept.tensor(index, what, None if where is None else refused)
 
     def _given(
         self, index: int, held: torch.Tensor, requires_grad: bool, is_changed: bool, fresh: list[torch.Tensor]
     ) -> torch.Tensor:
-        through_hooks = self._kept.through_hooks and index not in self._own
         attributes = self._attributes.get(index, {})
         if is_changed:  # the clone has its own memory and is no leaf: PyTorch refuses to change leaves in place
             with unrecorded(), torch.enable_grad():
                 given = held.detach().requires_grad_(requires_grad).clone()
             fresh.append(given)
-        elif through_hooks:
+        elif self._kept.through_hooks(index):
             fresh.append(held)
             given = held.detach().requires_grad_(requires_grad)
             if requires_grad and not self._leaves[index] and type(given) is torch.Tensor and not given.is_nested:

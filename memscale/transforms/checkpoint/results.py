@@ -135,7 +135,7 @@ class SavedResult:
         outputs, self.outputs = self.outputs, []
         self._saved = SavedTensors(outputs, (hooks.pack, hooks.unpack) if hooks is not None else hooks_around())
         self._saved.seal(versions)
-        if self._saved.through_hooks:  # an alias would keep memory that the hooks free
+        if self._saved.through_hooks(0):  # an alias would keep memory that the hooks free
             self._aliases = []
         self._aliases = [(alias, version(alias)) for alias, _ in self._aliases]
 

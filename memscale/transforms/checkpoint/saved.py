@@ -22,26 +22,26 @@ class SavedTensors:
     Args:
         tensors: the tensors.
         hooks: the hooks as (pack, unpack), or `None`.
+        direct: the indices of the tensors that are held directly in spite of hooks.
     """
 
-    __slots__ = ("_held", "_unpack", "_versions")
+    __slots__ = ("_direct", "_held", "_unpack", "_versions")
 
-    def __init__(self, tensors: list[torch.Tensor], hooks: Any) -> None:
+    def __init__(self, tensors: list[torch.Tensor], hooks: Any, direct: frozenset[int] = frozenset()) -> None:
         self._held: list[Any] = tensors
+        self._direct = direct
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._versions: list[int] = []
         if hooks is not None:
             pack, self._unpack = hooks
-            distinct = list({id(tensor): tensor for tensor in tensors}.values())
+            distinct = {id(tensor): tensor for index, tensor in enumerate(tensors) if index not in direct}
             with torch.no_grad():
-                found = pack_all(pack, distinct)
-            packed = dict(zip(map(id, distinct), found, strict=True))
-            self._held = [packed[id(tensor)] for tensor in tensors]
+                packed = dict(zip(distinct, pack_all(pack, [*distinct.values()]), strict=True))
+            self._held = [packed.get(id(tensor), tensor) for tensor in tensors]
 
-    @property
-    def through_hooks(self) -> bool:
-        """Whether the tensors come back from hooks, possibly as copies whose version counters start anew."""
-        return self._unpack is not None
+    def through_hooks(self, index: int) -> bool:
+        """Whether tensor `index` comes back from hooks, possibly as a copy whose version counter starts anew."""
+        return self._unpack is not None and index not in self._direct
 
     @property
     def by_recompute(self) -> bool:
@@ -50,8 +50,7 @@ class SavedTensors:
 
     def seal(self, versions: list[int]) -> None:
         """Requires the tensors to stay at `versions` from now on. Tensors held by hooks are checked by the hooks."""
-        if self._unpack is None:
-            self._versions = versions
+        self._versions = versions
 
     def unchanged(self) -> list[torch.Tensor] | None:
         """Returns the tensors if they are held directly and unchanged since `seal`, else `None`."""
@@ -72,7 +71,7 @@ class SavedTensors:
             CorrectnessError: the tensor was changed in place since `seal`, and `refused` is `None`.
         """
         held = self._held[index]
-        if self._unpack is not None:
+        if self._unpack is not None and index not in self._direct:
             return self._unpack(held)
         if self._versions and (now := version(held)) != self._versions[index]:
             error = changed_error(described(what, held.dtype, held.shape), now, self._versions[index])
@@ -83,11 +82,10 @@ class SavedTensors:
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Replaces the tensor at `index` by `tensor`, a copy that belongs to the region."""
-        if self._unpack is not None:
+        self._held, self._versions = list(self._held), list(self._versions)
+        if self.through_hooks(index):
             hooks = hooks_around()
             assert hooks is not None, "the hooks around a region stay in place while it runs"
             self._held[index] = hooks[0](tensor)
         else:
-            self._held = list(self._held)
-            self._held[index] = tensor
-            self._versions = [*self._versions[:index], tensor._version, *self._versions[index + 1 :]]
+            self._held[index], self._versions[index] = tensor, version(tensor)
