@@ -6,6 +6,7 @@ end leaves memory that one stream owns and another still reads, and values that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -56,7 +57,7 @@ class Streams:
     def _add(self, index: int, handle: int) -> None:
         assert self._known is not None
         self.are_several = self.are_several or any(other == index for other, _ in self._known)
-        self._known[index, handle] = torch.cuda.current_stream(index)
+        self._known[index, handle] = _stream(index, handle)
 
     def enter(self, undo: list[Callable[[], Any]]) -> Streams:
         """Switches to the streams on which the run began. Returns the streams of the run and of the caller.
@@ -108,6 +109,12 @@ class Streams:
     def watching(self) -> AbstractContextManager[Any]:
         """Returns a context that adds the stream of each operator, at a cost of microseconds per operator."""
         return nullcontext() if self._known is None else _Watch(self)
+
+
+@functools.lru_cache(maxsize=256)
+def _stream(index: int, _: int) -> torch.cuda.Stream:
+    """Returns the current stream of a device, whose handle is the second argument. PyTorch destroys no stream."""
+    return torch.cuda.current_stream(index)
 
 
 class _Watch(OperatorWatch):
