@@ -281,14 +281,14 @@ def _effect(
 
 def _other_bytes(base: Attribution, written: Attribution, intervals: Sequence[Interval], source: int) -> Bytes:
     """Returns [interval] the bytes of the part in `source` in `base` less those in `written`, without states."""
-    found = np.zeros(len(intervals), dtype=np.int64)
-    for sign, each in ((1, base), (-1, written)):
-        columns = {interval: at for at, interval in enumerate(each.intervals)}
-        shared = [(at, columns[interval]) for at, interval in enumerate(intervals) if interval in columns]
-        for at, column in shared:
-            found[at] += sign * (each.held_bytes[source, column] - each.states_bytes[source])
-    known = {*base.intervals} & {*written.intervals}
-    return np.where([interval in known for interval in intervals], found, 0)
+    of_base, of_written = (
+        dict(zip(each.intervals, (each.held_bytes[source] - each.states_bytes[source]).tolist(), strict=True))
+        for each in (base, written)
+    )
+    return np.array(
+        [of_base[each] - of_written[each] if each in of_base and each in of_written else 0 for each in intervals],
+        dtype=np.int64,
+    )
 
 
 def _no_faster(effect: Effect, as_it_is: Effect) -> Effect:
