@@ -436,18 +436,17 @@ class _Rerun:
             tensor.get_device() == streams.index and streams.current(streams.index) == streams.handle
         ):
             streams.see(tensor)
-        if index <= self.last:
-            try:
-                now: _Seen = _saved(tensor)
-            except RuntimeError:
-                now = _saved_nested(tensor)
-            if now != self._seen[index]:
-                self._check(index, tensor, now)
+        try:
+            now: _Seen = _saved(tensor)
+        except RuntimeError:
+            now = _saved_nested(tensor)
+        if index <= self.last and now != self._seen[index]:
+            self._check(index, tensor, now)
         # Detached also where no placeholder waits: else an operator that saves its own result would be in a reference
         # cycle with the result. Half of that cycle is in C++, which Python's collector does not see.
-        tensor = tensor.detach() if tensor.requires_grad else tensor
+        tensor = tensor.detach() if now[3] else tensor
         if index <= self.last and self._live[index] is not None:
-            self.found[index] = tensor, tensor._version
+            self.found[index] = tensor, now[2]
         if index == self._end:
             if self.streams.are_several:
                 self.streams.meet()  # before the tensors of the rerun are freed
