@@ -218,6 +218,7 @@ INTERNALS = tuple(
         (f"{_C}_profiler._ExtraFields_Allocation", "the memory of a step", _S),
         ("torch.autograd._enable_profiler_legacy", "the scratch memory of a kernel", _S),
         ("torch.autograd._disable_profiler_legacy", "the scratch memory of a kernel", _S),
+        (f"{_A}_profiler_enabled", "a profiler of the caller", _S),
         ("torch._int_mm", "a card's speed with integers", "hardware"),
         ("torch._scaled_mm", "a card's speed with float8", "hardware"),
         ("torch._foreach_norm", "norms as clip_grad_norm_ takes them", "optimizers"),

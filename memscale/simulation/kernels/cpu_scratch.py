@@ -9,11 +9,13 @@ calls that would take more than some tenths of a second; with `probe` every kern
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memscale.core import DiskCache
+from memscale.core import DiskCache, internals
 from memscale.hardware import cpu_name
 from memscale.simulation.kernels.shapes import (
     exchanged,
@@ -300,14 +302,38 @@ def probe_scratch(op: OpOverload, args: Any, kwargs: Any) -> ScratchProbe:
 def watched(run: Callable[[], Any], given: Sequence[torch.Tensor]) -> tuple[Any, ScratchProbe]:
     """Returns the result of the kernel `run` and its allocations; storages of `given` tensors count as not returned."""
     known = {tensor.untyped_storage()._cdata for tensor in given}
+    result, threads = (_in_another_thread if internals.autograd._profiler_enabled() else _recorded)(run)
+    events = [event for thread in threads for event in thread if event.kind() == "memory_alloc"]
+    changes = tuple(event.cpu_memory_usage() for event in events)
+    storages = {tensor.untyped_storage() for tensor in strided_parts(tensors_in((result,), {}))}
+    returned = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in known}
+    return result, ScratchProbe(changes, sum(returned.values()))
+
+
+def _recorded(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """Returns the result of `run`, and the profiler's events by thread."""
     # The legacy profiler: Kineto takes milliseconds to start, and logs a line to the terminal each time.
     _profiler._enable_profiler_legacy(_RECORD_MEMORY)
     try:
         result = run()
     finally:
         threads = _profiler._disable_profiler_legacy()
-    events = [event for thread in threads for event in thread if event.kind() == "memory_alloc"]
-    changes = tuple(event.cpu_memory_usage() for event in events)
-    storages = {tensor.untyped_storage() for tensor in strided_parts(tensors_in((result,), {}))}
-    returned = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in known}
-    return result, ScratchProbe(changes, sum(returned.values()))
+    return result, threads
+
+
+def _in_another_thread(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """Does `_recorded` beside a profiler of the caller, which records its own thread only, and would end here.
+
+    A `threading.Thread` would run under the simulation.
+    """
+    found: Future[tuple[Any, Any]] = Future()
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                found.set_result(_recorded(run))
+        except BaseException as error:  # raised in the thread that waits
+            found.set_exception(error)
+
+    _thread.start_new_thread(work, ())
+    return found.result()

@@ -23,7 +23,7 @@ from torch._C._profiler import _ExtraFields_Allocation
 from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memscale.core import ConfigError, RuntimeUnavailable, shown
+from memscale.core import ConfigError, RuntimeUnavailable, internals, shown
 from memscale.simulation.packed import quantization_tensors
 from memscale.simulation.results import MemoryTimeline
 from memscale.simulation.sandbox.step_scope import with_storages
@@ -111,7 +111,7 @@ def measure(
     Raises:
         ConfigError: ``step`` cannot be called, ``device`` is neither a CPU nor a CUDA device, or ``roles`` names an
             unknown role.
-        RuntimeUnavailable: ``device`` is a CUDA device and PyTorch finds none.
+        RuntimeUnavailable: ``device`` is a CUDA device and PyTorch finds none, or a profiler of the caller's is on.
 
     Warns:
         RuntimeWarning: the step freed memory from before the step, which the CPU allocator does not
@@ -124,6 +124,11 @@ def measure(
     if not callable(step):
         raise ConfigError(
             f"measure() runs a step, got {shown(step)}; write measure(lambda: model(batch).sum().backward())"
+        )
+    if internals.autograd._profiler_enabled():
+        raise RuntimeUnavailable(
+            "measure() records a step with PyTorch's profiler, which already records this thread and would end here; "
+            "call measure() before that recording or after it"
         )
     # Cyclic garbage of earlier steps would otherwise be freed at a random moment of this step.
     gc.collect()
