@@ -229,14 +229,28 @@ class _Block(nn.Module):
     ids=["independent", "coupled", "numbered"],
 )
 def test_a_plan_cuts_whole_blocks_only_where_rows_are_independent(coupled, numbered, refusal):
+    engine = _planned(coupled, numbered)
+    reasons = engine.searches[0].costs.rejected.values()
+    assert refusal is None or any(refusal in reason for reason in reasons)
+    assert _tiles(engine) is (refusal is None)
+
+
+def test_no_plan_from_disk_cuts_blocks_that_couple_rows_in_a_step_of_the_same_trace(monkeypatch, tmp_path):
+    monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))
+    assert _tiles(_planned(coupled=False))
+    assert not _tiles(_planned(coupled=True))
+
+
+def _tiles(engine):
+    return any("tile" in repr(rule.transform) for rule in engine.smallest())
+
+
+def _planned(coupled, numbered=False):
     model = nn.Sequential(*[_Block(coupled, numbered) for _ in range(2)])
-    engine = ms.DecisionEngine(
+    return ms.DecisionEngine(
         model,
         torch.ones(16, 32, 32),
         loss=lambda y, _: y.square().mean(),
         hardware="cpu",
         config=ms.Config(mode="aggressive"),
     )
-    reasons = engine.searches[0].costs.rejected.values()
-    assert refusal is None or any(refusal in reason for reason in reasons)
-    assert any("tile" in repr(rule.transform) for rule in engine.smallest()) is (refusal is None)
