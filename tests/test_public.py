@@ -68,7 +68,7 @@ memscale.policy: Artifact FEATURES StrategyContext StrategyDecision TECHNIQUES e
 memscale.regions: ArgumentSpec Attributes CONSTANT Captures Content Environment NOWHERE Names Note OperatorWatch Origin
     PATIENCE_SECONDS PacksSeveral RegionEffects Replay SharedCaptures Snapshot StateSlot Streams accelerators
     cached_by_class closed_over code_names copying_ahead counted_states differing floats_as_constants function_of
-    functorch_state graph_task hidden_changes holds hooks_around in_recompute is_stand_in is_unrecorded memory_of moved
+    functorch_state hidden_changes holds hooks_around in_recompute is_stand_in is_unrecorded memory_of moved
     name_refused_hooks never_compiled origin_of pack_all read recomputes recomputing refuse_iterators refused restore
     running_statistics stand_for storages takes_batch_statistics uncompiled unrecorded unrecorded_depth
     wait_for_recomputes without_dynamo without_side_effects write

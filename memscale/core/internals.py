@@ -47,7 +47,7 @@ INTERNALS = tuple(
     Internal(*row)
     for row in (
         # Backward and the graph that it goes through.
-        (f"{_C}_current_graph_task_id", "which backward runs here", f"regions runtime optimizers {_S} legacy"),
+        (f"{_C}_current_graph_task_id", "which backward runs here", f"runtime optimizers {_S} {_T}checkpoint legacy"),
         (f"{_A}_get_current_graph_task_keep_graph", "whether a backward keeps its graph", f"{_T}checkpoint {_T}tile"),
         (f"{_C}_current_autograd_node", "the autograd node whose backward calls an operator", _S),
         (f"{_A}_get_sequence_nr", "the order in which autograd nodes were made", _S),

@@ -7,7 +7,6 @@ from memscale.regions.class_cache import cached_by_class
 from memscale.regions.code import closed_over, code_names, function_of
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import (
-    graph_task,
     memory_of,
     moved,
     refused,

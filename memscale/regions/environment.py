@@ -102,10 +102,6 @@ class Environment:
                 "call, so a recompute cannot repeat them; draw them outside the region, or use torch's generator"
             )
 
-    def has_other_settings(self) -> bool:
-        """Whether the settings differ from those at the beginning."""
-        return _settings(self._kinds) != self._settings
-
     def has_drawn(self) -> bool:
         """Whether a generator whose state was taken has advanced."""
         moved = [randomness.differ(generator.get_state(), state) for generator, state in self._random or ()]
@@ -130,12 +126,10 @@ class Environment:
             for step in reversed(undo):
                 step()
 
-    def enter(self, undo: list[Callable[[], Any]], *, settles: bool = False) -> bool:
+    def enter(self, undo: list[Callable[[], Any]]) -> bool:
         """Switches to this environment. Returns whether a dispatch mode is active now, and none was in the region.
 
-        Args:
-            undo: receives the calls that restore the present, to be run in reverse.
-            settles: whether the body is known to leave the settings as they are.
+        Appends to `undo` the calls that restore the present, to be run in reverse.
         """
         for generator, state in self._random or ():
             present = generator.get_state()
@@ -145,10 +139,8 @@ class Environment:
             undo.append(partial(randomness.set_host_state, randomness.host_state()))
             randomness.set_host_state(self._host)
         settings = _settings(self._kinds)
-        is_other = settings != self._settings
-        if is_other or not settles:
-            undo.append(partial(self._leave_settings, settings))
-        if is_other:
+        undo.append(partial(self._leave_settings, settings))
+        if settings != self._settings:
             self._enter_settings(settings, undo)
         # Inside `parametrize.cached()`, now or when the region ran.
         if self._shares and (parametrize._cache_enabled or self._parametrizations is not None):

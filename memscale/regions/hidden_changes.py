@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 
-from memscale.core import TransformError, internals, version
+from memscale.core import TransformError, version
 from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import is_unrecorded, unrecorded
 
-#: Returns the number of the backward that this thread runs; -1 outside of a backward.
-graph_task: Callable[[], int] = internals.named("torch._C._current_graph_task_id")
 # Maps each storage that memscale gave to a parameter to the parameter's storage before: the values are the same.
 _moved: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
@@ -85,9 +83,6 @@ class Writes(OperatorWatch):
     """A dispatch mode that calls `before(tensor)` with each tensor that an operator is about to write to.
 
     Operators that may draw random numbers run inside the context `drawing()`.
-
-    Attributes:
-        graph_tasks: the backwards inside which operators ran; no backward counts as one of them.
     """
 
     supports_higher_order_operators = True
@@ -98,7 +93,6 @@ class Writes(OperatorWatch):
         super().__init__()
         self._before = before
         self._drawing = drawing
-        self.graph_tasks = {graph_task()}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -106,7 +100,6 @@ class Writes(OperatorWatch):
         return True
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.graph_tasks.add(graph_task())
         written = _written_arguments(func)
         if not written and takes_batch_statistics(func, args, kwargs):
             # These kernels write the running statistics without declaring it in the schema and without a new version.

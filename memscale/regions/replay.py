@@ -48,14 +48,13 @@ class Replay:
     ) -> None:
         self._snapshot = snapshot
         self._last = last
-        self._is_unsettled = snapshot.is_watched or snapshot.unsettles  # by the rerun
         self._refused = refused
         self._fresh = fresh
         self._made = made
         self._around: list[AbstractContextManager[Any]] = []
         self._undo: list[Callable[[], Any]] = []
         self._present: list[tuple[StateSlot, Content]] = []  # to be restored at the end
-        self._is_to_stay = False  # whether nothing has changed since the snapshot, and the rerun may change slots
+        self._was_current = False  # whether nothing had changed since the snapshot
 
     def __enter__(self) -> dict[int, torch.Tensor]:
         snapshot = self._snapshot
@@ -68,7 +67,7 @@ class Replay:
             self._fresh.extend(renewed.values())
             is_trained_as_then = list(map(_requires_grad, snapshot.tensors)) == snapshot.trained
             self._go_back(renewed if is_trained_as_then else self._trained_as_then(renewed), arrived)
-            is_dispatched = snapshot.environment.enter(self._undo, settles=not self._is_unsettled)
+            is_dispatched = snapshot.environment.enter(self._undo)
             for tensor in snapshot.graded:  # a backward inside the region would otherwise accumulate a second time
                 self._undo.append(partial(setattr, tensor, "grad", tensor.grad))
                 tensor.grad = None
@@ -104,7 +103,7 @@ class Replay:
                 step()
             if self._present:
                 _write_back(self._present)
-            if self._is_to_stay and not self._snapshot.captures.is_current():
+            if self._was_current and not self._snapshot.captures.is_current():
                 _write_back(_contents(self._snapshot.captures))
         finally:
             try:
@@ -156,7 +155,7 @@ class Replay:
         captures = self._snapshot.captures
         touched = {name[0] for name in renewed if not isinstance(name, int)}
         is_current = captures.is_current()
-        self._is_to_stay = is_current and self._is_unsettled
+        self._was_current = is_current
         if is_current:
             contents = {position: (captures.slots[position], captures.contents[position]) for position in touched}
             self._present = [*contents.values()]

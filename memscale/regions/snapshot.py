@@ -49,17 +49,12 @@ class RegionEffects(NamedTuple):
         reassigned: the tensors to whose `.data` it assigns, which leaves the old memory intact.
         host_random: whether it draws from Python's or NumPy's generator.
         drew: whether it draws from PyTorch's generators, also where it restores their state itself, as `fork_rng` does.
-        differentiates: whether it runs a backward.
-        unsettles: whether its slots or settings differ from those at its beginning when it ends, or when it saves a
-            tensor, where a rerun may stop.
     """
 
     changed: frozenset[LastingName | int]
     reassigned: frozenset[LastingName | int]
     host_random: bool
     drew: bool
-    differentiates: bool
-    unsettles: bool
 
     @classmethod
     def of_all(cls, several: Iterable[RegionEffects]) -> RegionEffects:
@@ -91,8 +86,6 @@ class Snapshot:
         kept: after the run, the alias groups with old values that the region changed; `None` before.
         given_away: whether a rerun got the saved old values without a clone, and may have changed them.
         graded: after the run, the tensors whose `.grad` the region changed, for example by a backward of its own.
-        differentiates: whether the region was seen to run a backward.
-        unsettles: whether the region was seen to change slots or settings.
     """
 
     def __init__(
@@ -127,8 +120,6 @@ class Snapshot:
         self._in_tuples: list[tuple[int, Any]] = []  # after the run: the tensors in tuples that it changed in place
         self.given_away = False
         self.graded: list[torch.Tensor] = []
-        self.differentiates = effects is not None and effects.differentiates
-        self.unsettles = effects is not None and effects.unsettles
         self._leaves = list(filter(_is_leaf, compress(everything, trained)))
         self._grads = list(map(_grad, self._leaves))
         self._grad_versions = versions(list(filter(_exists, self._grads))) if any(map(_exists, self._grads)) else []
@@ -214,17 +205,11 @@ class Snapshot:
     def _watching(self) -> Iterator[None]:
         steps = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in self.captures.optimizers]
         try:
-            with Writes(self._before_write, self.environment.draw_watch) as writes:
+            with Writes(self._before_write, self.environment.draw_watch):
                 yield
-                self.differentiates |= len(writes.graph_tasks) > 1
         finally:
             for step in steps:
                 step.remove()
-
-    def see_state(self) -> None:
-        """Notes whether slots or settings have changed, at a moment of a first run at which a rerun may stop."""
-        if not self.unsettles:
-            self.unsettles = not self.captures.is_current() or self.environment.has_other_settings()
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         if self._groups is not None:
@@ -265,8 +250,6 @@ class Snapshot:
                 value.
         """
         self.environment.conclude()
-        if self.is_watched:
-            self.see_state()
         grads = list(map(_grad, self._leaves))
         if self._grad_versions or not all(map(operator.is_, grads, self._grads)):
             self.graded = self._find_graded(grads)
@@ -300,8 +283,6 @@ class Snapshot:
             given,
             host_random=environment.uses_host_random,
             drew=environment.drew,
-            differentiates=self.differentiates,
-            unsettles=self.unsettles,
         )
 
     def _find_graded(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -171,9 +171,9 @@ def test_a_plan_that_has_to_move_parameters_for_the_update_says_what_else_would_
     usual = torch.optim.AdamW(model.parameters())
     budget = int(ms.profile(model, x, optimizer=usual, **step).reserved_peak_bytes * 0.9)
     plan = ms.plan(model, x, budget=budget, optimizer=usual, **step)
-    (note,) = (each for each in plan.evidence.notes if "optimizer steps" in each)
+    (note,) = (each for each in plan.evidence.notes if "optimizer's step holds" in each)
     assert note.endswith("AdamW(fused=True) or plan(stepping=('step_in_groups',)) would hold less")
     for optimizer, stepping in ((torch.optim.AdamW(model.parameters(), fused=True), ()), (usual, "step_in_groups")):
         other = ms.plan(model, x, budget=budget, optimizer=optimizer, stepping=stepping, **step)
         assert other.evidence.planned.step_seconds < plan.evidence.planned.step_seconds
-        assert not [each for each in other.evidence.notes if "optimizer steps" in each]
+        assert not [each for each in other.evidence.notes if "optimizer's step holds" in each]

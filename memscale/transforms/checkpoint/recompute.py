@@ -28,7 +28,6 @@ from memscale.regions import (
     SharedCaptures,
     Snapshot,
     Streams,
-    graph_task,
     hooks_around,
     memory_of,
     never_compiled,
@@ -43,6 +42,7 @@ from memscale.transforms.checkpoint.saved_again import save_again
 from memscale.transforms.checkpoint.selective import Misaligned, Recorder, Replayer
 
 _autograd = internals.autograd
+_graph_task = internals.named("torch._C._current_graph_task_id")  # -1 outside of a backward
 _kind_of = operator.attrgetter("dtype", "ndim", "requires_grad")  # of an argument
 # A function that makes the recorder of a policy for a run with the given inputs; `None` without a policy.
 Record = Callable[[list[torch.Tensor]], Recorder] | None
@@ -104,13 +104,13 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
         what = f"saved tensor {placeholder.index} of a checkpointed region"
         size = torch.Size([tensor.size(0)]) if tensor.is_nested else tensor.shape
         raise changed_error(described(what, tensor.dtype, size), tensor._version, expected)
-    if torch.is_grad_enabled() and graph_task() != -1:
+    if torch.is_grad_enabled() and _graph_task() != -1:
         save_again(placeholder, tensor, _unpack)
     return tensor
 
 
 def _keeps_graph() -> bool:
-    return graph_task() == -1 or _autograd._get_current_graph_task_keep_graph()
+    return _graph_task() == -1 or _autograd._get_current_graph_task_keep_graph()
 
 
 _saved: Callable[[torch.Tensor], _Seen] = operator.attrgetter("shape", "dtype", "_version", "requires_grad")
@@ -187,11 +187,8 @@ class _Frame:
             tensor.get_device() == streams.index and streams.current(streams.index) == streams.handle
         ):
             streams.see(tensor)
-        if self.is_observed:
-            if self.recorder is not None:
-                self.recorder.mark()
-            if self.snapshot.is_watched:
-                self.snapshot.see_state()
+        if self.recorder is not None:
+            self.recorder.mark()
         return placeholder
 
     def conclude(self) -> None:
@@ -235,10 +232,8 @@ class _Frame:
                 "a checkpointed region was already released: backward went through it without retain_graph. "
                 "Specify retain_graph=True in every backward but the last"
             )
-        in_backward = graph_task() != -1
+        in_backward = _graph_task() != -1
         keeps_graph = not in_backward or _autograd._get_current_graph_task_keep_graph()
-        if not self._concluded:
-            self.snapshot.differentiates = True
         live = [reference() for reference in self._placeholders]
         if not in_backward:  # code reads one saved tensor of the graph: no other placeholder will be unpacked
             live = [placeholder if placeholder is wanted else None for placeholder in live]
@@ -314,8 +309,7 @@ class _Frame:
                 every, direct = snapshot.is_watched, call.direct
                 own = [each for index, each in found.items() if index not in shared and (every or index < direct)]
                 args, kwargs = call.rebuild(values, objects)
-            if snapshot.is_watched or snapshot.differentiates:
-                handles = refuse_backward_behind(own)
+            handles = refuse_backward_behind(own)
             torch._C._set_grad_enabled(True)
             _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
             run = snapshot.environment.context.copy().run
