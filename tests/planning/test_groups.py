@@ -97,12 +97,12 @@ def test_what_a_group_holds_and_takes_is_what_was_thought(row):
 
 @pytest.mark.deep
 def test_what_a_group_holds_beside_others_is_what_was_thought():
-    """Groups in a group, beside other groups and beside parts outside of them."""
+    """Groups in a group, and beside parts outside of them."""
     search = _engine(Stages(), torch.ones(4096, 16)).searches[0]
     costs = search.costs
     columns = {part.path: number for number, part in enumerate(costs.parts)}
     choices = [{group: number} for group in costs.groups for number in range(1, len(costs.candidates[group]))]
-    extra = [{columns["up"]: 1, columns["down.one"]: 1}, {columns["up"]: 3, columns["down"]: 2}]
+    extra = [{columns["up"]: 1, columns["down.one"]: 1}, {columns["up"]: 3, columns["down.two"]: 2}]
     _is_what_was_thought(search, [*choices, *extra])
 
 

@@ -35,7 +35,8 @@ def _loss(logits, words):
 def test_the_projection_is_cut_though_its_module_could_be_recomputed():
     model, words = _Masked(), torch.zeros(8, 64, dtype=torch.long)
     optimizer = torch.optim.SGD(model.parameters())
-    engine = ms.DecisionEngine(model, words, optimizer=optimizer, loss=_loss, hardware="cpu")
+    config = ms.Config(enable_tiling=True)
+    engine = ms.DecisionEngine(model, words, optimizer=optimizer, loss=_loss, hardware="cpu", config=config)
     recomputed = ms.profile(
         model, words, plan={"head": ms.checkpoint()}, optimizer=optimizer, loss=_loss, hardware="cpu"
     )
