@@ -13,7 +13,6 @@ from memscale.cli.adapters import AdapterOptions, adapted, note_of
 from memscale.cli.options import Options, at_least, count, one_of
 from memscale.cli.subject import DTYPES, Subject, explained, read_subject
 from memscale.core import ConfigError
-from memscale.integrations import MixedPrecisionForward
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
@@ -147,6 +146,8 @@ def read_step(options: StepOptions) -> Step:
     subject = adapted(read_subject(options.hf, dtype), adapters, options.hf, dtype or torch.float32, compute)
     optimizer, precision = _optimizer(options.optimizer, subject.model), ""
     if options.amp is not None:
+        from memscale.integrations import MixedPrecisionForward
+
         model = subject.model
         model.forward = MixedPrecisionForward(model, model.__dict__.get("forward"), DTYPES[options.amp.lower()])
         precision = (
