@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.algebra import Plan, Transform, is_transformed
+from memscale.algebra import Plan, Transform, chain, is_transformed
 from memscale.config import Config, check_config
 from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_unlike
 from memscale.hardware import Hardware, knows_copies, narrow_dtype
@@ -339,7 +339,7 @@ class DecisionEngine:
 
         def simulate(plan: Plan) -> Profile:
             self.steps.say("a cached plan")
-            if any("tile(" in repr(rule.transform) for rule in plan):
+            if any(each.spelling == "tile" for rule in plan for each in chain(rule.transform)):
                 with proven_rows():  # a model whose blocks couple rows may make the same trace as one whose do not
                     self.steps.profile(plan)
             return self.steps.profile(plan)
@@ -503,12 +503,8 @@ class DecisionEngine:
     def _smallest(self, config: Config | None = None, floor_bytes: int = 0, enough_bytes: int = 0) -> Found:
         # `least` is the strategy with the fewest bytes that no plan for the model frees.
         least, among = min(self.strategies, key=least_held, default=None), self._techniques(config or self.config)
-        found: list[Found] = []
-        for strategy in dict.fromkeys((None, least)):
-            if all(each.proven.taken_bytes > enough_bytes for each in found):
-                searches = self._searches_among(among, strategy)
-                found += [search.smallest(floor_bytes, enough_bytes) for search in searches]
-        return smallest_of(found, enough_bytes)
+        searches = [each for strategy in dict.fromkeys((None, least)) for each in self._searches_among(among, strategy)]
+        return smallest_of([search.smallest(floor_bytes, enough_bytes) for search in searches], enough_bytes)
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 

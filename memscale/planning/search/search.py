@@ -31,10 +31,10 @@ from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.groups import groups_of
 from memscale.planning.parts.parts import Part, parts_of
 from memscale.planning.search.descent import Descent, DescentStep, is_inside
-from memscale.planning.search.found import Found, Proven
+from memscale.planning.search.found import Found, Proven, fastest_of
 from memscale.planning.solving.solver import Choice, Chooser, LinkRates
 from memscale.planning.stepping import held_by_phase
-from memscale.planning.trials.costs import Assignment, Costs, costs_of_step, measured_costs
+from memscale.planning.trials.costs import GROUPED, Assignment, Costs, costs_of_step, measured_costs
 from memscale.planning.trials.groups import shown_bytes, with_groups
 from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Trials
@@ -42,8 +42,8 @@ from memscale.simulation import Trace, analyse, attribute
 
 # Share of the budget that a plan leaves free for errors of the simulation (at most 0.09 % on models outside the tests).
 _MARGIN = 1e-3
-# The most simulated steps for one budget and one set of techniques.
-_ROUNDS = 5
+# The most simulated steps for one budget and one set of techniques, and for corrections of the result.
+_ROUNDS, _CORRECTIONS = 5, 2
 # The most simulated steps for one budget; more of a step that has few operators, and is simulated fast. A step in tiles
 # with more than `_LONG` times the operators of the step as written counts for several.
 _MOST_STEPS, _FEW_OPERATORS, _LONG = 8, 8_000, 2
@@ -133,7 +133,7 @@ class Search:
         self._trial_steps = 0
         self._by_rules: dict[Rules, Proven] = {}
         self._descents: dict[Assignment, tuple[list[DescentStep], int]] = {}
-        self._small: dict[tuple[frozenset[str], int, int], dict[Assignment, Proven]] = {}
+        self._small: dict[tuple[frozenset[str], int], dict[Assignment, Proven]] = {}
 
     # -- parts, costs and inner searches -------------------------------------------------------------------------------
 
@@ -183,17 +183,45 @@ class Search:
 
     @property
     def shown(self) -> list[Proven]:
-        """Returns all plans whose steps were simulated."""
-        return [*self._proofs.values(), *self._by_rules.values()]
+        """Returns all plans whose steps were simulated, including those of `uncut`."""
+        inner = vars(self).get("uncut")
+        return [*self._proofs.values(), *self._by_rules.values(), *(inner.shown if inner is not None else ())]
+
+    @functools.cached_property
+    def uncut(self) -> Search | None:
+        """Returns the search without `tile`, if the model's parts differ without `tile`; else None.
+
+        The parts differ because a module around a tiled loss head is not a part.
+        """
+        own, others = ([part.path for part in each] for each in (self.parts, parts_of(self._model, self.plain)))
+        if not self.menu.tiles or self.patience < _ROUNDS or own == others:
+            return None
+        return self.among(self.menu.techniques - {"tile"})
+
+    def _other(self, menu: Menu) -> Search:
+        """Returns the search of the same step for another menu, with this search's trials if the parts are the same."""
+        same = menu.tiles == self.menu.tiles or self.parts == parts_of(self._model, self.plain, tiles=menu.tiles)
+        return Search(
+            self._model,
+            self._simulate,
+            menu,
+            always=self.always,
+            link=self._link,
+            plain=self.plain,
+            trials=self.trials if same else None,
+            loop_share=self._loop_share,
+        )
 
     @functools.cached_property
     def _sets(self) -> list[frozenset[str]]:
-        """Returns the sets of techniques to search one after the other: without moves, and all.
+        """Returns the sets of techniques to search one after the other: without moves, all, and all without groups.
 
-        The set with moves may miss the best plan of the smaller set, since costs of moves add up less exactly.
+        A set with moves or groups may miss the best plan of a smaller set, since costs of moves and groups add up less
+        exactly.
         """
         used = frozenset(each for menu in self.costs.candidates for candidate in menu for each in candidate.techniques)
-        return list(dict.fromkeys([used - MOVES, used]))
+        grouped = GROUPED if self.costs.groups else frozenset()
+        return list(dict.fromkeys([(used | grouped) - MOVES, used | grouped, used]))
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -207,15 +235,35 @@ class Search:
         safe_bytes = int(budget_bytes * (1 - _MARGIN))
         tried = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
         bounds = []
+
+        def may_be_faster(assignment: Assignment) -> bool:
+            if self._count(tried) > max(1, self._most - _CORRECTIONS) or not self._may_fit(assignment, safe_bytes):
+                return False
+            best = _best(tried.values(), safe_bytes)
+            below = below_seconds if best is None else min(below_seconds, best.seconds)
+            return self._chooser.seconds(assignment) < (1 - _FASTER) * below
+
         for among in self._sets:
-            if self._may_fit(self._least(among).assignment, safe_bytes):
+            # A long step has no simulations to spare for a set whose smallest choice hardly fits.
+            if self._most > _MOST_STEPS or self._may_fit(self._least(among).assignment, safe_bytes):
                 bounds += self._descend(among, safe_bytes, tried, below_seconds)
+        for among in self._sets:
+            if may_be_faster(self._least(among).assignment):
+                tried |= self._small_ones(among)
+        for alike in self._alike:
+            if may_be_faster(alike):
+                tried[alike] = self.prove(alike)
+        self._correct(safe_bytes, tried, below_seconds)
+        found: list[Found] = []
         # If no plan leaves the margin free, a plan that fits without the margin is the answer.
-        best = _best(tried.values(), safe_bytes) or _best(tried.values(), budget_bytes)
-        if best is None:
-            return None
-        # A simulated step that is faster than the bound of the costs refutes the bound.
-        return Found(best, min([best.seconds, *bounds]), self._trial_steps + len(tried))
+        for most in (safe_bytes, budget_bytes):
+            if not found and (best := _best(tried.values(), most)):
+                # A simulated step that is faster than the bound of the costs refutes the bound.
+                found.append(Found(best, min([best.seconds, *bounds]), self._trial_steps + len(tried)))
+        if self.uncut is not None:
+            below = min([below_seconds, *(each.proven.seconds for each in found)])
+            found += filter(None, [self.uncut.fastest(budget_bytes, below)])
+        return fastest_of(found)
 
     def smallest(self, floor_bytes: int = 0, enough_bytes: int = 0) -> Found:
         """Returns the plan with the smallest peak.
@@ -226,22 +274,15 @@ class Search:
             enough_bytes: of the plans that take at most so many bytes, the fastest is returned.
         """
         tried: dict[Assignment, Proven] = {}
-
-        def is_done() -> bool:
-            return _reaches(tried.values(), floor_bytes) or _best(tried.values(), enough_bytes) is not None
-
-        def may_be_smaller(assignment: Assignment) -> bool:
-            least_bytes = min((each.taken_bytes for each in tried.values()), default=np.inf)
-            return not is_done() and self._chooser.held_bytes(assignment) <= _HARDLY[True] * least_bytes
-
-        for among in reversed(self._sets):
-            if may_be_smaller(self._least(among).assignment):
-                tried |= self._small_ones(among, floor_bytes, enough_bytes)
+        for among in self._sets:
+            tried |= {} if _reaches(tried.values(), floor_bytes) else self._small_ones(among, floor_bytes)
         for alike in self._alike:
-            if may_be_smaller(alike):
+            least_bytes = min(each.taken_bytes for each in tried.values())
+            hardly = self._chooser.held_bytes(alike) > _HARDLY[True] * least_bytes
+            if not hardly and not _reaches(tried.values(), floor_bytes):
                 tried[alike] = self.prove(alike)
         found, count = [*tried.values()], self._trial_steps + len(tried)
-        if not is_done() and self.patience >= _ROUNDS:
+        if not _reaches(found, floor_bytes) and self.patience >= _ROUNDS:
             smaller, more = self._descended(min(found, key=lambda each: each.taken_bytes), enough_bytes)
             found, count = [*found, *smaller], count + more
         best = min(found, key=lambda each: (max(each.taken_bytes, enough_bytes), each.seconds))
@@ -308,22 +349,11 @@ class Search:
         return self.prove(min(found, key=self._chooser.held_bytes))
 
     def among(self, techniques: frozenset[str]) -> Search:
-        """Returns the search of the same step among other techniques, with its trials if the parts are the same."""
-        menu = dataclasses.replace(self.menu, techniques=techniques)
-        return Search(
-            self._model,
-            self._simulate,
-            menu,
-            always=self.always,
-            link=self._link,
-            plain=self.plain,
-            trials=self.trials if self.parts == parts_of(self._model, self.plain, tiles=menu.tiles) else None,
-            loop_share=self._loop_share,
-        )
+        """Returns the search of the same step among other techniques."""
+        return self._other(dataclasses.replace(self.menu, techniques=techniques))
 
     def _moves(self, assignment: Assignment) -> bool:
-        chosen = (menu[number] for menu, number in zip(self.costs.candidates, assignment, strict=True))
-        return any(each.techniques & MOVES for each in chosen)
+        return any(self.costs.techniques(row, number) & MOVES for row, number in enumerate(assignment))
 
     def _may_fit(self, assignment: Assignment, safe_bytes: int) -> bool:
         """Returns whether a step may take at most `safe_bytes`, though its estimate is larger by a usual error."""
@@ -373,7 +403,7 @@ class Search:
             A list with the lower bound, in seconds, of all choices that fit; empty if no choice was found to fit.
         """
         chooser, bound = self._chooser, list[float]()
-        rounds, late = min(self.patience, _ROUNDS), math.inf
+        rounds, most, late = min(self.patience, _ROUNDS), max(1, self._most - _CORRECTIONS), math.inf
         over, fits = -1, self._last(among) + 1
         # The first aim: the estimate of the step nearest to the budget is assumed to be wrong by the same factor.
         near = min(tried.values(), key=lambda each: abs(each.taken_bytes - safe_bytes))
@@ -405,7 +435,7 @@ class Search:
             if not is_faster(choice.assignment):
                 fits = at  # only limits above may have a faster choice
                 continue
-            if rounds == 0 or self._count(tried) > self._most:
+            if rounds == 0 or self._count(tried) > most:
                 break
             rounds -= 1
             found, held = prove(choice.assignment), chooser.held_bytes(choice.assignment)
@@ -420,15 +450,24 @@ class Search:
                 continue
             over = max(at, self._at(held) - 1)  # limits down to `held` have the same choice
             form = chooser.uniform(choice.assignment, among)
-            if (
-                self._count(tried) <= self._most
-                and form not in tried
-                and chooser.held_bytes(form) < held
-                and is_faster(form)
-            ):
+            if self._count(tried) <= most and form not in tried and chooser.held_bytes(form) < held and is_faster(form):
                 prove(form)
                 bound = bound or [choice.bound] * (tried[form].taken_bytes <= safe_bytes)
         return bound
+
+    def _correct(self, safe_bytes: int, tried: dict[Assignment, Proven], below: float) -> None:
+        """Simulates choices by the costs that the fastest fitting step corrects, while the choices are faster."""
+        for _ in range(_CORRECTIONS):
+            if self._count(tried) > self._most or (best := _best(tried.values(), safe_bytes)) is None:
+                return
+            chooser = Chooser(self.costs, self._link)
+            best.correct(chooser)
+            choice = chooser.fastest(safe_bytes, self._sets[1 % len(self._sets)])
+            if choice is None or choice.assignment in tried:
+                return
+            if chooser.seconds(choice.assignment) >= (1 - _OTHERS) * min(below, best.seconds):
+                return
+            tried[choice.assignment] = self.prove(choice.assignment)
 
     @property
     def _reserves(self) -> bool:
@@ -466,34 +505,38 @@ class Search:
         """Returns the fastest choice whose estimate is at most the grid limit number `at`."""
         if (among, at) not in self._choices:
             limit_bytes = self.prove(self.costs.as_it_is).taken_bytes * (1 + 1e-9) * (1 - _STEP) ** at
-            self._choices[among, at] = self._chooser.fastest(limit_bytes, among)
+            # The fastest choice with groups is also the fastest without, if it changes no group.
+            with_groups = among | GROUPED
+            found = self._choice(at, with_groups) if with_groups != among and with_groups in self._sets else None
+            if found is None or self.costs.covered(found.assignment):
+                found = self._chooser.fastest(limit_bytes, among)
+            self._choices[among, at] = found
         return self._choices[among, at] or self._least(among)  # None: the solver found no choice
 
-    def _small_ones(self, among: frozenset[str], floor_bytes: int, enough_bytes: int) -> dict[Assignment, Proven]:
+    def _small_ones(self, among: frozenset[str], floor_bytes: int = 0) -> dict[Assignment, Proven]:
         """Returns small plans of these techniques: chosen and simulated until a step is near its lower bound."""
-        key = among, floor_bytes, enough_bytes
-        if key not in self._small:
+        if (among, floor_bytes) not in self._small:
             chooser, tried = self._new_chooser(), {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
             for _ in range(min(self.patience, _ROUNDS)):
+                if _reaches(tried.values(), floor_bytes):
+                    break
                 choice = chooser.smallest(among)
-                if _reaches(tried.values(), floor_bytes) or choice.assignment in tried:
+                if choice.assignment in tried:
                     break
                 found = tried[choice.assignment] = self.prove(choice.assignment)
                 found.correct(chooser)
-                if found.taken_bytes <= max(_LEAST * choice.bound, enough_bytes) or self._count(tried) > self._most:
+                if found.taken_bytes <= _LEAST * choice.bound:
                     break
             # Many choices may hold as few bytes: look for a faster one.
             for _ in range(min(self.patience, _LOOKS)):
-                if 2 * self._count(tried) > self._most:
-                    break
-                most_bytes = max(enough_bytes, min(each.taken_bytes for each in tried.values()))
-                faster = chooser.fastest(most_bytes, among)
+                least = min(tried.values(), key=lambda each: each.taken_bytes)
+                faster = chooser.fastest(least.taken_bytes, among)
                 if faster is None or faster.assignment in tried:
                     break
                 found = tried[faster.assignment] = self.prove(faster.assignment)
                 found.correct(chooser)
-            self._small[key] = tried
-        return self._small[key]
+            self._small[among, floor_bytes] = tried
+        return self._small[among, floor_bytes]
 
     @functools.cached_property
     def _alike(self) -> list[Assignment]:

@@ -88,7 +88,9 @@ class Chooser:
             self._families.setdefault(row if single else costs.parts[row].alike, []).append(row)
         self._out = np.array([effect.out_bytes for effect in flat], dtype=np.float64)
         self._moving = np.array([effect.moving_seconds for effect in flat])
-        self._techniques = [candidate.techniques for menu in costs.candidates for candidate in menu]
+        self._techniques = [
+            costs.techniques(row, number) for row, menu in enumerate(costs.candidates) for number in range(len(menu))
+        ]
         self._streams = np.array(["stream" in each for each in self._techniques])
         together = costs.together_bytes if self._streams.any() else None
         self._together = np.zeros(len(costs.intervals)) if together is None else together / _MIB
@@ -304,17 +306,16 @@ class Chooser:
             if near or columns > _MOST_WHOLE:
                 return quickly
         program.whole([*range(columns), *counts])
-        # In a large program the parts that the relaxed program decides are fixed first.
-        whole = columns <= _WHOLE
-        if not whole:
-            program.between(range(columns), *self._decided(relaxed, allowed))
-        solved = program.solve(surely=whole)
-        if not solved and not whole and quick is None:
-            program.between(range(columns), np.zeros(columns), allowed)
-            solved = whole = program.solve()
-        if not solved:
+        # The parts that the relaxed program decides are fixed first. If that leaves no solution, every fourth part is
+        # freed, and then all parts.
+        turns = (1,) if columns <= _WHOLE else (0, 4, 1) if columns <= _MOST_WHOLE or quick is None else (0, 4)
+        for freed in turns:
+            program.between(range(columns), *self._decided(relaxed, allowed, freed))
+            if program.solve(surely=freed == 1):
+                break
+        else:
             return quickly
-        bound = max(bound, program.bound) if whole else bound
+        bound = max(bound, program.bound) if freed == 1 else bound
         assignment = self._most(program.values)
         if limit is None:
             return Choice(assignment, bound * _MIB)
@@ -347,12 +348,15 @@ class Chooser:
             free[self._offsets[row] + chosen[row]] = 1.0
         return search, free
 
-    def _decided(self, values: Floats, allowed: Floats) -> tuple[Floats, Floats]:
-        """Returns bounds that fix the parts for which `values` choose one candidate."""
+    def _decided(self, values: Floats, allowed: Floats, freed: int) -> tuple[Floats, Floats]:
+        """Returns bounds that fix the parts for which `values` choose one candidate.
+
+        A part whose number is a multiple of `freed` stays free; 0 frees no part.
+        """
         low_bounds, high_bounds = np.zeros(len(values)), allowed.copy()
-        for low, high in zip(self._offsets, self._offsets[1:], strict=False):
+        for part, (low, high) in enumerate(zip(self._offsets, self._offsets[1:], strict=False)):
             chosen = values[low:high] >= INTEGRAL
-            if chosen.any():
+            if chosen.any() and (not freed or part % freed):
                 low_bounds[low:high] = high_bounds[low:high] = chosen
         return low_bounds, high_bounds
 

@@ -28,6 +28,9 @@ Bytes = npt.NDArray[np.int64]
 # Passes of a host optimizer over its states in a step: Adam's loop over single tensors, counted by simulation.
 _STATE_PASSES = 8
 
+#: Marks a candidate that changes a group, in addition to the techniques in the candidate.
+GROUPED = frozenset({"group"})
+
 #: The number of the chosen candidate for each part; the last number is for the rest of the model.
 Assignment = tuple[int, ...]
 
@@ -113,6 +116,10 @@ class Costs:
     def as_it_is(self) -> Assignment:
         """Returns the assignment that changes nothing."""
         return (0,) * len(self.candidates)
+
+    def techniques(self, row: int, number: int) -> frozenset[str]:
+        """Returns the techniques of a candidate, with `GROUPED` if the candidate changes a group."""
+        return self.candidates[row][number].techniques | (GROUPED if number and row in self.groups else frozenset())
 
     def rules(self, assignment: Assignment) -> Rules:
         """Returns the plan's rules for an assignment, in the order of the step."""
