@@ -504,7 +504,12 @@ class DecisionEngine:
         # `least` is the strategy with the fewest bytes that no plan for the model frees.
         least, among = min(self.strategies, key=least_held, default=None), self._techniques(config or self.config)
         searches = [each for strategy in dict.fromkeys((None, least)) for each in self._searches_among(among, strategy)]
-        return smallest_of([search.smallest(floor_bytes, enough_bytes) for search in searches], enough_bytes)
+        found: list[Found] = []
+        for search in searches:
+            found.append(search.smallest(floor_bytes, enough_bytes))
+            if search.suffices([found[-1].proven], 0, enough_bytes):
+                break
+        return smallest_of(found, enough_bytes)
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 

@@ -274,19 +274,26 @@ class Search:
             enough_bytes: of the plans that take at most so many bytes, the fastest is returned.
         """
         tried: dict[Assignment, Proven] = {}
-        for among in self._sets:
-            tried |= {} if _reaches(tried.values(), floor_bytes) else self._small_ones(among, floor_bytes)
+        # Plans without moves are faster at the floor; otherwise plans with moves are smaller, and may suffice.
+        for among in self._sets if floor_bytes else reversed(self._sets):
+            if not self.suffices(tried.values(), floor_bytes, enough_bytes):
+                tried |= self._small_ones(among, floor_bytes)
         for alike in self._alike:
             least_bytes = min(each.taken_bytes for each in tried.values())
             hardly = self._chooser.held_bytes(alike) > _HARDLY[True] * least_bytes
-            if not hardly and not _reaches(tried.values(), floor_bytes):
+            if not hardly and not self.suffices(tried.values(), floor_bytes, enough_bytes):
                 tried[alike] = self.prove(alike)
         found, count = [*tried.values()], self._trial_steps + len(tried)
-        if not _reaches(found, floor_bytes) and self.patience >= _ROUNDS:
+        if not self.suffices(found, floor_bytes, enough_bytes) and self.patience >= _ROUNDS:
             smaller, more = self._descended(min(found, key=lambda each: each.taken_bytes), enough_bytes)
             found, count = [*found, *smaller], count + more
         best = min(found, key=lambda each: (max(each.taken_bytes, enough_bytes), each.seconds))
         return Found(best, best.seconds, count)
+
+    def suffices(self, found: Iterable[Proven], floor_bytes: int, enough_bytes: int) -> bool:
+        """Returns whether no smaller plan is searched: one reaches the floor, or takes little enough in a long step."""
+        enough = (each for each in found if each.taken_bytes <= enough_bytes)
+        return any(self._steps(each) > 1 for each in enough) or _reaches(found, floor_bytes)
 
     def _descent(self, start: Proven, floor_bytes: int) -> tuple[list[DescentStep], int]:
         """Returns the steps of the descent from `start`, and the number of simulations."""
@@ -367,8 +374,11 @@ class Search:
 
     def _count(self, tried: Mapping[Assignment, Proven]) -> float:
         """Returns how many simulated steps these steps count for."""
-        usual = _LONG * max(1, len(self.plain.last_operators))
-        return sum(max(1.0, each.operators / usual) for each in tried.values())
+        return sum(map(self._steps, tried.values()))
+
+    def _steps(self, proven: Proven) -> float:
+        """Returns how many simulated steps this step counts for: more than one if it is long."""
+        return max(1.0, proven.operators / (_LONG * max(1, len(self.plain.last_operators))))
 
     def _proven(self, costs: Costs, assignment: Assignment, step: Trace) -> Proven:
         found = attribute(step, costs.paths)
