@@ -31,7 +31,7 @@ from torch import nn
 
 from memscale.core import Assembled, TransformError
 from memscale.regions.class_cache import cached_by_class
-from memscale.regions.code import code_names, code_reached, function_of, global_names
+from memscale.regions.code import code_names, code_reached, defaults_of, function_of, global_names
 from memscale.regions.contents_check import contents_check
 from memscale.regions.environment import global_hooks
 from memscale.regions.kinds import Sort, is_followed, is_of_threads, sort_of
@@ -411,11 +411,13 @@ class Captures:
             reached = code_reached(type(module))
             for mapping, names in reached.globals:
                 self._visit_names(mapping, names, NOWHERE)
-            for attributes in reached.functions:
-                self._visit_container(attributes, NOWHERE)
+            for function in reached.functions:
+                self._visit_container(function.__dict__, NOWHERE)
+                self._visit_defaults(function, NOWHERE)
             for at, name in reached.closing:
                 if (method := function_of(vars(type(module).__mro__[at]).get(name))) is not None:
                     self._visit_cells(method)
+                    self._visit_defaults(method, NOWHERE)
             for name in TABLES:  # empty ones too: a module may register something when it first runs
                 position = len(slots)
                 self._put(own[name], content := dict(own[name]), number, name)
@@ -459,8 +461,12 @@ class Captures:
         self._visit_names(home, global_names(fn.__code__), home)
         self._visit_cells(fn, home)
         self._visit_container(fn.__dict__, home)
-        for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
-            self._visit(default, home)
+        self._visit_defaults(fn, home)
+
+    def _visit_defaults(self, fn: types.FunctionType, home: dict[str, Any]) -> None:
+        for default in defaults_of(fn):
+            if type(default) not in _PLAIN:
+                self._visit(default, home)
 
     def _visit_cells(self, fn: Any, home: dict[str, Any] = NOWHERE) -> None:
         cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))

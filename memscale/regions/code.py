@@ -11,19 +11,20 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from memscale.regions.class_cache import cached_by_class
+from memscale.regions.kinds import CONSTANT
 
 
 class Reached(NamedTuple):
-    """The state that the code of a module class names outside the module. No entry refers to the class.
+    """The state that the code of a module class names outside the module. Only entries of its file refer to the class.
 
     Attributes:
         globals: the `__dict__` of each file, with the names in it that hold data.
-        functions: the `__dict__` of each function of these files that is called.
-        closing: the methods that have a closure, each as (index of its class in `__mro__`, name).
+        functions: the functions of these files that are called.
+        closing: the methods that bind state, each as (index of its class in `__mro__`, name).
     """
 
     globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
-    functions: tuple[dict[str, Any], ...]
+    functions: tuple[types.FunctionType, ...]
     closing: tuple[tuple[int, str], ...]
 
 
@@ -31,7 +32,7 @@ class Reached(NamedTuple):
 def code_reached(cls: Any) -> Reached:
     """Collects the names in the forward of a module class, in methods that it calls and in functions of its file."""
     found: list[tuple[dict[str, Any], tuple[str, ...]]] = []
-    functions: list[dict[str, Any]] = []
+    functions: list[types.FunctionType] = []
     used: dict[str, None] = {"forward": None}
     seen: set[int] = set()
     holders = {id(base): base for base in cls.__mro__ if not _is_of_torch(base)}
@@ -48,7 +49,7 @@ def code_reached(cls: Any) -> Reached:
             found.append((home, data))
             used.update(dict.fromkeys(code_names(function.__code__)))
             of_file = [home[name] for name in names if getattr(home.get(name), "__globals__", None) is home]
-            functions += [each.__dict__ for each in of_file]
+            functions += [each for each in of_file if isinstance(each, types.FunctionType)]
             pending += [*of_file, *closed_over(function), function.__dict__.get("__wrapped__")]
             classes = [home[name] for name in names if isinstance(home.get(name), type)]
             holders.update((id(each), each) for each in classes if each.__module__ == home.get("__name__"))
@@ -56,7 +57,7 @@ def code_reached(cls: Any) -> Reached:
         pending += [each for each in called if each is not None and id(each) not in seen and not _is_of_torch(each)]
     named = [(at, name) for at, base in enumerate(cls.__mro__) if id(base) in holders for name in used]
     methods = {(at, name): function_of(vars(cls.__mro__[at]).get(name)) for at, name in named}
-    closing = [way for way, each in methods.items() if each and set(each.__code__.co_freevars) - {"__class__"}]
+    closing = [way for way, each in methods.items() if each and _binds_state(each)]
     return Reached(tuple(each for each in found if each[1]), tuple(functions), tuple(closing))
 
 
@@ -71,6 +72,17 @@ def function_of(thing: Any) -> types.FunctionType | None:
 
 _CACHED = type(functools.lru_cache(lambda: None))
 _WRAPPERS: Any = (property, staticmethod, classmethod, types.MethodType, functools.partial, _CACHED)
+
+
+def _binds_state(function: types.FunctionType) -> bool:
+    """Whether `function` has a closure, or a default such as ``cache={}`` that calls can change."""
+    closure = set(function.__code__.co_freevars) - {"__class__"}
+    return bool(closure) or not CONSTANT.issuperset(map(type, defaults_of(function)))
+
+
+def defaults_of(function: types.FunctionType) -> tuple[Any, ...]:
+    """Returns the default values of the arguments of `function`."""
+    return (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
 def closed_over(function: types.FunctionType) -> list[Any]:

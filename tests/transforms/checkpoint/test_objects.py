@@ -406,6 +406,41 @@ def test_what_a_forward_takes_from_the_function_that_made_its_class():
     assert trained(ms.checkpoint()) == trained(ms.identity)
 
 
+def _times(x, seen=[]):  # noqa: B006
+    seen.append(1)
+    return x * len(seen)
+
+
+class CountsInDefaults(nn.Linear):
+    def forward(self, x, calls=[]):  # noqa: B006
+        calls.append(1)
+        return self.tabled(_times(super().forward(x))).tanh() * len(calls)
+
+    def tabled(self, x, *, table={}):  # noqa: B006
+        table[len(table)] = 1
+        return x * len(table)
+
+
+def test_defaults_of_a_forward_and_of_what_it_calls_change_once():
+    def trained(how):
+        state = (
+            *CountsInDefaults.forward.__defaults__,
+            CountsInDefaults.tabled.__kwdefaults__["table"],
+            *_times.__defaults__,
+        )
+        for each in state:
+            each.clear()
+        torch.manual_seed(0)
+        region, found = how(CountsInDefaults(2, 2)), []
+        for _ in range(2):
+            x = torch.ones(3, 2, requires_grad=True)
+            region(x).sum().backward()
+            found.append(x.grad)
+        return bits([found, list(map(len, state))])
+
+    assert trained(ms.checkpoint()) == trained(ms.identity)
+
+
 @pytest.mark.parametrize("make", [bytearray, lambda n: array.array("d", [0.0] * n)], ids=["bytearray", "array"])
 def test_arrays_of_python_among_the_arguments_are_written_to_once(make):
     def region(x, counts):
