@@ -30,8 +30,8 @@ memscale.algebra: ForwardPatch Method Numbers OfModule OwnForward Placing Plan P
 memscale.benchmarks:
 memscale.cli: main
 memscale.core: Argument Assembled BudgetError COLUMNS Check ConfigError CorrectnessError DiskCache Document HISTORY Loss
-    MemscaleError Misfit PlanError PolicyFallbackNeeded Record RuntimeUnavailable TIERS TransformError Value aligned
-    assembled_in
+    MemscaleError Misfit OpOverload PlanError PolicyFallbackNeeded Record RuntimeUnavailable TIERS TransformError Value
+    aligned assembled_in
     available_host_bytes batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_count
     check_loss check_tier compute_capability described device_type factory filesystem_of first_line folder_on_disk
     format_bytes format_count format_flops format_seconds format_unlike found_once from_data fsdp_groups fsdp_groups_of
@@ -67,7 +67,8 @@ memscale.policy: Artifact FEATURES StrategyContext StrategyDecision TECHNIQUES e
     widenings
 memscale.regions: ArgumentSpec Attributes CONSTANT Captures Content Environment NOWHERE Names Note OperatorWatch Origin
     PATIENCE_SECONDS PacksSeveral RegionEffects Replay SharedCaptures Snapshot StateSlot Streams accelerators
-    cached_by_class closed_over code_names copying_ahead counted_states differing floats_as_constants function_of
+    cached_by_class closed_over code_names copying_ahead counted_states differing dispatch_modes floats_as_constants
+    function_of
     functorch_state hidden_changes holds hooks_around in_recompute is_stand_in is_unrecorded memory_of moved
     name_refused_hooks never_compiled origin_of pack_all read recomputes recomputing refuse_iterators refused restore
     running_statistics stand_for storages takes_batch_statistics uncompiled unrecorded unrecorded_depth

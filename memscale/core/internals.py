@@ -62,7 +62,6 @@ INTERNALS = tuple(
         (f"{_A}_top_saved_tensors_default_hooks", "the caller's saved-tensor hooks", f"{_R} {_S}"),
         (f"{_A}_unsafe_set_version_counter", "the version counter of a restored tensor", f"{_R} runtime"),
         ("torch.Tensor._base", "the base of a view", f"runtime {_S} {_T}offload"),
-        ("torch.Tensor._is_view", "whether a tensor is a view", _S),
         ("torch.Tensor._post_accumulate_grad_hooks", "hooks of tensors, and what they refer to", f"optimizers {_S}"),
         ("torch.Tensor._backward_hooks", "hooks of tensors, and what they refer to", f"{_S} {_T}tile"),
         ("torch.Tensor._indices", "the indices of a sparse tensor that is not coalesced", _S),
@@ -77,31 +76,23 @@ INTERNALS = tuple(
         (f"{_C}_swap_tensor_impl", "swapping the contents of tensors during a profile", _S),
         ("torch._neg_view", "the negative bit of a view", "runtime"),
         (f"{_C}_cuda_getCurrentRawStream", "the current CUDA stream", f"{_R} runtime", _CUDA),
-        (f"{_C}_cuda_getDevice", "the current CUDA device", "runtime", _CUDA),
         # Operators, and who sees them.
-        ("torch._ops.OpOverload", "an operator's type", f"hardware policies {_R} {_S} {_T}checkpoint"),
         (
             "torch.ops.aten.add.Tensor._schema",
             "the arguments of an operator",
             f"hardware inspection policies {_R} {_S} {_T}checkpoint {_T}tile",
         ),
-        ("torch.ops.aten.add.Tensor._opname", "an operator's name", f"hardware {_S}"),
-        ("torch.ops.aten.add.Tensor._overloadname", "an operator's name", _S),
         (f"{_D}TorchDispatchMode", "a dispatch mode", f"hardware {_R} {_S} {_T}tile"),
         (f"{_D}BaseTorchDispatchMode", "an empty dispatch mode", _R),
+        (f"{_D}_get_current_dispatch_mode_stack", "the active modes", _R),
+        ("torch.overrides._get_current_function_mode_stack", "the active modes", _R),
         (f"{_D}_push_mode", "the modes of the forward, in a recompute", _R),
         (f"{_D}_pop_mode", "the modes of the forward, in a recompute", _R),
-        (f"{_C}_len_torch_dispatch_stack", "the active modes", f"legacy {_R} {_S}"),
-        (f"{_C}_get_dispatch_stack_at", "the active modes", _R),
-        (f"{_C}_len_torch_function_stack", "the active modes", _R),
-        (f"{_C}_get_function_stack_at", "the active modes", _R),
         (f"{_C}_push_on_torch_function_stack", "the modes of the forward, in a recompute", _R),
         (f"{_C}_pop_torch_function_stack", "the modes of the forward, in a recompute", _R),
         (f"{_D}_disable_current_modes", "running operators outside of all modes", f"core {_S} {_T}tile"),
         (f"{_D}is_traceable_wrapper_subclass", "wrapper subclasses of tensors", f"runtime {_S}"),
         (f"{_C}DisableTorchFunctionSubclass", "running operators on memscale's tensor subclasses", f"{_S} {_T}tile"),
-        (f"{_C}_disabled_torch_function_impl", "a subclass without __torch_function__", "optimizers"),
-        (f"{_C}_disabled_torch_dispatch_impl", "a subclass without __torch_dispatch__", _S),
         ("torch.Tensor._make_wrapper_subclass", "tensors without memory", f"optimizers {_T}tile"),
         (f"{_FAKE}FakeTensor", "recognising PyTorch's fake tensors", f"{_R} runtime {_S} {_T}offload {_T}tile"),
         (f"{_FAKE}FakeTensorMode", "the layouts of an operator's results", f"{_S} {_T}tile"),
@@ -110,11 +101,8 @@ INTERNALS = tuple(
         ("torch._prims_common.suggest_memory_format", "the layout of a result", _S),
         # Trees of what a model takes and returns.
         ("torch.utils._pytree.TreeSpec", "trees under torch.compile", "core"),
-        ("torch.utils._pytree.tree_flatten", "trees under torch.compile", f"core {_S}"),
-        ("torch.utils._pytree.tree_unflatten", "trees under torch.compile", f"core {_S}"),
-        ("torch.utils._pytree.tree_leaves", "an operator's tensors", f"{_S} {_T}tile"),
-        ("torch.utils._pytree.tree_map", "an operator's tensors", _S),
-        ("torch.utils._pytree.tree_map_only", "an operator's tensors", f"{_T}tile"),
+        ("torch.utils._pytree.tree_flatten", "trees under torch.compile", "core"),
+        ("torch.utils._pytree.tree_unflatten", "trees under torch.compile", "core"),
         # Modules.
         (
             "torch.nn.Module._buffers",
@@ -123,21 +111,15 @@ INTERNALS = tuple(
         ),
         ("torch.nn.Module._apply", "`.to()` of a model with streamed parameters", "algebra"),
         ("torch.nn.modules.batchnorm._NormBase", "running statistics", f"{_R} {_T}cast {_T}checkpoint"),
-        ("torch.nn.modules.batchnorm._BatchNorm", "recognising batch norms", f"{_T}tile"),
         ("torch.nn.modules.module._global_forward_hooks", "hooks of all modules", _R),
         ("torch.nn.modules.module._global_forward_hooks_with_kwargs", "hooks of all modules", _R),
         ("torch.nn.modules.module._global_forward_pre_hooks", "hooks of all modules", _R),
         ("torch.nn.utils.parametrize._cache", "parametrizations that are cached", _R),
         ("torch.nn.utils.parametrize._cache_enabled", "parametrizations that are cached", _R),
-        (f"{_C}_get_tracing_state", "whether torch.jit traces the model", "legacy"),
         # What an operator's result depends on.
-        (f"{_C}_get_deterministic_algorithms", "the flags of the forward, in a recompute", _R),
-        (f"{_C}_get_deterministic_algorithms_warn_only", "the flags of the forward, in a recompute", _R),
-        (f"{_C}_set_deterministic_algorithms", "the flags of the forward, in a recompute", _R),
         (f"{_C}_get_fp32_precision_getter", "the flags of the forward, in a recompute", _R, "the older flags are used"),
         (f"{_C}_set_fp32_precision_setter", "the flags of the forward, in a recompute", _R, "the older flags are used"),
         ("torch._fused_sdp_choice", "the order of attention's kernels", _R),
-        ("torch.backends.mha._is_fastpath_enabled", "the flags of the forward, in a recompute", _R),
         ("torch.mps._get_default_mps_generator", "random numbers on a Mac", _R, "regions on `mps` are refused"),
         ("torch.autograd.forward_ad._current_level", "whether tensors carry tangents", _R),
         # torch.compile.
@@ -175,17 +157,15 @@ INTERNALS = tuple(
         (f"{_F}is_functorch_wrapped_tensor", "torch.func's tensors", f"runtime {_S} {_T}checkpoint {_T}tile"),
         (f"{_F}is_legacy_batchedtensor", "torch.func's tensors", f"runtime {_T}tile"),
         (f"{_F}maybe_get_level", "the transform of torch.func that a tensor belongs to", f"{_T}checkpoint"),
-        (f"{_C}_ForceDispatchKeyGuard", "running operators without some dispatch keys", f"{_R} {_T}checkpoint"),
-        (f"{_C}_dispatch_tls_local_exclude_set", "likewise", f"{_R} {_T}checkpoint"),
-        (f"{_C}_dispatch_tls_local_include_set", "likewise", f"{_R} {_T}checkpoint"),
+        (f"{_C}_ForceDispatchKeyGuard", "running operators without some dispatch keys", f"{_R} {_S} {_T}checkpoint"),
+        (f"{_C}_dispatch_tls_local_exclude_set", "likewise", f"{_R} {_S} {_T}checkpoint"),
+        (f"{_C}_dispatch_tls_local_include_set", "likewise", f"{_R} {_S} {_T}checkpoint"),
         (f"{_F}get_unwrapped", "the tensor inside a torch.func wrapper", _S),
         # Simulated devices.
         (f"{_C}DispatchKey", "dispatch keys, for a card's autocast on the host", f"{_R} {_S}"),
         (f"{_C}DispatchKeySet", "a card's autocast on the host", f"{_R} {_S}"),
-        (f"{_C}_ExcludeDispatchKeyGuard", "a card's autocast on the host", _S),
         (f"{_C}_dispatch_tls_set_dispatch_key_included", "a card's autocast on the host", _S),
         (f"{_C}_dispatch_tls_set_dispatch_key_excluded", "a card's autocast on the host", _S),
-        (f"{_C}TensorBase", "the true device of a tensor", _S),
         (f"{_C}_ensureCUDADeviceGuardSet", "a CUDA device in a build without CUDA", _S, _CUDA),
         (f"{_C}_stash_obj_in_tls", "marking the threads of a simulation", "core"),
         (
@@ -196,13 +176,7 @@ INTERNALS = tuple(
             "2.13",
         ),
         (f"{_C}_is_key_in_tls", "marking the threads of a simulation", "core"),
-        (f"{_C}_set_grad_enabled", "grad mode in a recompute and after a profile", f"{_S} transforms/checkpoint"),
-        (f"{_C}_is_multithreading_enabled", "restoring the caller's settings after a profile", _S),
-        (f"{_C}_set_multithreading_enabled", "restoring the caller's settings after a profile", _S),
-        (f"{_C}_is_view_replay_enabled", "restoring the caller's settings after a profile", _S),
-        (f"{_C}_set_view_replay_enabled", "restoring the caller's settings after a profile", _S),
         ("torch.utils._device._device_constructors", "the functions with a `device` argument", _S),
-        (f"{_C}_get_math_sdp_allow_fp16_bf16_reduction", "attention's kernel", _S),
         (f"{_C}_get_sdp_priority_order", "attention's kernel", _S),
         # Several GPUs.
         ("torch.testing._internal.distributed.fake_pg", "a fake process group", _S, "needed with parallel=... only"),
@@ -215,7 +189,6 @@ INTERNALS = tuple(
         # Measuring.
         ("torch.cuda.memory._snapshot", "a memory snapshot", "crashes", "the report lacks the snapshot"),
         (f"{_C}_profiler._ExperimentalConfig", "the scratch memory of a kernel", _S),
-        (f"{_C}_profiler._ExtraFields_Allocation", "the memory of a step", _S),
         ("torch.autograd._enable_profiler_legacy", "the scratch memory of a kernel", _S),
         ("torch.autograd._disable_profiler_legacy", "the scratch memory of a kernel", _S),
         (f"{_A}_profiler_enabled", "a profiler of the caller", _S),
@@ -224,9 +197,7 @@ INTERNALS = tuple(
         ("torch._foreach_norm", "norms as clip_grad_norm_ takes them", "optimizers"),
         ("torch._amp_foreach_non_finite_check_and_unscale_", "scaled losses", "optimizers"),
         # Operators that are not in the documentation.
-        (f"{_ATEN}_to_copy", "recognising this operator", f"{_S} {_T}checkpoint"),
-        (f"{_ATEN}_unsafe_view", "recognising this operator", f"{_T}checkpoint"),
-        (f"{_ATEN}_safe_softmax", "recognising this operator", _S),
+        (f"{_ATEN}_safe_softmax", "attention's kernel", _S),
         (f"{_ATEN}_softmax", "CUDA's softmax", _S),
         (f"{_ATEN}_log_softmax", "CUDA's softmax", _S),
         (f"{_ATEN}_fused_rms_norm", "CUDA's RMS norm", _S),
@@ -377,23 +348,21 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+    from torch.nn.modules.batchnorm import _NormBase
     from torch.utils import _pytree
     from torch.utils._python_dispatch import BaseTorchDispatchMode as BaseTorchDispatchMode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
     autograd, functorch = _autograd, _functorch
     pytree = _pytree
-    BatchNorm = _BatchNorm
     NormBase = _NormBase
 else:
     autograd = named("torch._C._autograd")
     functorch = named("torch._C._functorch")
     pytree = named("torch.utils._pytree")
-    OpOverload = named("torch._ops.OpOverload")
+    OpOverload = type(torch.ops.aten.add.Tensor)
     FakeTensor = named("torch._subclasses.fake_tensor.FakeTensor")
     FakeTensorMode = named("torch._subclasses.fake_tensor.FakeTensorMode")
-    BatchNorm = named("torch.nn.modules.batchnorm._BatchNorm")
     NormBase = named("torch.nn.modules.batchnorm._NormBase")
     BaseTorchDispatchMode = named("torch.utils._python_dispatch.BaseTorchDispatchMode")
     TorchDispatchMode = named("torch.utils._python_dispatch.TorchDispatchMode")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -39,6 +40,12 @@ def unflatten(spec: Any, leaves: list[Any]) -> Any:
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Returns the tensors of `tree`, in order."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def map_only(cls: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns `tree` with each leaf of class `cls` replaced by its `function`."""
+    leaves, spec = flatten(tree)
+    return unflatten(spec, [function(leaf) if isinstance(leaf, cls) else leaf for leaf in leaves])
 
 
 def _learn(cls: Any) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memscale.core import OpOverload
 from memscale.hardware.work import work_of
 
 Clock = Callable[[], float]

@@ -8,8 +8,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
+
+from memscale.core import OpOverload
 
 Arguments = Mapping[str, Any]
 
@@ -25,7 +26,7 @@ def flops_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out
     >>> flops_of(torch.ops.aten.mm.default, (a, b), {}, torch.empty(2, 5, device="meta"))
     60
     """
-    formula = _FORMULAS.get(op._opname)
+    formula = _FORMULAS.get(op.overloadpacket.__name__)
     if formula is not None and op.namespace in ("aten", "bitsandbytes"):
         flops = formula({**dict(zip(_names(op), args, strict=False)), **kwargs}, outputs)
     else:

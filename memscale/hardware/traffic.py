@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from memscale.core import OpOverload
 
 
 class Touch(enum.Enum):
@@ -105,7 +106,7 @@ def traffic_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], o
 
 @functools.cache
 def _accesses(op: OpOverload) -> _Accesses:
-    schema, name = op._schema, op._opname
+    schema, name = op._schema, op.overloadpacket.__name__
     results = [value for value in schema.returns if "Tensor" in str(value.type)]
     changes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
     makes = any(value.alias_info is None for value in results)

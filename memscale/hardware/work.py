@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from memscale.core import OpOverload
 from memscale.hardware.flops import flops_of
 from memscale.hardware.traffic import traffic_of
 
@@ -55,7 +55,7 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outp
     if not flops and not nbytes:
         return _NOTHING
     dtype = _dtype(args) or _dtype(list(kwargs.values())) or _dtype([outputs])
-    if flops and dtype == "float32" and _allows_tfloat32(op._opname):
+    if flops and dtype == "float32" and _allows_tfloat32(op.overloadpacket.__name__):
         dtype = "tfloat32"
     return Work(flops, nbytes, dtype)
 

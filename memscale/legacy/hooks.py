@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memscale.algebra import Plan
 from memscale.core import Assembled, in_process_group, simulating
-from memscale.regions import functorch_state
+from memscale.regions import dispatch_modes, functorch_state
 
 
 class Seen(Assembled):
@@ -66,8 +66,8 @@ def is_a_step_of_its_own(model: nn.Module) -> bool:
         simulating()
         or functorch_state.active()
         or torch._C._current_graph_task_id() != -1
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
+        or dispatch_modes()
+        or torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
         or in_process_group()
         or any(not isinstance(parameter, nn.Parameter) for parameter in model.parameters())
     )

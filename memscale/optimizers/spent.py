@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from memscale.core import TransformError
 
@@ -27,7 +28,7 @@ class SpentGradient(torch.Tensor):
         made.title = title
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__  # PyTorch's own for a class without one
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

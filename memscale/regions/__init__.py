@@ -15,6 +15,7 @@ from memscale.regions.hidden_changes import (
     takes_batch_statistics,
 )
 from memscale.regions.kinds import CONSTANT
+from memscale.regions.modes import dispatch_modes
 from memscale.regions.randomness import counted_states
 from memscale.regions.recompute_lock import PATIENCE_SECONDS, in_recompute, wait_for_recomputes
 from memscale.regions.replay import Replay

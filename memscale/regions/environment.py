@@ -222,10 +222,10 @@ _FLAGS = [
             )
             for name, short in _SDP.items()
         ),
-        ("deterministic", internals.named("torch._C._get_deterministic_algorithms"), None),
-        ("warn_only", internals.named("torch._C._get_deterministic_algorithms_warn_only"), None),
+        ("deterministic", torch.are_deterministic_algorithms_enabled, None),
+        ("warn_only", torch.is_deterministic_algorithms_warn_only_enabled, None),
         ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-        ("fast path of attention", lambda: torch.backends.mha._is_fastpath_enabled, _mha.set_fastpath_enabled),
+        ("fast path of attention", _mha.get_fastpath_enabled, _mha.set_fastpath_enabled),
     )
     if flag is not None
 ]
@@ -295,7 +295,7 @@ def _set_flags(flags: list[Any], values: list[Any], now: list[Any]) -> None:
         if value != present and value is not None:
             if set_to is None:
                 by_name = {name: value for (name, *_), value in zip(flags, values, strict=True)}
-                torch._C._set_deterministic_algorithms(by_name["deterministic"], warn_only=by_name["warn_only"])
+                torch.use_deterministic_algorithms(by_name["deterministic"], warn_only=by_name["warn_only"])
             else:
                 set_to(value)
 

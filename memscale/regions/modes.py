@@ -17,6 +17,8 @@ import torch
 from memscale.core import internals
 
 _c = torch._C
+_function_modes = internals.named("torch.overrides._get_current_function_mode_stack")
+_dispatch_modes = internals.named("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 _push_mode = internals.named("torch.utils._python_dispatch._push_mode")
 _pop_mode = internals.named("torch.utils._python_dispatch._pop_mode")
 _WATCHING = ("memscale.", "torch.utils.", "torch.distributed.", "torch.testing.")
@@ -53,19 +55,19 @@ _NONE = Modes((), (), False)
 
 def modes() -> Modes:
     """Returns the modes that are active in this thread."""
-    functions, dispatches = _c._len_torch_function_stack(), _c._len_torch_dispatch_stack()
+    functions, dispatches = _function_modes(), dispatch_modes()
     if not functions and not dispatches:
         return _NONE
     return Modes(
-        tuple([_c._get_function_stack_at(index) for index in range(functions)]),
-        tuple([mode for mode in dispatch_modes() if not _watches(mode)]),
-        dispatches > 0,
+        tuple(functions),
+        tuple([mode for mode in dispatches if not _watches(mode)]),
+        bool(dispatches),
     )
 
 
 def dispatch_modes() -> tuple[Any, ...]:
     """Returns the active dispatch modes of this thread, outermost first."""
-    return tuple([_c._get_dispatch_stack_at(index) for index in range(_c._len_torch_dispatch_stack())])
+    return tuple(_dispatch_modes())
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -77,7 +79,7 @@ def _watches(mode: Any) -> bool:
 
 
 def _set_function(stack: tuple[Any, ...]) -> None:
-    for _ in range(_c._len_torch_function_stack()):
+    for _ in _function_modes():
         _c._pop_torch_function_stack()
     for mode in stack:
         _c._push_on_torch_function_stack(mode)

@@ -100,10 +100,8 @@ OF_INTERNALS = {
     "autograd": "torch._C._autograd",
     "functorch": "torch._C._functorch",
     "pytree": "torch.utils._pytree",
-    "OpOverload": "torch._ops.OpOverload",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
-    "BatchNorm": "torch.nn.modules.batchnorm._BatchNorm",
     "NormBase": "torch.nn.modules.batchnorm._NormBase",
     "BaseTorchDispatchMode": "torch.utils._python_dispatch.BaseTorchDispatchMode",
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
@@ -185,7 +183,6 @@ def test_each_says_what_it_is_for_and_is_there():
     built = {
         "torch._C._distributed_c10d",
         "torch._C._cuda_getCurrentRawStream",
-        "torch._C._cuda_getDevice",
         "torch._C._ensureCUDADeviceGuardSet",
     }  # in some builds only
     # These take seconds to load; their own tests do.

@@ -260,7 +260,7 @@ class CudaBackend:
     def _on_device(self) -> Any:
         # New events, stream 0 and PyTorch's current stream belong to the current device, of which each thread has its
         # own.
-        if torch._C._cuda_getDevice() == self.device.index:
+        if torch.cuda.current_device() == self.device.index:
             return _HERE
         return self._cupy.cuda.Device(self.device.index)
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from memscale.core import ConfigError
+from memscale.core import ConfigError, OpOverload
 from memscale.hardware import Direction
 from memscale.simulation.dispatch.lazy_values import NeedsValues, stands_in
 from memscale.simulation.dispatch.live_storages import LARGEST_KNOWN, InPlaceSums, LiveStorages, is_small
@@ -133,7 +132,7 @@ class FakeMode(TorchDispatchMode):
             device = torch.device(device)
             if device.type == self._accelerator:
                 kwargs = {**kwargs, "device": _CPU}  # the CPU stands for the device
-                if op is aten._to_copy.default and self._is_on_device(args[0], kwargs):
+                if op.name() == "aten::_to_copy" and self._is_on_device(args[0], kwargs):
                     return aten.alias.default(args[0])
                 device = _CARD
         if operator.kind is Kind.RUN:

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from memscale.core import MemscaleError
+from memscale.core import MemscaleError, OpOverload
 from memscale.simulation.kernels.shapes import exchanged
 from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.registry import rule_of

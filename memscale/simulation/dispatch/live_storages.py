@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from memscale.core import OpOverload
 from memscale.simulation.dispatch.trace_builder import GIVEN, StorageRecord, Sum, TraceBuilder
 from memscale.simulation.kernels.cuda_fused import below
 from memscale.simulation.kernels.kernels import linear
@@ -312,7 +312,7 @@ class InPlaceSums:
         if not by_engine or caller.co_name != "_engine_run_backward":
             return
         # The engine adds into the first gradient only if that is dense and unshared; a view shares its base's storage.
-        if operands[0]._is_view() or not aten.is_non_overlapping_and_dense(operands[0]):
+        if operands[0]._base is not None or not aten.is_non_overlapping_and_dense(operands[0]):
             return
         born = self._storages.record(operands[0]).op
         if op is aten.add.Tensor:

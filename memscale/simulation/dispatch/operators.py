@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C import DispatchKey
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from memscale.core import OpOverload
 from memscale.hardware import Work, tfloat32, work_of
 from memscale.simulation.dispatch.lazy_values import NeedsValues, stands_in
 from memscale.simulation.dispatch.trace_builder import StorageRecord
@@ -86,7 +86,7 @@ class Operator:
     @classmethod
     def of(cls, op: OpOverload, kernels: Kernels) -> Operator:
         """Returns the facts about `op` on the device of `kernels`."""
-        schema, name, rule = op._schema, op._opname, rule_of(op)
+        schema, name, rule = op._schema, op.overloadpacket.__name__, rule_of(op)
         kind = kind_of(op)
         reads_nothing = not any("Tensor" in str(value.type) for value in schema.returns) and rule.values != "reads"
         if reads_nothing and kind is Kind.MAKE and not schema.is_mutable:

@@ -12,9 +12,9 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memscale.core import OpOverload
 from memscale.simulation.kernels.shapes import exchanged, results_of, tensors_in
 from memscale.simulation.process.draws import with_own_draws
 

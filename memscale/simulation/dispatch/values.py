@@ -182,7 +182,7 @@ def with_numbers(operator: Operator, result: Any) -> Any:
     storage = torch.empty(result.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
     number = FakeStorages.tensor(storage, result.dtype, result.shape, result.stride(), int(result.storage_offset()))
     # Flags come from `isnan(x).any()` and `isfinite(x).all()`.
-    return number.fill_(operator.op._opname != "any")
+    return number.fill_(operator.op.overloadpacket.__name__ != "any")
 
 
 def integers_of(real: Any, fake: Any) -> Any:

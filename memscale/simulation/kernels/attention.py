@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from memscale.core import ConfigError, internals
+from memscale.regions import dispatch_modes
 from memscale.simulation.process.process_state import patched
-from memscale.simulation.rules.rule import AUTOCAST
+from memscale.simulation.rules.rule import without_autocast
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 Capability = tuple[int, int]
@@ -294,7 +295,7 @@ def cuda_attention(
         if is_cast:  # autocast casts for the public function, not for the kernels' operators
             attn_mask, value, key, query = map(_autocast, (attn_mask, value, key, query))
         # Autocast is off inside the function, as on the device.
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST) if is_cast else contextlib.nullcontext():
+        with without_autocast() if is_cast else contextlib.nullcontext():
             if not (query.numel() and key.numel() and value.numel()):
                 # PyTorch runs no attention kernel for empty tensors.
                 return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -311,9 +312,6 @@ def cuda_attention(
 
     with patched(F, "scaled_dot_product_attention", attend):
         yield
-
-
-_AUTOCAST = torch._C.DispatchKeySet(AUTOCAST)
 
 
 def _autocast(tensor: Any) -> Any:
@@ -359,7 +357,7 @@ def _run_math(call: AttentionCall, mask: torch.Tensor | None, scale: float | Non
     """
     query, key, value = call.query, call.key, call.value
     dtype = query.dtype
-    if dtype in (torch.float16, torch.bfloat16) and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():
+    if dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
     factor = math.sqrt(1 / math.sqrt(query.size(-1)) if scale is None else abs(scale))
     scaled = query * (-factor if scale is not None and scale < 0 else factor)  # PyTorch keeps `query` alive besides
@@ -375,7 +373,7 @@ def _run_math(call: AttentionCall, mask: torch.Tensor | None, scale: float | Non
     if mask is not None:
         # PyTorch adds the mask in place unless a tensor subclass or a mode is active (`areAnyTensorSubclassLike`);
         # one mode is the simulation's own.
-        watched = torch._C._len_torch_dispatch_stack() > 1
+        watched = len(dispatch_modes()) > 1
         weights = weights + mask if watched else weights.add_(mask)
     weights = torch.ops.aten._safe_softmax.default(weights, -1)
     dropped = F.dropout(weights, call.dropout_p) if call.dropout_p > 0 else weights

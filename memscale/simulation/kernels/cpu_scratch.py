@@ -21,9 +21,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from memscale.core import DiskCache, internals
+from memscale.core import DiskCache, OpOverload, internals
 from memscale.hardware import cpu_name
 from memscale.simulation.kernels.shapes import (
     exchanged,
@@ -145,7 +144,7 @@ class CpuScratch:
         if not _may_take_memory(op, args, kwargs):
             return self._of_numbers(op, args, kwargs)
         tensors = tensors_in(args, kwargs)
-        if op._opname.startswith(_FACTORISES):
+        if op.overloadpacket.__name__.startswith(_FACTORISES):
             matrices = [tensor for tensor in tensors if tensor.dim() > 1]
             flops += sum(4 * tensor.numel() * max(tensor.shape[-2:]) for tensor in matrices)
             if flops > _LARGEST_PROBE_FLOPS:
@@ -177,7 +176,7 @@ class CpuScratch:
 
     def _of_numbers(self, op: OpOverload, args: Any, kwargs: Any) -> int:
         """Returns the bytes of a pointwise call's numbers: PyTorch makes each a tensor, and casts that if need be."""
-        is_pointwise = torch.Tag.pointwise in op.tags or op._opname.startswith("_foreach_")
+        is_pointwise = torch.Tag.pointwise in op.tags or op.overloadpacket.__name__.startswith("_foreach_")
         if not (is_pointwise and _has_numbers(args)) or torch.Tag.nondeterministic_seeded in op.tags:
             return 0
         if tensors_in((), kwargs):  # out=...: a kernel warns if it resizes that
@@ -270,7 +269,7 @@ def _cost(flops: int, tensors: Sequence[torch.Tensor]) -> int:
 
 def _may_take_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether `op` may take scratch memory for arguments with these layouts, so that it has to be probed."""
-    name = op._opname
+    name = op.overloadpacket.__name__
     tensors = tensors_in(args, kwargs)
     random = torch.Tag.nondeterministic_seeded in op.tags  # one more draw would change every later draw of the process
     scratch = rule_of(op).scratch

@@ -23,13 +23,12 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
-from torch.utils._pytree import tree_leaves, tree_map
 
+from memscale.core import OpOverload, pytrees
 from memscale.simulation.process.process_state import all_patched, patched
 from memscale.simulation.rules.norms import normalises_by_cudnn
-from memscale.simulation.rules.rule import AUTOCAST
+from memscale.simulation.rules.rule import AUTOCAST, without_autocast
 
 aten = torch.ops.aten
 
@@ -139,7 +138,8 @@ def cuda_fused() -> Iterator[None]:
     >>> y.grad_fn.name()
     'FusedRmsNormBackward0'
     """
-    runs = {op._opname: _outside_autocast(getattr(torch, op._opname), run) for op, run in FUSED.items()}
+    by_name = {op.overloadpacket.__name__: run for op, run in FUSED.items()}
+    runs = {name: _outside_autocast(getattr(torch, name), run) for name, run in by_name.items()}
     patches: list[tuple[Any, str, Any]] = [
         (holder, name, run)
         for name, run in runs.items()
@@ -299,7 +299,7 @@ class CudaAutocast:
         return run
 
     def _norm(self, op: OpOverload) -> Callable[..., Any]:
-        wide = getattr(torch.ops.aten.norm, _NORMS[f"norm.{op._overloadname}"])
+        wide = getattr(torch.ops.aten.norm, _NORMS[op.__name__])
 
         # The overload with a dtype takes these arguments by name, and the dispatcher passes no arguments at defaults.
         defaults = [(each.name, each.default_value) for each in op._schema.arguments]
@@ -314,7 +314,7 @@ class CudaAutocast:
 
     def _widest(self, op: OpOverload) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if self._casts(leaf)}
+            dtypes = {tensor.dtype for tensor in pytrees.tensors((args, kwargs)) if self._casts(tensor)}
             to = torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cuda")
             return below(op, *_from_the_last(lambda value: self._to(to, value), args, kwargs))
 
@@ -335,7 +335,7 @@ class CudaAutocast:
             return value
         cached = (
             dtype == torch.get_autocast_dtype("cuda") and value.dtype == torch.float32 and value.requires_grad
-        ) and (value.is_leaf and not value._is_view() and torch.is_autocast_cache_enabled())
+        ) and (value.is_leaf and value._base is None and torch.is_autocast_cache_enabled())
         if not cached:
             return value.to(dtype)
         if id(value) not in self._narrow:
@@ -346,13 +346,15 @@ class CudaAutocast:
 
 def _from_the_last(cast: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
     """Returns the arguments, cast from the last to the first: the C++ evaluation order in PyTorch's builds."""
-    named = {name: tree_map(cast, value) for name, value in reversed(kwargs.items())}
-    return [tree_map(cast, value) for value in reversed(args)][::-1], {name: named[name] for name in kwargs}
+    named = {name: pytrees.map_only(torch.Tensor, cast, value) for name, value in reversed(kwargs.items())}
+    return [pytrees.map_only(torch.Tensor, cast, value) for value in reversed(args)][::-1], {
+        name: named[name] for name in kwargs
+    }
 
 
 def below(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Returns the result of `op` on the cast arguments, below autocast, by its kernel in `FUSED` if it has one."""
-    with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+    with without_autocast():
         return FUSED.get(op, op)(*args, **kwargs)
 
 
@@ -364,9 +366,6 @@ def _refused(op: OpOverload) -> Callable[..., Any]:
 def _turn(*, on: bool) -> None:
     torch._C._dispatch_tls_set_dispatch_key_excluded(AUTOCAST, not on)
     torch._C._dispatch_tls_set_dispatch_key_included(AUTOCAST, on)
-
-
-_BELOW = torch._C.DispatchKeySet(AUTOCAST)
 
 
 def _overload(name: str) -> OpOverload | None:

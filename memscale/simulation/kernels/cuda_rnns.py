@@ -31,9 +31,7 @@ from memscale.simulation.rules.recurrences import (
     halved_together,
     stand_in,
 )
-from memscale.simulation.rules.rule import AUTOCAST, Capability
-
-_AUTOCAST = torch._C.DispatchKeySet(AUTOCAST)
+from memscale.simulation.rules.rule import Capability, without_autocast
 
 
 @contextmanager
@@ -92,7 +90,7 @@ def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -
             together, weights = halved_together(weights, mode, hidden, layers * (1 + bidirectional))
             states = [halved(value) for value in reversed(states)][::-1]
             data = halved(data)
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            with without_autocast():
                 found = RNN(data, weights, stride, together, *states, mode, hidden, projection, *options)
         else:
             flat = stand_in(weights) if are_flattened(weights) else None

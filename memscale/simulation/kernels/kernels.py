@@ -21,9 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._ops import OpOverload
 
-from memscale.core import RuntimeUnavailable, internals
+from memscale.core import OpOverload, RuntimeUnavailable, internals
 from memscale.hardware import Hardware, Work
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch

@@ -9,10 +9,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memscale.core import OpOverload
 from memscale.simulation.rules.layouts import ResultLayout, of_dtype, result_layout
 from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.rules.rule import CardTraits
@@ -210,7 +210,7 @@ def _parts(values: Any, tensors: list[torch.Tensor], loose: bool) -> tuple[Any, 
 
 
 _INTS, _PLAIN = {int}, {torch.Tensor, torch.nn.Parameter}
-# The C++ getters of the true device: device spoofing patches `Tensor.device` and `Tensor.is_cpu` in Python.
-_DEVICE = torch._C.TensorBase.device.__get__
-_IS_CPU = torch._C.TensorBase.is_cpu.__get__  # type: ignore[attr-defined]
+# The true device: device spoofing patches `Tensor.device` and `Tensor.is_cpu` after these getters are read.
+_DEVICE = torch.Tensor.device.__get__
+_IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _SHAPE, _DTYPE, _STRIDE = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.stride

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import optree
 import torch
-from torch._C._profiler import _ExtraFields_Allocation
 from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -34,6 +33,7 @@ Roles = Callable[[], Mapping[str, Iterable[torch.Tensor]]]
 #: Categories that no event shows; the caller names their tensors through ``roles``.
 ROLES = ("parameter", "optimizer state", "gradient", "input")
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
+_ALLOCATION = "[memory]"
 _CUDA = 1  # c10::DeviceType::CUDA, as the profiler writes it
 
 
@@ -274,8 +274,8 @@ def _read(recording: profile, device: torch.device) -> tuple[list[_Event], list[
     pending = [(root, False) for root in results.experimental_event_tree()]
     while pending:
         node, in_backward = pending.pop()
-        fields = node.extra_fields
-        if isinstance(fields, _ExtraFields_Allocation):
+        fields: Any = node.extra_fields
+        if node.name == _ALLOCATION:
             if fields.device == device:
                 events.append(_Event(node.start_time_ns, fields.ptr, fields.alloc_size, in_backward))
         elif not in_backward and node.name.startswith(_BACKWARD_NODE):

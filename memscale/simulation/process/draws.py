@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._ops import OpOverload
 
-from memscale.core import internals, simulated
+from memscale.core import OpOverload, internals, simulated
 from memscale.simulation.process.process_state import all_patched
 
 _SEED = 0  # arbitrary
@@ -166,7 +165,7 @@ def drawing_from(op: OpOverload) -> Callable[..., Any] | None:
     if op is torch.ops.aten.native_dropout.default:
         return _dropout
     names = [argument.name for argument in op._schema.arguments]
-    packet = getattr(torch.ops.aten, op._opname)
+    packet = getattr(torch.ops.aten, op.overloadpacket.__name__)
     for overload in (op, *(getattr(packet, name) for name in packet.overloads())):
         arguments = overload._schema.arguments
         takes = [argument for argument in arguments if "Generator" in str(argument.type)]

@@ -37,14 +37,11 @@ from torch import nn
 
 from memscale.core import is_alone, is_own_thread, one_at_a_time, own_threads
 
-_C: Any = torch._C
 _MISSING = object()
 _Settings = dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]
 
 _OF_THREAD: _Settings = {
-    "gradients": (torch.is_grad_enabled, _C._set_grad_enabled),
-    "multithreaded backward": (_C._is_multithreading_enabled, _C._set_multithreading_enabled),
-    "view replay": (_C._is_view_replay_enabled, _C._set_view_replay_enabled),
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
 }
 _OF_PROCESS: _Settings = {
     "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),

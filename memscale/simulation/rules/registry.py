@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torch._ops import OpOverload
-
+from memscale.core import OpOverload
 from memscale.simulation.rules import (
     attention,
     convolutions,

@@ -14,6 +14,7 @@ of another kernel: two passes double the bytes, and half the rate doubles the FL
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -193,6 +194,15 @@ def copy_after(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """
     return RESULTS, *taken(copied(args[0]))
 
+
+def without_autocast() -> AbstractContextManager[Any]:
+    """Returns a context below the autocast of a simulated card."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(included, excluded | _AUTOCAST)
+    return guard
+
+
+_AUTOCAST = torch._C.DispatchKeySet(AUTOCAST)
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

@@ -27,16 +27,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.algebra import is_transformed
-from memscale.core import internals
+from memscale.core import OpOverload, internals, pytrees
 from memscale.simulation.dispatch.step_recorder import StepRecorder
 from memscale.simulation.kernels.shapes import Kind, kind_of, tensors_in
 from memscale.simulation.process.process_state import all_patched, patched
@@ -88,7 +86,7 @@ class CompiledModules:
             yield
 
     def _run(self, module: nn.Module, call: Callable[..., Any], compiled: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytrees.flatten((args, kwargs))
         state = dict(module.named_parameters()) | dict(module.named_buffers())
         tensors = [*state.values(), *filter(torch.is_tensor, leaves)]
         key = (
@@ -97,6 +95,7 @@ class CompiledModules:
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             tuple(map(_layout, tensors)),
+            spec,
             repr([leaf for leaf in leaves if not torch.is_tensor(leaf)]),
         )
         if key not in self._programs:
@@ -190,9 +189,9 @@ class _Program:
         rest = [_TENSOR if torch.is_tensor(leaf) else leaf for leaf in leaves]
 
         def flat(*given: torch.Tensor) -> tuple[Any, ...]:
-            args, kwargs = pytree.tree_unflatten(_filled(rest, given[len(names) :]), spec)
+            args, kwargs = pytrees.unflatten(spec, _filled(rest, given[len(names) :]))
             with _reparametrize_module(module, dict(zip(names, given, strict=False))), _OnCpu():
-                results, self._spec = pytree.tree_flatten(call(*args, **kwargs))
+                results, self._spec = pytrees.flatten(call(*args, **kwargs))
             self._results = [_TENSOR if torch.is_tensor(result) else result for result in results]
             return tuple(result for result in results if torch.is_tensor(result))
 
@@ -210,7 +209,7 @@ class _Program:
             self._function(*map(_fake, (*state.values(), *passed)))
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        return pytree.tree_unflatten(_filled(self._results, self._function(*tensors)), self._spec)
+        return pytrees.unflatten(self._spec, _filled(self._results, self._function(*tensors)))
 
 
 def _check_compiler(module: nn.Module, compiled: Any) -> None:
@@ -276,7 +275,7 @@ class _OnCpu(TorchFunctionMode):
     """Makes tensors on the CPU where a traced module asks for CUDA, since the fake tensors of the trace are there."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs or {}))
+        args, kwargs = pytrees.map_only(object, _on_cpu, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -404,9 +403,9 @@ def _kind(node: Node) -> str:
     op = node.target
     if not isinstance(op, OpOverload) or op._schema.is_mutable or not _is_of_tensors(node.meta.get("val")):
         return "library"
-    if (kind_of(op) is Kind.RUN or op._opname == "_unsafe_view") and node.all_input_nodes:
+    if (kind_of(op) is Kind.RUN or op.overloadpacket.__name__ == "_unsafe_view") and node.all_input_nodes:
         return "view"
-    if str(op) in reductions.RULES or op._opname == "cat":  # older PyTorchs have no tag for reductions
+    if str(op) in reductions.RULES or op.overloadpacket.__name__ == "cat":  # older PyTorchs have no tag for reductions
         return "made"
     by_place = torch.Tag.pointwise in op.tags or op.namespace == "prims" or rule_of(op).by_place
     return "place" if by_place else "library"

@@ -295,7 +295,7 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeS
                 if distributed and tensor.requires_grad and tensor.is_leaf:
                     _swap(tensor, tensor.detach(), swapped)
                 continue
-            if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+            if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 raise ConfigError(
                     f"a {type(tensor).__name__} on {tensor.device} cannot be simulated; move the model to the CPU first"
                 )

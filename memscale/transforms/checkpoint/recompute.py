@@ -310,7 +310,7 @@ class _Frame:
                 own = [each for index, each in found.items() if index not in shared and (every or index < direct)]
                 args, kwargs = call.rebuild(values, objects)
             handles = refuse_backward_behind(own)
-            torch._C._set_grad_enabled(True)
+            torch.set_grad_enabled(True)
             _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
             run = snapshot.environment.context.copy().run
             try:
@@ -330,7 +330,7 @@ class _Frame:
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
         finally:
-            torch._C._set_grad_enabled(is_graded)
+            torch.set_grad_enabled(is_graded)
             for handle in handles:
                 handle.remove()
             if objects:

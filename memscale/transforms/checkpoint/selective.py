@@ -42,18 +42,13 @@ from memscale.transforms.checkpoint.results import (
 from memscale.transforms.labels import listeners
 
 # The results of these operators share the memory of their input but have their own version counters.
-_UNSAFE_VIEWS = frozenset(
-    {
-        torch.ops.aten._unsafe_view.default,
-        torch.ops.aten.unsafe_split.Tensor,
-        torch.ops.aten.unsafe_split_with_sizes.default,
-    }
-)
+_UNSAFE_VIEWS = frozenset(("aten::_unsafe_view", "aten::unsafe_split.Tensor", "aten::unsafe_split_with_sizes"))
+_CAST = "aten::_to_copy"
 
 
 def is_view(op: internals.OpOverload) -> bool:
     """Whether the result of `op` shares memory with an input; true for `_unsafe_view`, which ends every batched `@`."""
-    return op.is_view or op is torch.ops.aten._unsafe_view.default
+    return op.is_view or op.name() == "aten::_unsafe_view"
 
 
 class Misaligned(BaseException):
@@ -73,11 +68,11 @@ class _Kind(enum.Enum):
 def _kind(op: Any) -> _Kind:
     # A run and its recompute differ in views: autograd detaches the tensors that it saves, and a hook on a leaf, such
     # as an input of a recompute, makes a view.
-    if op in _UNSAFE_VIEWS:
+    if op.name() in _UNSAFE_VIEWS:
         return _Kind.SHARES
     if not isinstance(op, internals.OpOverload) or op.is_view:
         return _Kind.PASSES
-    if op is torch.ops.aten._to_copy.default:
+    if op.name() == _CAST:
         return _Kind.CASTS
     return _Kind.CHANGES if op._schema.is_mutable else _Kind.MAKES
 
@@ -314,7 +309,7 @@ class Replayer(_Watch):
         results = self._results
         if id(op) not in self._ops or is_unrecorded(self._depth):
             return op(*args, **kwargs)
-        if op is torch.ops.aten._to_copy.default and self._is_of_cached_cast(args[0]):
+        if op.name() == _CAST and self._is_of_cached_cast(args[0]):
             return op(*args, **kwargs)
         spec = call_spec(op, args, kwargs)
         if spec is None or (saved := results.by_call.get(spec)) is None:

@@ -103,6 +103,9 @@ def names(parts: list[Any], name: str) -> bool:
     return any(name in each for each in named)
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...], what: object) -> None:
     """Raises `TransformError` if a region under `torch.compile`, where no mode watches, may be unfit for pieces.
 
@@ -114,7 +117,7 @@ def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...
     """
     modules = _modules(parts)
     for module in modules:
-        if isinstance(module, internals.BatchNorm) and (module.training or module.running_mean is None):
+        if isinstance(module, _BATCH_NORMS) and (module.training or module.running_mean is None):
             raise TransformError(_BATCH_NORM.format(what=what, func=type(module).__name__))
     training = any(module.training for module in modules)
     if training not in watched and (normalizes or any(len(module._buffers) > 0 for module in modules)):

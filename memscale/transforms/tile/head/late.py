@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memscale.core import changed_error, described, in_process_group, internals, version
+from memscale.core import changed_error, described, in_process_group, pytrees, version
 from memscale.runtime import host_parameter_of, is_alone
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
@@ -72,7 +72,7 @@ class LateGradient(torch.Tensor):
             return one.plus(other)
         if func is _ADD_IN_PLACE and not kwargs and not isinstance(args[0], LateGradient):
             return args[1].added_to(args[0])
-        args, kwargs = internals.pytree.tree_map_only(LateGradient, LateGradient.settled, (args, kwargs or {}))
+        args, kwargs = pytrees.map_only(LateGradient, LateGradient.settled, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def plus(self, other: torch.Tensor) -> LateGradient:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from memscale.core import CorrectnessError, TransformError, internals, version
+from memscale.core import CorrectnessError, TransformError, pytrees, version
 from memscale.transforms.tile.head.loss import Step
 from memscale.transforms.tile.head.projection import Projection, Tiling
 from memscale.transforms.tile.head.tiled_loss import cross_entropy
@@ -91,7 +91,7 @@ class LazyLogits(torch.Tensor):
                 for relative in [reference() for reference in lazy.__dict__["recipe"].projection.lazy]:
                     if relative is not None:
                         materialize(relative)
-        args, kwargs = internals.pytree.tree_map_only(LazyLogits, materialize, (args, kwargs))
+        args, kwargs = pytrees.map_only(LazyLogits, materialize, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -181,14 +181,13 @@ def _changes_in_place(func: Any, kwargs: Any) -> bool:
 
 
 def _all(args: Any, kwargs: Any) -> list[LazyLogits]:
-    leaves = internals.pytree.tree_leaves((args, kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, LazyLogits)]
+    return [leaf for leaf in pytrees.flatten((args, kwargs))[0] if isinstance(leaf, LazyLogits)]
 
 
 def _derive(source: LazyLogits, step: Step, *, hidden: torch.Tensor | None = None, **changes: Any) -> LazyLogits:
     func, *arguments = step
     # Cloned, because the step is run later than the caller expects.
-    arguments = internals.pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), arguments)
+    arguments = pytrees.map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), arguments)
     recipe = dataclasses.replace(
         source.recipe,
         hidden=source.recipe.hidden if hidden is None else hidden,

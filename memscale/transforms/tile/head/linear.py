@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memscale.algebra import OwnForward
-from memscale.core import TransformError, internals
+from memscale.core import TransformError, internals, pytrees
 from memscale.regions import ArgumentSpec, Captures, Environment, holds
 from memscale.transforms.checkpoint import Checkpointed
 from memscale.transforms.tile.numbers import arguments_of, spelled
@@ -175,7 +175,7 @@ class _OnlyLinear(internals.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        dependent = any(id(value) in self._dependent for value in internals.pytree.tree_leaves((args, kwargs)))
+        dependent = any(id(value) in self._dependent for value in pytrees.flatten((args, kwargs))[0])
         fixed = [position for position in _PRODUCTS.get(name, ()) if id(args[position]) not in self._dependent]
         if dependent and not (func.is_view or name in _LINEAR or fixed or name == "prim::device"):
             raise _NotLinear
@@ -186,9 +186,9 @@ class _OnlyLinear(internals.TorchDispatchMode):
         # Raised before the operator runs: fake tensors update small real constants, so a counter would count.
         if func._schema.is_mutable:
             written = [given.get(argument.name) for argument in func._schema.arguments if argument.is_write]
-            if any(id(value) not in self._dependent for value in internals.pytree.tree_leaves(written)):
+            if any(id(value) not in self._dependent for value in pytrees.flatten(written)[0]):
                 raise _NotLinear
         result = func(*args, **(kwargs or {}))
         if dependent:
-            self._dependent.update((id(value), value) for value in internals.pytree.tree_leaves(result))
+            self._dependent.update((id(value), value) for value in pytrees.flatten(result)[0])
         return result
