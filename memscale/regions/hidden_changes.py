@@ -57,10 +57,8 @@ def _storage_or_itself(tensor: torch.Tensor) -> Any:
 
 def memory_of(tensor: torch.Tensor) -> int:
     """Returns a key of the memory of `tensor`. A sparse tensor has no storage and no views; its own id is the key."""
-    try:
-        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
+    storage = _storage_or_itself(tensor)
+    return id(tensor) if storage is tensor else storage._cdata
 
 
 def assigned(now: Sequence[Any], before: Sequence[Any]) -> list[int]:
