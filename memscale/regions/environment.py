@@ -93,7 +93,7 @@ class Environment:
             if self._counted:
                 del self._counted[sum(isinstance(state, torch.Tensor) for _, state in used) :]
         if self._host is not None:
-            self.uses_host_random = randomness.differ(self._host, randomness.host_state())
+            self.uses_host_random = randomness.differs(self._host, randomness.host_state())
             if not self.uses_host_random:
                 self._host = None
         elif randomness.host_positions(here) != self._host_positions:
@@ -105,15 +105,15 @@ class Environment:
     def has_drawn(self) -> bool:
         """Whether a generator whose state was taken has advanced."""
         moved = [randomness.differ(generator.get_state(), state) for generator, state in self._random or ()]
-        return any(moved) or (self._host is not None and randomness.differ(self._host, randomness.host_state()))
+        return any(moved) or (self._host is not None and randomness.differs(self._host, randomness.host_state()))
 
     @contextmanager
     def draw_watch(self) -> Iterator[None]:
         """Runs the body, an operator that may draw random numbers, and sets `drew` if it did."""
         shared = [generator for generator, _ in (self._random or ())[: self._shared]]
-        before = list(map(_state, shared))
+        before = randomness.draw_marks(shared)
         yield
-        self.drew |= any(map(randomness.differ, before, map(_state, shared)))
+        self.drew |= before != randomness.draw_marks(shared)
 
     @contextmanager
     def reinstate(self) -> Iterator[None]:

@@ -86,7 +86,7 @@ class HostGenerator:
 
 
 def differ(a: Any, b: Any) -> bool:
-    """Whether two states of a generator differ, or two results of `host_state`."""
+    """Whether two states of a generator differ."""
     if isinstance(a, torch.Tensor):
         return _bytes(a) != _bytes(b)
     return pickle.dumps(a) != pickle.dumps(b)
@@ -96,6 +96,12 @@ def _bytes(state: torch.Tensor) -> bytes:
     # Read as raw bytes (generator states live in host memory): the caller's dispatch modes would see any tensor
     # operator here, `numpy()` included, and a fake mode refuses real tensors.
     return (ctypes.c_char * state.nbytes).from_address(state.data_ptr()).raw
+
+
+def draw_marks(generators: list[Any]) -> list[Any]:
+    """Returns a value for each of `generators` that changes when the generator is drawn from."""
+    states = [each.get_state() for each in generators]
+    return [_bytes(state) if isinstance(state, torch.Tensor) else state for state in states]
 
 
 def _position_of_python(own: random.Random) -> Any:
@@ -164,3 +170,8 @@ def set_host_state(state: tuple[Any, Any]) -> None:
     """Restores the states that `host_state` returned."""
     random.setstate(state[0])
     np.random.set_state(state[1])
+
+
+def differs(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    """Whether two results of `host_state` differ."""
+    return a[0] != b[0] or any(not np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
