@@ -25,6 +25,12 @@ except ImportError as error:
 _LOOP = Loop(keeps_output=True)
 
 
+def _passes(trainer: lightning.Trainer) -> int:
+    # Lightning calls `zero_grad` between `training_step` and backward: as in the second of two accumulated passes,
+    # gradients are in memory while the model runs.
+    return max(2, int(trainer.accumulate_grad_batches))
+
+
 class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types are skipped
     """Wraps a LightningModule during a fit, including the trials of a batch size finder.
 
@@ -66,13 +72,13 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
         if stage != "fit":
             return
         if type(pl_module).configure_model is lightning.LightningModule.configure_model:
-            self.wrapping.wrap(_trained(pl_module), trainer.accumulate_grad_batches)
+            self.wrapping.wrap(_trained(pl_module), _passes(trainer))
         elif "configure_model" not in pl_module.__dict__:
             configure = pl_module.configure_model
 
             def configured() -> None:
                 configure()
-                self.wrapping.wrap(_trained(pl_module), trainer.accumulate_grad_batches)
+                self.wrapping.wrap(_trained(pl_module), _passes(trainer))
 
             pl_module.configure_model = configured
             self._unconfigured = weakref.ref(pl_module)

@@ -21,7 +21,7 @@ from memscale.history import keep_measured
 from memscale.legacy.comparison import StepComparison
 from memscale.legacy.decision import Terms, Verdict, decide, hardware_of
 from memscale.legacy.headline import headline, planned_text
-from memscale.legacy.hooks import idle, is_a_step_of_its_own, leave, listen
+from memscale.legacy.hooks import LoopWatch, idle, is_a_step_of_its_own, leave, listen
 from memscale.legacy.huggingface import caches_off, caches_on
 from memscale.legacy.installation import Installation
 from memscale.legacy.log import LOG, announce, say
@@ -38,7 +38,7 @@ ATTRIBUTE = "_memscale_executor"
 DETACHED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 # Attributes that `_begin` sets anew in a copy of the executor.
-_OF_PROCESS = {"_own", "_optimizing", "_headline", "_comparison", "_server", "_lock", "_planning_thread"}
+_OF_PROCESS = {"_own", "_optimizing", "_headline", "_comparison", "_server", "_lock", "_planning_thread", "_watch"}
 
 
 class Executor:
@@ -106,6 +106,7 @@ class Executor:
         self._headline: str | None = None  # the last line that was printed
         self._comparison: StepComparison | None = None
         self._server: Server | None = None
+        self._watch = LoopWatch()
         self._lock = threading.RLock()  # held while a plan is made and installed
         self._planning_thread: int | None = None  # the id of the thread that plans, whose own calls ask for no plan
 
@@ -246,8 +247,8 @@ class Executor:
         verdict = str(self.plan) if self.skipped is None else wrapped(f"unchanged: {self.skipped}")
         planned = planned_text(self._verdict, self.config)
         lines = [f"{self._kind} on {self.hardware}", wrapped(self.step_text()), *planned, verdict]
-        if self._looked and (text := self.idle_text()) is not None:
-            lines.append(text)
+        if self._looked:
+            lines += filter(None, (self.idle_text(), self._watch.text(self._kind)))
         lines += self._optimizing.text()
         if self._comparison is not None and self._comparison.text:
             lines.append(wrapped(self._comparison.text))
@@ -381,8 +382,9 @@ class Executor:
             self._server.metrics.after_step()
         if not self._looked:
             self._looked = True
-            if (text := self.idle_text()) is not None:
+            for text in filter(None, (self.idle_text(), self._watch.text(self._kind))):
                 LOG.warning("%s", text)
+        self._watch.after_step()
         if self._comparison is not None:
             self._comparison.after_step(model, optimizer)
 
@@ -399,6 +401,10 @@ class Executor:
                 pass
         if not torch.is_grad_enabled() or self._planning_thread is not None:
             return
+        if self._watch.watches and is_a_step_of_its_own(model):
+            self._watch.called(model)
+            if self._watch.finds_gradients and self._plans.between_steps and self._terms.loop.accumulate == 1:
+                self._plan_with_gradients(self._plans)
         shapes = shapes_of((args, kwargs))
         if not self._plans.serves(shapes):
             if not is_a_step_of_its_own(model):
@@ -406,6 +412,16 @@ class Executor:
             with self._lock:
                 self._follow(self._plans, args, kwargs, shapes)
         self._plans.between_steps = False
+
+    def _plan_with_gradients(self, plans: PlansByShapes) -> None:
+        """Makes this and all later plans for a loop whose gradients are in memory while the forward runs."""
+        self.follow(dataclasses.replace(self._terms.loop, accumulate=2))
+        plans.forget()
+        announce(
+            self.config,
+            f"gradients are in memory as {self._kind} is called, so it is planned again for accumulate=2; "
+            "zero_grad() before that call, if no pass accumulates, takes less memory",
+        )
 
     def _follow(self, plans: PlansByShapes, args: Any, kwargs: Any, shapes: Shapes) -> None:
         if not self.is_attached or (wanted := plans.due(shapes)) is None:

@@ -73,6 +73,53 @@ def is_a_step_of_its_own(model: nn.Module) -> bool:
     )
 
 
+class LoopWatch:
+    """Observes the first two steps of a training loop for memory that a plan for one pass leaves out.
+
+    Attributes:
+        finds_gradients: whether gradients were in memory as a forward began.
+        calls: the most calls of the model that began before a backward, by the parameters: no step has changed them
+            between these calls, and no gradient was in memory.
+    """
+
+    _STEPS = 2
+
+    def __init__(self) -> None:
+        self.finds_gradients = False
+        self.calls = 1
+        self._steps = 0
+        self._versions: list[int] = []  # the sum of the parameters' versions at each call of the present step
+
+    @property
+    def watches(self) -> bool:
+        """Whether the loop is still observed."""
+        return self._steps < self._STEPS
+
+    def called(self, model: nn.Module) -> None:
+        """Called before each call of `model` in a training step."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if all(parameter.grad is None for parameter in trained):
+            self._versions.append(sum(parameter._version for parameter in trained))
+            self.calls = max(self.calls, self._versions.count(self._versions[-1]))
+        elif self._steps or self._versions:  # gradients in the very first call are from before the loop
+            self.finds_gradients = True
+
+    def after_step(self) -> None:
+        """Called after each step of the model's optimizer."""
+        self._steps += 1
+        self._versions.clear()
+
+    def text(self, kind: str) -> str | None:
+        """Describes calls that share a backward; None if each call has its own."""
+        if self.calls == 1:
+            return None
+        return (
+            f"this {kind} was called {self.calls} times before a backward, and the plan is for one call: each further "
+            "call keeps its activations as well, so the step takes more than planned; make these calls in the forward "
+            "of one module and wrap that module, or call the model once with the batches in one"
+        )
+
+
 class Listener(Protocol):
     """The interface for observers of optimizer steps."""
 

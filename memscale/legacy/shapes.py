@@ -82,6 +82,11 @@ class PlansByShapes:
         wanted = waited if waited is not None and covers(waited, shapes) else shapes
         return None if self._covers(wanted) else wanted
 
+    def forget(self) -> None:
+        """Drops all plans: the next call plans for the shapes of the present plan, or for larger ones of its own."""
+        self._waiting, self.present = self._waiting or self.present, None
+        self.known.clear()
+
     def find(self, shapes: Shapes) -> tuple[Verdict, Shapes] | None:
         """Returns a verdict that covers `shapes`, with its shapes; after `MOST_PLANS`, the last verdict for any."""
         for larger, verdict in self.known.items():

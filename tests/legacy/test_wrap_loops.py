@@ -1,0 +1,114 @@
+"""wrap keeps its budget in common loops: with gradients in memory during the forward, or two calls for a backward."""
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import memscale as ms
+from memscale.simulation.measured import training_roles
+
+MIB = 2**20
+BUDGET = 34 * MIB  # a step as written takes 36, and with gradients in memory during the forward 40 or 42
+QUIET = ms.Config(enable_logging=False)
+MARK_BYTES = 13  # of an allocation that shows where a step begins
+
+
+def made():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    return model, torch.optim.AdamW(model.parameters()), torch.randn(512, 256)
+
+
+def clears_before_backward(model, optimizer, x):
+    loss = cross_entropy(model(x), x.argmax(1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def fills_with_zeros(model, optimizer, x):
+    loss = cross_entropy(model(x), x.argmax(1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def accumulates(model, optimizer, x):
+    for _ in range(2):
+        loss = cross_entropy(model(x), x.argmax(1))
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clears_first(model, optimizer, x):
+    optimizer.zero_grad()
+    clears_before_backward(model, optimizer, x)
+
+
+def peaks(step, model, optimizer, x, steps):
+    """The peak bytes of each step by PyTorch's allocator."""
+
+    def train():
+        for _ in range(steps):
+            torch.empty(MARK_BYTES, dtype=torch.uint8)
+            step(model, optimizer, x)
+        torch.empty(MARK_BYTES, dtype=torch.uint8)
+
+    total = ms.measure(train, roles=training_roles(model, optimizer, x)).timeline.total_bytes
+    changes = np.diff(total)
+    marks = np.flatnonzero((changes[:-1] == MARK_BYTES) & (changes[1:] == -MARK_BYTES))
+    return [int(total[begin + 2 : end + 1].max()) for begin, end in itertools.pairwise(marks)]
+
+
+@pytest.mark.parametrize("step", [clears_before_backward, fills_with_zeros, accumulates])
+def test_gradients_in_memory_during_the_forward_are_planned_from_the_next_step_on(step):
+    model, optimizer, x = made()
+    plain, plain_optimizer, _ = made()
+    ms.wrap(model, QUIET, sample_input=x, budget=BUDGET)
+    first = ms.Executor.of(model).plan
+    assert max(peaks(step, model, optimizer, x, 4)[2:]) <= BUDGET
+    assert ms.Executor.of(model).plan != first
+    for _ in range(4):
+        step(plain, plain_optimizer, x)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_loop_that_clears_gradients_first_is_planned_once():
+    model, optimizer, x = made()
+    ms.wrap(model, QUIET, sample_input=x, budget=BUDGET)
+    first = ms.Executor.of(model).plan
+    assert max(peaks(clears_first, model, optimizer, x, 3)) <= BUDGET
+    assert ms.Executor.of(model).plan is first
+
+
+def test_two_calls_before_one_backward_are_named(caplog, capsys):
+    model, optimizer, x = made()
+    ms.wrap(model, QUIET, budget=BUDGET * 2)
+    with caplog.at_level(logging.WARNING, logger="memscale"):
+        (model(x) - model(2 * x)).abs().mean().backward()
+        optimizer.step()
+    assert "was called 2 times before a backward" in caplog.text
+    assert "in the forward of one module" in caplog.text
+    ms.report(model)
+    assert "was called 2 times" in capsys.readouterr().out
+
+
+def test_two_calls_with_a_backward_each_are_no_finding(caplog):
+    model, optimizer, x = made()
+    ms.wrap(model, QUIET, budget=BUDGET * 2)
+    with caplog.at_level(logging.WARNING, logger="memscale"):
+        for _ in range(2):  # as in sharpness-aware minimization, which moves the weights and clears gradients
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(parameter.grad, alpha=0.1)
+            optimizer.zero_grad()
+        optimizer.step()
+    assert not caplog.text
