@@ -74,7 +74,7 @@ def is_a_step_of_its_own(model: nn.Module) -> bool:
 
 
 class LoopWatch:
-    """Observes the first two steps of a training loop for memory that a plan for one pass leaves out.
+    """Observes two steps of a training loop, or 64 calls, for memory that a plan for one pass leaves out.
 
     Attributes:
         finds_gradients: whether gradients were in memory as a forward began.
@@ -82,32 +82,35 @@ class LoopWatch:
             between these calls, and no gradient was in memory.
     """
 
-    _STEPS = 2
+    _STEPS, _CALLS = 2, 64
 
     def __init__(self) -> None:
         self.finds_gradients = False
         self.calls = 1
-        self._steps = 0
-        self._versions: list[int] = []  # the sum of the parameters' versions at each call of the present step
+        self._steps = self._watched = 0
+        self._version = self._alike = 0  # the sum of the parameters' versions, and the calls of this step with that sum
 
     @property
     def watches(self) -> bool:
         """Whether the loop is still observed."""
-        return self._steps < self._STEPS
+        return self._steps < self._STEPS and self._watched < self._CALLS
 
     def called(self, model: nn.Module) -> None:
         """Called before each call of `model` in a training step."""
+        self._watched += 1
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if all(parameter.grad is None for parameter in trained):
-            self._versions.append(sum(parameter._version for parameter in trained))
-            self.calls = max(self.calls, self._versions.count(self._versions[-1]))
-        elif self._steps or self._versions:  # gradients in the very first call are from before the loop
+            version = sum(parameter._version for parameter in trained)
+            self._alike = self._alike + 1 if version == self._version else 1
+            self._version = version
+            self.calls = max(self.calls, self._alike)
+        elif self._watched > 1:  # gradients in the very first call are from before the loop
             self.finds_gradients = True
 
     def after_step(self) -> None:
         """Called after each step of the model's optimizer."""
         self._steps += 1
-        self._versions.clear()
+        self._alike = 0
 
     def text(self, kind: str) -> str | None:
         """Describes calls that share a backward; None if each call has its own."""
