@@ -42,6 +42,7 @@ class Sharded:
         on_card: whether the simulated device has memory of its own.
 
     Attributes:
+        tensors: the sharded parameters of this rank, also where a forward has left gathered parameters in the modules.
         offloaded: the parameters whose shards stay in host memory, by `CPUOffloadPolicy`.
         pins: whether the offloaded shards are in pinned memory.
 
@@ -54,10 +55,11 @@ class Sharded:
             check_followed(module)
         self._replicas: list[Any] = [module for module in modules if _is_of(module, _DDP)]
         self._states: list[Any] = _fsdp_states(modules)
-        self._cut = {
-            id(group) for group in self._groups if not any(each.sharded_param.is_meta for each in group.fsdp_params)
-        }
-        kinds = {state.mesh.device_type for group in self._groups if (state := group.mesh_info) is not None}
+        groups = [group for state in self._states for group in fsdp_groups(state)]
+        self._parameters: list[Any] = [parameter for group in groups for parameter in group.fsdp_params]
+        self.tensors = [parameter.sharded_param for parameter in self._parameters]
+        self._cut = {id(group) for group in groups if not any(each.sharded_param.is_meta for each in group.fsdp_params)}
+        kinds = {state.mesh.device_type for group in groups if (state := group.mesh_info) is not None}
         if other := sorted(kinds - _MESHES):
             raise ConfigError(
                 f"the model is sharded over a mesh of {other[0]!r} devices, whose streams are not simulated; shard it "
@@ -72,19 +74,6 @@ class Sharded:
             )
         self.offloaded = [parameter.sharded_param for parameter in offloaded]
         self.pins = any(parameter.pin_memory for parameter in offloaded)
-
-    @property
-    def _groups(self) -> list[Any]:
-        return [group for state in self._states for group in fsdp_groups(state)]
-
-    @property
-    def _parameters(self) -> list[Any]:
-        return [parameter for group in self._groups for parameter in group.fsdp_params]
-
-    @property
-    def tensors(self) -> list[Any]:
-        """The sharded parameters of this rank, also where a forward has left gathered parameters in the modules."""
-        return [parameter.sharded_param for parameter in self._parameters]
 
     def cut(self, module: nn.Module) -> Iterator[list[tuple[int, Any]]]:
         """Yields a list of (bytes of the whole parameter, shard) for each group of parameters that was not on meta.

@@ -277,7 +277,7 @@ class Simulation:
         The order is that of `Module.to`, since the neighbours of a storage decide where free memory arises later.
         """
         storages, seen = self.mode.storages, set[int]()
-        if self._kernels.is_cuda:
+        if self._kernels.is_cuda and self._sharded.tensors:
             self._record_shards()
         streams = any(True for module in self.scope.modules for _ in placing_in(module))
         flattens = self._kernels.is_cuda and not streams
