@@ -6,39 +6,10 @@ from torch import nn
 
 import memscale as ms
 from memscale.planning.engine import DecisionEngine
-from memscale.planning.parts.rows import cuts_of_row
-from memscale.simulation import analyse
 from tests.planning.test_plan import CPU
 from tests.support.models import TransformerBlock
 
 ROUNDS = ms.Config(mode="aggressive")  # rows may be cut
-
-
-class _Loop(nn.Module):
-    """Two blocks by turns, so many times."""
-
-    def __init__(self, rounds):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)])
-        self.rounds = rounds
-
-    def forward(self, x):
-        for _ in range(self.rounds):
-            for block in self.blocks:
-                x = block(x)
-        return x
-
-
-def test_what_runs_at_each_round_of_a_loop_is_not_cut():
-    """Of two cells in 24 rounds the smallest plan took 28 s and not 5: pieces are many operators to simulate."""
-    cut = []
-    for rounds in (2, 9):
-        step = {"loss": lambda y, _: y.square().mean(), "hardware": CPU, "config": ROUNDS}
-        search = DecisionEngine(_Loop(rounds), torch.ones(16, 16), **step).searches[0]
-        menu = search.menu.for_part(search.parts[0], search.plain)
-        cut.append(any("tile" in candidate.techniques for candidate in menu))
-        assert any("checkpoint" in candidate.techniques for candidate in menu)
-    assert cut == [True, False]
 
 
 class _Own(nn.Module):
@@ -110,16 +81,3 @@ def test_a_segment_of_a_convnet_begins_in_one_module_and_ends_in_the_next():
     assert any(isinstance(cut, tuple) for cut in rule.transform.cuts)
     assert plan.evidence.planned.taken_bytes <= plan.evidence.budget_bytes
     assert plan.evidence.planned.step_seconds < 1.1 * plan.evidence.plain.step_seconds
-
-
-def test_cuts_of_a_row_take_less_time_for_more_bytes():
-    layers = [[nn.Conv2d(8 if at else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()] for at in range(3)]
-    model, batch = nn.Sequential(*[each for layer in layers for each in layer]), torch.ones(8, 3, 64, 64)
-    step = {"loss": lambda y, _: y.square().mean()}
-    plain = DecisionEngine(model, batch, hardware=CPU, **step).searches[0].plain
-    plans = [ms.Plan({"": ms.checkpoint(cuts=cuts)}) for cuts in cuts_of_row(model, "", plain)]
-    steps = [ms.profile(model, batch, plan=plan, hardware=plain.hardware, **step) for plan in plans]
-    times, peaks = [each.step_seconds for each in steps], [each.peak_bytes for each in steps]
-    assert len(plans) > 2
-    assert times[0] > 1.1 * min(times)
-    assert peaks[0] < peaks[-1] < analyse(plain).peak_bytes

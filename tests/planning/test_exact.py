@@ -97,6 +97,12 @@ def test_at_most_one_percent_above_the_optimum(parts, alike, seed):
         assert choice.bound <= best * (1 + 1e-5)  # which counts changes as a trace of time
 
 
+def test_no_more_moves_than_the_host_has_room_for():
+    costs, cap = _network(0, 12, alike=False), 1 << 28
+    choice = Chooser(costs, LinkRates(1e12, 1e12, cap)).fastest(0.9 * costs.held_bytes(costs.as_it_is).max())
+    assert 0 < sum(menu[at].out_bytes for menu, at in zip(costs.effects, choice.assignment, strict=True)) <= cap
+
+
 def test_of_many_parts_a_choice_is_as_near_to_the_bound():
     costs = _network(1, 80, alike=True)
     as_it_is = costs.held_bytes(costs.as_it_is).max()

@@ -1,7 +1,6 @@
 """The seconds of a step's parts, by running them: what is one part, which runs count, and what is left alone."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -122,46 +121,6 @@ def test_a_busy_machine_keeps_nothing(monkeypatch, tmp_path):
     assert "nothing was measured" in note
     assert "probe=True when the machine is quiet" in note
     assert not [path for path in tmp_path.rglob("*.json") if "parts" in str(path)]
-
-
-def samples(*rows):
-    return [part_times._Sample(*row) for row in rows]
-
-
-def test_interrupted_runs_and_runs_that_fault_do_not_count():
-    clean = [(2.0, False, 0), (3.0, False, 0), (4.0, False, 0)]
-    assert part_times._clean(samples((1.0, True, 0), *clean, (5.0, False, 900))) == [2.0, 3.0, 4.0]
-    # A result that the system maps in every run faults in every run.
-    assert part_times._clean(samples((2.0, False, 900), (3.0, False, 902))) == [2.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        ([(2.0, False, 0)] * 3, True),
-        ([(2.0, False, 0)] * 2 + [(2.0, True, 0)] * 9, False),
-        ([(2.0, False, 0), (9.0, False, 0), (9.0, False, 0)], False),  # the runs do not agree
-    ],
-)
-def test_a_step_is_clean_where_enough_runs_are(rows, expected, monkeypatch):
-    monkeypatch.undo()
-    assert part_times._is_clean({"part": [samples(*rows)]}) is expected
-
-
-def test_a_few_short_calls_may_be_interrupted(monkeypatch):
-    monkeypatch.undo()
-    long, short = samples(*[(1.0, False, 0)] * 3), samples(*[(0.01, True, 0)] * 3)
-    assert part_times._is_clean({"part": [long, short]})
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="Linux alone tells who waits for a core")
-def test_a_thread_that_waits_for_a_core_is_seen():
-    late, never = 1 << 62, 1 << 40  # more nanoseconds waited, and more cores lost, than there will be
-    with part_times._watching(lambda: 0.0) as (before, after):
-        _, switches, faults, waited = before()
-        assert after((0.0, never, faults, late)).interrupted is False
-        assert after((0.0, never, faults, waited - 10**9)).interrupted is True
-        assert after((0.0, switches - 1, faults, late)).interrupted is True
 
 
 def test_the_callers_tensors_and_random_numbers_are_left_alone():
