@@ -1,16 +1,19 @@
-"""Explains errors of a cast region in which an operator was given two floating dtypes."""
+"""Explains what cannot work in a cast region: two floating dtypes in one operator, and `torch.utils.checkpoint`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
 
-from memscale.core import MemscaleError, TransformError
+from memscale.core import MemscaleError, TransformError, pytrees
+from memscale.regions import OperatorWatch
 
 # How PyTorch's error messages spell dtypes: "BFloat16", "c10::BFloat16", "Half", "bfloat16".
 _SPELLINGS = {
@@ -39,6 +42,39 @@ def explained(how: object, roots: Iterable[nn.Module], kept: tuple[str, ...]) ->
             "converted, so one of them comes from a tensor that the region makes or converts itself (a table of "
             f"positions, a mask, .float()); convert that tensor to the dtype of the other, .to(x.dtype){keep}"
         ) from error
+
+
+class RecomputeWatch(OperatorWatch):
+    """Raises `TransformError` at an operator on a cast weight inside `torch.utils.checkpoint`.
+
+    Such a function runs again in backward, after the cast has ended, and would find the weights in their own dtype.
+    """
+
+    def __init__(self, how: object, roots: Iterable[nn.Module], weights: Collection[torch.Tensor]) -> None:
+        super().__init__()
+        self._how = how
+        self._paths = {id(module): (path, module) for root in roots for path, module in root.named_modules()}
+        self._weights = set(map(id, weights))
+        self._region = sys._getframe(1).f_code  # of the caller, which runs the region
+
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if any(id(tensor) in self._weights for tensor in pytrees.tensors((args, kwargs))):
+            self._refuse_recompute()
+        return func(*args, **kwargs)
+
+    def _refuse_recompute(self) -> None:
+        frame, path, module = sys._getframe(1), "", None
+        while frame.f_code is not self._region and frame.f_back is not None:
+            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                place = f"{type(module).__name__} {path!r}" if module is not None else "a function of the region"
+                raise TransformError(
+                    f"{self._how!r}: {place} runs inside torch.utils.checkpoint, which runs it again in backward, when "
+                    "its weights have their own dtype again; put the cast on the modules that are checkpointed, or "
+                    "use checkpoint() in the plan in place of torch.utils.checkpoint (in transformers, call "
+                    "model.gradient_checkpointing_disable())"
+                )
+            path, module = self._paths.get(id(frame.f_locals.get("self")), (path, module))
+            frame = frame.f_back
 
 
 def named_in(message: str) -> list[torch.dtype]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +31,7 @@ from memscale.core import (
 )
 from memscale.regions import Captures, copying_ahead, functorch_state, hidden_changes, without_dynamo
 from memscale.transforms.cast.between import adapted
-from memscale.transforms.cast.clashes import explained
+from memscale.transforms.cast.clashes import RecomputeWatch, explained
 from memscale.transforms.cast.containers import Containers
 from memscale.transforms.cast.converted import Converted, substituted
 from memscale.transforms.cast.doubles import Doubles
@@ -72,7 +73,7 @@ class Casted(Transformed):
         traceable: whether a compiler can trace the region: the forward of a module that owns all captured tensors, or a
             function of its arguments alone.
         watched_in_training: whether a call in training mode has shown that the region changes no cast buffer.
-        watched: the train/eval flags with which a call has been watched for changes that autograd does not see.
+        watched: the train/eval flags, and the grad mode, with which a call has been watched for what a cast loses.
     """
 
     def __init__(self, fn: Callable[..., Any], how: Cast) -> None:
@@ -282,7 +283,7 @@ def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
     containers = Containers(lambda tensor: copies.of(tensor, inside))
     lost: list[torch.Tensor] = []
     lies_between = adapted(captures.survey, how.compute, natural)
-    flags = captures.flags
+    flags = (*captures.flags, torch.is_grad_enabled())
     try:
         with copying_ahead():  # also for tensors inside objects among the arguments
             args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
@@ -293,12 +294,20 @@ def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
             explained(how, captures.roots, how.keep),
         ):
             made = copies.made()
-            with hidden_changes.refused(
-                made,
-                lambda index: _describe(copies.original(made[index]), copies, captures, leaves),
-                how,
-                f"goes to a copy in another dtype. {_remedy(how)}",
-                watch=flags not in self.watched and not functorch_state.active(),
+            watch = flags not in self.watched and not functorch_state.active()
+            weights = {id(tensor) for _, _, tensor in captures.tensors}
+            cast_weights = [copy for copy in made if id(copies.original(copy)) in weights]
+            with (
+                hidden_changes.refused(
+                    made,
+                    lambda index: _describe(copies.original(made[index]), copies, captures, leaves),
+                    how,
+                    f"goes to a copy in another dtype. {_remedy(how)}",
+                    watch=watch,
+                ),
+                RecomputeWatch(how, captures.roots, cast_weights)
+                if watch and flags[-1]
+                else nullcontext(),
             ):
                 result = self.fn(*args, **kwargs)
     finally:

@@ -647,6 +647,41 @@ def test_a_table_that_a_region_makes_is_named_and_not_the_batch():
         ms.profile(model, x, plan={"": cast()}, loss=lambda y, _: y.sum())
 
 
+class Checkpointing(nn.Module):
+    """A model that calls `torch.utils.checkpoint` on its blocks, and on a function without weights."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)) for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+        return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_cast_around_torch_utils_checkpoint_is_refused_in_the_forward_and_its_remedy_works(reentrant):
+    torch.manual_seed(0)
+    model, x = Checkpointing(reentrant), torch.randn(4, 6, requires_grad=True)
+    fit = ms.transform(model, {"": cast()})
+    if not reentrant:  # the reentrant one warns of a call that needs no gradient
+        with torch.no_grad():
+            fit(x)
+    for _ in range(2):
+        with pytest.raises(TransformError, match=r"Sequential 'blocks\.0' runs inside torch\.utils\.checkpoint.*; put"):
+            fit(x)
+    fit = ms.transform(model, {"blocks.*": cast()})
+    fit(x).square().sum().backward()
+    assert all(parameter.grad.dtype is FP32 for parameter in model.parameters())
+    around = ms.transform(model.blocks, {"*": cast()})
+    torch.utils.checkpoint.checkpoint(around[0], x, use_reentrant=reentrant).sum().backward()
+    alone = ms.transform(nn.ModuleList([Checkpointing(reentrant)]), {"0": cast()})[0]
+    alone.blocks = nn.ModuleList()
+    alone(x).sum().backward()
+
+
 def test_an_error_of_the_region_itself_stays_what_it_is():
     def fails(x):
         raise RuntimeError("a float of its own")
