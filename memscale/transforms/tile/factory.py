@@ -40,6 +40,7 @@ from memscale.transforms.tile.packed_pieces import packed_pieces_of
 from memscale.transforms.tile.pieces import Source
 from memscale.transforms.tile.rowwise import (
     RowwiseWatch,
+    index_explained,
     names,
     refuse_changed_arguments,
     refuse_compiled,
@@ -246,6 +247,7 @@ class Tiled(Transformed):
                     result = run(*piece_args, **piece_kwargs)
             else:
                 with (
+                    index_explained(repr(self.how), length, cut.total),
                     nullcontext() if ahead is None else ahead.piece(number, leaves),
                     refuse_changed_arguments(piece_args, piece_kwargs, repr(self.how)) if watch else nullcontext(),
                 ):

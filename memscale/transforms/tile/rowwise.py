@@ -7,6 +7,7 @@ detected here; `memscale.verify` compares numbers.
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from memscale.regions import (
     refuse_iterators,
     takes_batch_statistics,
 )
+from memscale.transforms.tile.numbers import arguments_of
 from memscale.transforms.tile.pieces import Take
 
 _BATCH_NORM = (
@@ -54,6 +56,8 @@ class RowwiseWatch(OperatorWatch):
             # An operand of torch.func is left out: torch.func itself refuses in-place changes of it.
             if not internals.functorch.is_functorch_wrapped_tensor(tensor)
         }
+        # The integers among them and all that is computed from these; held, so that no other tensor gets their memory.
+        self._integers = {memory_of(tensor): tensor for _, tensor in shared if _is_integer(tensor)}
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_unrecorded():
@@ -68,7 +72,32 @@ class RowwiseWatch(OperatorWatch):
                     for tensor in pytrees.tensors(given.get(argument.name)):  # a list, in the `_foreach` operators
                         self._refuse_shared(tensor)
                         self._refuse_some_rows(tensor)
-        return func(*args, **kwargs)
+        if self._integers and _takes_index(func):
+            self._refuse_index(arguments_of(func, args, kwargs))
+        result = func(*args, **kwargs)
+        if self._integers and any(memory_of(each) in self._integers for each in pytrees.tensors((args, kwargs))):
+            self._integers |= {memory_of(each): each for each in pytrees.tensors(result) if _is_integer(each)}
+        return result
+
+    def _refuse_index(self, given: Mapping[str, Any]) -> None:
+        indexed = given["self"]
+        if "dim" in given:
+            by_dim = {given["dim"] % max(indexed.dim(), 1): given["index"]}
+        else:
+            by_dim = dict(enumerate(given["indices"]))
+        for piece, dim in self._pieces.items():
+            index = by_dim.get(dim)
+            if (
+                index is not None
+                and memory_of(index) in self._integers
+                and memory_of(indexed) not in self._shared
+                and indexed.shape[dim] == piece.shape[dim]
+            ):
+                raise TransformError(
+                    f"{self._what}: the region picks rows by an index of shape {list(index.shape)} that is the same "
+                    "for every piece, and a piece has only some of the rows (a graph's edges point to all nodes); "
+                    "tile a part of it that computes each row by itself, or use checkpoint()"
+                )
 
     def _refuse_shared(self, tensor: torch.Tensor) -> None:
         name = self._shared.get(memory_of(tensor))
@@ -89,6 +118,18 @@ class RowwiseWatch(OperatorWatch):
                     f"{self._what}: the region changes some rows of an argument of shape {list(piece.shape)} in place, "
                     "and would change those of every piece; use checkpoint() for this region, or write out of place"
                 )
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+@functools.lru_cache(maxsize=4096)
+def _takes_index(func: Any) -> bool:
+    """Whether an operator reads or writes positions of `self` along a dimension by a tensor of integers."""
+    kinds = {argument.name: str(argument.type) for argument in func._schema.arguments}
+    by_dim = kinds.keys() >= {"self", "dim"} and kinds.get("index") == "Tensor"
+    return by_dim or ("self" in kinds and kinds.get("indices", "").startswith("List"))
 
 
 def _modules(parts: list[Any]) -> list[nn.Module]:
@@ -144,6 +185,24 @@ def refuse_stored_tensors(captures: Captures, what: str) -> None:
                     f"{what}: the region stores a tensor of shape {list(value.shape)} under {key!r}, and of several "
                     "pieces only the last would remain; return it from the region instead, or use checkpoint()"
                 )
+
+
+_OUT_OF_BOUNDS = re.compile(r"index (\d+) is out of bounds for dimension \d+ with size (\d+)")
+
+
+@contextmanager
+def index_explained(what: str, length: int, total: int) -> Iterator[None]:
+    """Explains PyTorch's error of an index that is no row of the piece of `length` rows, but one of all `total`."""
+    try:
+        yield
+    except IndexError as error:
+        found = _OUT_OF_BOUNDS.search(str(error))
+        if found is None or int(found[2]) != length or int(found[1]) >= total:
+            raise
+        raise TransformError(
+            f"{what}: the region picks row {found[1]} of {total} where a piece has {length} ({error}); tile a part of "
+            "it that computes each row by itself, or use checkpoint()"
+        ) from error
 
 
 # Autograd's error about an in-place change of a piece or of a view of one. It says the same of the outputs of `split`.

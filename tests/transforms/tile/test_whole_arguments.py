@@ -63,3 +63,40 @@ def test_a_module_that_the_first_piece_makes_is_refused_once():
     region(torch.ones(4, 2)).sum().backward()
     assert model[1] is made
     assert made.weight.grad is not None
+
+
+def by_gather(nodes, edges):
+    return nodes + nodes.gather(0, edges[0, : len(nodes), None].expand(-1, nodes.shape[1]))
+
+
+def by_index(nodes, edges):
+    loops = torch.cat([edges, torch.arange(3).repeat(2, 1)], dim=1)  # an index that is computed from an argument
+    return nodes + torch.zeros_like(nodes).index_add(0, loops[1], torch.tanh(nodes)[loops[0]])
+
+
+@pytest.mark.parametrize("last", [3, 10], ids=["edges among the first rows", "edges among all rows"])
+@pytest.mark.parametrize("region", [by_index, by_gather])
+def test_a_graph_whose_edges_point_into_the_rows_is_refused_before_it_indexes(region, last):
+    """PyTorch's own error was out of bounds, and among the first rows there was none: wrong numbers."""
+    nodes, edges = torch.randn(10, 4), torch.randint(0, last, (2, 30))
+    region(nodes, edges)
+    with pytest.raises(ms.TransformError, match=r"picks rows by an index of shape .* is the same for every piece.*use"):
+        ms.tile(chunks=2)(region)(nodes, edges)
+
+
+def test_an_index_that_is_cut_and_points_beyond_its_piece_is_explained():
+    nodes, parent = torch.randn(10, 4), torch.full((10,), 9)
+    with pytest.raises(ms.TransformError, match=r"picks row 9 of 10 where a piece has 5 \(index 9 is out"):
+        ms.tile(chunks=2)(lambda nodes, parent: nodes + nodes[parent])(nodes, parent)
+    with pytest.raises(IndexError, match="index 12"):  # an error of the region itself
+        ms.tile(chunks=2)(lambda nodes, parent: nodes + nodes[parent])(nodes, torch.full((10,), 12))
+
+
+def test_an_index_into_a_table_or_along_another_dimension_is_no_index_of_rows():
+    table, order = torch.randn(5, 4), torch.tensor([2, 0, 1, 3, 4])  # as long as a piece
+
+    def region(rows, table, order):
+        return rows[:, order[:4] % 4] + table[order][:1]
+
+    rows = torch.randn(10, 4)
+    assert torch.equal(ms.tile(chunks=2)(region)(rows, table, order), region(rows, table, order))
