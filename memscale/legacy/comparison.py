@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -50,19 +51,28 @@ class StepComparison:
             names = ("parameter", "buffer", "gradient", "optimizer state")
             self._predicted = {name: int(live[name].max()) for name in names if name in live}
             self._predicted["peak"] = verdict.plan.evidence.planned.peak_bytes
+        self._first: weakref.ref[torch.optim.Optimizer] | None = None  # its steps are those of the loop
         self._steps = 0 if self._predicted or keep_found is not None else 2
         self._former_peak_bytes = _peak_bytes(model)
         self._began = 0.0
 
-    def after_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Called after each step of `optimizer`: notes the time of the first step, and compares after the second."""
+    def after_step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, own: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        """Called after each step of one of the model's `own` optimizers, `optimizer`.
+
+        Notes the time of the first step of the loop, and compares after the second.
+        """
+        self._first = self._first or weakref.ref(optimizer)
+        if self._first() is not optimizer:
+            return
         self._steps += 1
         if self._steps > 2:
             return
         began, self._began = self._began, self._now(model)
         if self._steps < 2:
             return
-        found = _resident(model, optimizer)
+        found = _resident(model, own)
         peak = _peak_bytes(model)
         if peak > self._former_peak_bytes:  # otherwise an earlier moment of the process had the highest peak
             found["peak"] = peak
@@ -96,15 +106,18 @@ class StepComparison:
         say(self._config, self.text, logging.WARNING)
 
 
-def _resident(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    parameters = list(model.parameters())
-    states = [dict(optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state]
-    below = {id(tensor) for tensor in optimizer.below()} if isinstance(optimizer, TransformedOptimizer) else set()
+def _resident(model: nn.Module, own: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
+    parameters, states, below = list(model.parameters()), [], set()
+    for optimizer in own:
+        states += [dict(optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state]
+        below |= {id(tensor) for tensor in optimizer.below()} if isinstance(optimizer, TransformedOptimizer) else set()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # The optimizer may have freed them, and sparse ones are planned as dense ones.
+    are_planned = gradients and not any(gradient.is_sparse for gradient in gradients)
     return {
         "parameter": _nbytes(parameters),
         "buffer": _nbytes(model.buffers()),
-        **({"gradient": _nbytes(gradients)} if gradients else {}),  # the optimizer may have freed them
+        **({"gradient": _nbytes(gradients)} if are_planned else {}),
         "optimizer state": _nbytes(tensor for tensor in tensors(states) if id(tensor) not in below),
     }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +96,33 @@ def decide(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None
     Warns:
         RuntimeWarning: the step is too large and could not be planned, so the rule applies.
     """
-    verdict = _decided(model, batch, optimizer, terms)
+    with _dense_gradients(model, terms.config) if optimizer is None else nullcontext():
+        return _recorded(model, batch, optimizer, terms, _decided(model, batch, optimizer, terms))
+
+
+@contextmanager
+def _dense_gradients(model: nn.Module, config: Config) -> Iterator[None]:
+    """Within the body the embeddings of `model` have dense gradients: AdamW takes no sparse ones.
+
+    The dense ones of a table take more memory than the sparse ones, if the batch has fewer entries than the table.
+    """
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    sparse = {path: each for path, each in model.named_modules() if isinstance(each, embeddings) and each.sparse}
+    if sparse:
+        say(config, f"sparse gradients count as dense ones, of AdamW: {', '.join(map(repr, sparse))}")
+    try:
+        for module in sparse.values():
+            module.sparse = False
+        yield
+    finally:
+        for module in sparse.values():
+            module.sparse = True
+
+
+def _recorded(
+    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms, verdict: Verdict
+) -> Verdict:
+    """Returns `verdict`, with the recorded run if `terms` ask for one."""
     if terms.history is None or verdict.profile is None:
         return verdict
     profile, plan = verdict.profile, verdict.plan

@@ -386,7 +386,7 @@ class Executor:
                 LOG.warning("%s", text)
         self._watch.after_step()
         if self._comparison is not None:
-            self._comparison.after_step(model, optimizer)
+            self._comparison.after_step(model, optimizer, self._own)
 
     def before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The forward pre-hook: switches to a plan for this call if one is due, an existing plan or a new one.

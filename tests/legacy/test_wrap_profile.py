@@ -113,3 +113,50 @@ def test_a_copy_detaches_itself_and_leaves_the_profile_behind(travel):
 def test_a_policy_leaves_a_model_on_a_cpu_to_its_config():
     model = ms.wrap(convnet(), ms.Config(auto_policy=True, **QUIET))  # and warns of nothing
     ms.detach(model)
+
+
+class Table(nn.Module):
+    """A large table with sparse gradients before layers worth a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20_000, 32, sparse=True)
+        self.layers = nn.Sequential(
+            *[nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]
+        )
+
+    def forward(self, tokens):
+        return self.layers(self.table(tokens))
+
+
+def test_a_model_with_sparse_gradients_is_planned_as_with_dense_ones(caplog):
+    """AdamW takes no sparse gradients, so that the simulation failed, and a wrapped model's second step with it."""
+    caplog.set_level(logging.INFO)
+
+    def trained(wrapped):
+        torch.manual_seed(0)
+        model, tokens = Table(), torch.randint(0, 20_000, (32, 64))
+        if wrapped:
+            ms.wrap(model, ms.Config(), tokens, budget="16MiB")
+        optimizers = torch.optim.SparseAdam(model.table.parameters()), torch.optim.AdamW(model.layers.parameters())
+        for _ in range(3):
+            model.zero_grad()
+            model(tokens).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return model
+
+    plain, model = trained(False), trained(True)
+    executor = ms.Executor.of(model)
+    assert executor.plan
+    assert executor.skipped is None
+    assert executor.predicted_bytes <= 16 * 2**20 < executor.step_bytes
+    assert model.table.sparse
+    assert model.table.weight.grad.is_sparse
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert "sparse gradients count as dense ones, of AdamW: 'table'" in caplog.text
+    assert "the real step's bytes (parameter, buffer, optimizer state) are within" in str(executor)
+    ms.detach(model)
+    dense = Table()
+    with ms.optimize(dense, torch.optim.SGD(dense.parameters(), lr=0.1), ms.Config(**QUIET)):
+        assert dense.table.sparse  # an optimizer that is known says itself what it takes
