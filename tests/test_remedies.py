@@ -179,7 +179,7 @@ REMEDIES = {
     "budget='0'": (lambda: plan("0"), r"budget=0 is 0 bytes"),
     "hardware='cuda'": (
         lambda: profile(layer(), torch.ones(1, 4), hardware="cuda"),
-        "or leave hardware out for the device",
+        r"leave hardware=\.\.\. out for the device",
     ),
     "budget='80'": (lambda: plan("80"), "write budget='80GiB'"),
     "budget=80.0": (lambda: plan(80.0), "write '80GiB'"),

@@ -204,6 +204,8 @@ def as_option(argument: Argument, known: Collection[str]) -> str:
         return f"--optimizer {argument.of.lower()}-fused"
     if argument.name == "loss" and "hf" in known:
         return "loss in the (model, batch_fn, loss) of --hf"
+    if argument.name == "hardware" and "gpu" in known:
+        return "--gpu"
     if argument.name not in known:
         return str(argument)
     option = f"--{argument.name.replace('_', '-')}"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memscale.core import ConfigError
+from memscale.core import Argument, ConfigError
 
 
 @dataclass(frozen=True)
@@ -278,10 +278,11 @@ def by_name(name: str) -> Card:
         known_ones = f"; the nearest are {', '.join(map(repr, nearest))}, and `memscale cards` lists all"
     else:
         known_ones = f". Known are {', '.join(card.name for card in CARDS)}"
+    left_out = Argument("", "hardware")
     raise ConfigError(
-        f"no card is called {name!r}{known_ones}; describe any other with Hardware(name=..., device_type=..., "
-        "memory_bytes=...), or leave hardware out for the device that the model is on"
-    )
+        f"no card is called {name!r}{known_ones}; leave {left_out} out for the device that the model is on, or describe "
+        "any other in Python with Hardware(name=..., device_type=..., memory_bytes=...)"
+    ).naming(left_out)
 
 
 def _plain(name: str) -> str:

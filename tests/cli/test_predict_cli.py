@@ -379,6 +379,7 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--optimizer", "lbfgs"], ", rprop, sgd, also with -fused or -foreach, got 'lbfgs'"),
         (["--optimizer", "muon"], "--optimizer muon: "),
         (["--gpu", "h10"], "no card is called 'h10'; the nearest are 'h100'"),
+        (["--gpu", "h10"], "lists all; leave --gpu out for the device that the model is on, or describe any other in"),
         (["--dtype", "fp8"], "--dtype must be one of fp32, float32, bf16, bfloat16, fp16, float16, got 'fp8'"),
         (["--plan", "ofload"], "'ofload' is no file, and no transform of this model on"),
         (
