@@ -25,6 +25,7 @@ from memscale.core.host import (
     folder_on_disk,
     is_in_memory,
     read_or_empty,
+    state_folder,
 )
 from memscale.core.http import http_request
 from memscale.core.misuse import by_name, shown, takes_no

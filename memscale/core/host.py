@@ -1,4 +1,4 @@
-"""Queries of the host: the RAM available to this process under its cgroup limits, and folders on a disk."""
+"""Queries of the host: the RAM available to this process under its cgroup limits, and folders of the user."""
 
 from __future__ import annotations
 
@@ -121,3 +121,11 @@ def _field(path: Path, name: str) -> int | None:
         if len(words) > 1 and words[0] == name:
             return int(words[1])
     return None
+
+
+def state_folder() -> Path:
+    """Returns ``$MEMSCALE_STATE`` or memscale's folder in the user's state folder, and creates it if needed."""
+    usual = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "memscale"
+    folder = Path(os.environ.get("MEMSCALE_STATE") or usual)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder

@@ -14,7 +14,7 @@ import torch
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import HISTORY, MemscaleError, tensors
+from memscale.core import HISTORY, MemscaleError, state_folder, tensors
 from memscale.history.database import History
 from memscale.history.remote import Remote, send
 from memscale.history.run import Run
@@ -101,11 +101,8 @@ def is_address(place: object) -> bool:
 
 def queue_path() -> Path:
     """Returns the file in which runs wait: ``$MEMSCALE_HISTORY``, or a file in the user's state folder."""
-    if chosen := os.environ.get(HISTORY):
-        return Path(chosen)
-    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "memscale"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder / "history.db"
+    chosen = os.environ.get(HISTORY)
+    return Path(chosen) if chosen else state_folder() / "history.db"
 
 
 def _added(run: Run, path: str | os.PathLike[str] | None) -> Run | None:

@@ -258,14 +258,6 @@ def secret_key(folder: Path) -> str:
     return path.read_text().strip()
 
 
-def state_folder() -> Path:
-    """Returns ``$MEMSCALE_STATE`` or the user's state folder, and creates it if needed."""
-    usual = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "memscale"
-    folder = Path(os.environ.get("MEMSCALE_STATE") or usual)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
-
-
 def host_of(url: str) -> str:
     """Returns the host name in a URL, as allowed in the ``Host`` header."""
     return urlsplit(url).hostname or ""

@@ -7,7 +7,8 @@ from pathlib import Path
 import dj_database_url
 from csp.constants import NONE, SELF
 
-from memscale.server.commands import host_of, secret_key, state_folder
+from memscale.core import state_folder
+from memscale.server.commands import host_of, secret_key
 
 FOLDER = Path(__file__).parent
 STATE = state_folder()

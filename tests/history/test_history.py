@@ -222,9 +222,22 @@ def test_a_baseline_keeps_one_run_of_each_step(profile, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=r"cannot be written: no room; pass a file"):
             baseline.write(Run.of(profile, "c"))
     assert baseline.runs() == [runs[2], runs[0]], "a write that fails loses nothing"
-    baseline.path.write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"the baseline .* cannot be read: the text is no run of memscale"):
-        baseline.runs()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"hello\n", r"line 1 of the baseline '.*' is no run; restore the file from version control, or remove it"),
+        (b"{}\n", r"line 1 of the baseline '.*' is no run: the text is no run of memscale.*; restore"),
+        (b"\xff\xfe", r"the baseline '.*' is no text; restore"),
+    ],
+)
+def test_a_baseline_of_something_else_is_an_error_without_a_parsers_words(tmp_path, content, said):
+    (tmp_path / "memory.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=said) as error:
+        Baseline(tmp_path / "memory.jsonl").runs()
+    assert "codec" not in str(error.value)
+    assert "Expecting" not in str(error.value)
 
 
 def test_text_for_other_tools(profile, monkeypatch):
