@@ -109,7 +109,9 @@ class Baseline:
                 found.append(Run.from_json(line))
             except ConfigError as error:
                 why = "" if isinstance(error.__cause__, ValueError) else f": {error}"  # a parser's words say nothing
-                raise ConfigError(f"line {number} of the baseline {str(self.path)!r} is no run{why}; {remedy}") from error
+                raise ConfigError(
+                    f"line {number} of the baseline {str(self.path)!r} is no run{why}; {remedy}"
+                ) from error
         return found
 
     def run(self, name: str, hardware: str) -> Run | None:

@@ -95,7 +95,7 @@ def test_every_name_means_one_card():
      ("v100", "'v100-16', 'v100-32'"), ("mi300", "'mi300x'"), ("RTX 409O", "'rtx-4090'")],
 )  # fmt: skip
 def test_unknown_names_are_told_the_nearest_and_where_all_are(name, nearest):
-    said = f"no card is called '{name}'; the nearest are {nearest}.*, and `memscale cards` lists all; leave hardware=... out for"
+    said = f"no card is called '{name}'; the nearest are {nearest}.*, and `memscale cards` lists all; leave hardware="
     with pytest.raises(ConfigError, match=said):
         Hardware.named(name)
 

@@ -305,9 +305,7 @@ def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
                     f"goes to a copy in another dtype. {_remedy(how)}",
                     watch=watch,
                 ),
-                RecomputeWatch(how, captures.roots, cast_weights)
-                if watch and flags[-1]
-                else nullcontext(),
+                RecomputeWatch(how, captures.roots, cast_weights) if watch and flags[-1] else nullcontext(),
             ):
                 result = self.fn(*args, **kwargs)
     finally:
