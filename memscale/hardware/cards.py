@@ -280,8 +280,8 @@ def by_name(name: str) -> Card:
         known_ones = f". Known are {', '.join(card.name for card in CARDS)}"
     left_out = Argument("", "hardware")
     raise ConfigError(
-        f"no card is called {name!r}{known_ones}; leave {left_out} out for the device that the model is on, or describe "
-        "any other in Python with Hardware(name=..., device_type=..., memory_bytes=...)"
+        f"no card is called {name!r}{known_ones}; leave {left_out} out for the device that the model is on, or "
+        "describe any other in Python with Hardware(name=..., device_type=..., memory_bytes=...)"
     ).naming(left_out)
 
 
