@@ -37,7 +37,7 @@ memscale.core: Argument Assembled BudgetError COLUMNS Check ConfigError Correctn
     format_bytes format_count format_flops format_seconds format_unlike found_once from_data fsdp_groups fsdp_groups_of
     history_path http_request in_process_group in_rows in_runs integer internals is_alone is_in_memory is_of_modules
     is_own_thread joining matches misfit modules_in numbers one_at_a_time optional own_threads package pytrees
-    read_or_empty respelled row_label
+    read_or_empty respelled row_label state_folder
     scalar_loss shown simulated simulating simulation spellings
     table_lines takes_no template tensors unflatten validate version versions wrapped written
 memscale.crashes: Explanation Holder explain
