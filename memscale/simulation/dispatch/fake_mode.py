@@ -56,6 +56,7 @@ aten = torch.ops.aten
 
 _CPU, _CARD = torch.device("cpu"), torch.device("cuda", 0)
 _LARGEST_GUESS = 1 << 25
+_LARGEST_STATE = 1 << 16  # bytes: numbers that optimizers compute, and tables of codes, are smaller
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _KNOWN, _IS_META = attrgetter("known"), attrgetter("is_meta")
 
@@ -160,7 +161,9 @@ class FakeMode(TorchDispatchMode):
             return self.recorder.enter(operator, op(*args, **kwargs), effect)
         if operator.kind is Kind.IN_PLACE:
             return self._in_place(call, effect)
-        if call.known and all(nbytes <= LARGEST_KNOWN for nbytes in effect.layout.storage_bytes):
+        # Zeros of an optimizer's states are as large as the parameters, and hardly any optimizer reads them.
+        most = _LARGEST_STATE if self.recorder.course.optimizing else LARGEST_KNOWN
+        if call.known and all(nbytes <= most for nbytes in effect.layout.storage_bytes):
             with contextlib.suppress(NotImplementedError):  # the CPU lacks a kernel of the device
                 return self._compute(call, effect)
         if operator.chooses and tensors and tensors[0].numel() <= _LARGEST_GUESS:
