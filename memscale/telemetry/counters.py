@@ -5,14 +5,13 @@ from __future__ import annotations
 from bisect import bisect
 from typing import NamedTuple
 
-SCHEMA = 3
+SCHEMA = 4
 MOST = 100  # the largest count that is reported; more is reported as this
 
 #: The verbs and the commands that are counted.
 CALLS = ("detach", "optimize", "plan", "predict", "transform", "wrap")
 COMMANDS = ("cards", "demo", "explain", "frontier", "history", "plan", "predict", "tune")
 
-_ARCHITECTURES = "convnet decoder embedding encoder encoder_decoder mixture recurrent state_space other"
 _TECHNIQUES = (
     "cast checkpoint compensate_rounding offload offload_states quantize_states round_stochastically "
     "step_in_backward step_in_groups tile"
@@ -33,7 +32,6 @@ DIMENSIONS = {
     name: Dimension(tuple(buckets.split()), tuple(calls.split()))
     for name, buckets, calls in (
         ("params", "<1e7 1e7 1e8 1e9 1e10 >=1e11", _OF_MODELS),
-        ("architecture", _ARCHITECTURES, _OF_MODELS),
         ("technique", _TECHNIQUES, "plan transform wrap"),
         ("mode", "aggressive balanced conservative", "optimize plan wrap"),
         ("pressure", "<0.5 <0.85 <0.95 <1 <1.5 <3 >=3", "plan predict wrap"),

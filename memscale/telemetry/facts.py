@@ -98,66 +98,12 @@ def _outcome(call: VerbCall) -> str:
     return "skipped" if skipped or getattr(call.result, "fits", True) is False else "fits"
 
 
-def architecture_of(model: nn.Module) -> str:
-    """Returns the kind of a model by the shapes of its parameters; names of classes and modules are not read.
-
-    >>> import torch
-    >>> architecture_of(torch.nn.Conv2d(3, 8, 3)), architecture_of(torch.nn.LSTM(4, 4))
-    ('convnet', 'recurrent')
-    """
-    modules = list(model.modules())
-    total = _size(model)
-    embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
-    embedded = sum(map(_size, embeddings))
-    recurrent = sum(_size(each) for each in modules if isinstance(each, (nn.RNNBase, nn.RNNCellBase)))
-    convolved = sum(each.numel() for each in model.parameters() if each.dim() in (4, 5))
-    stacks = [each for each in modules if isinstance(each, (nn.ModuleList, nn.Sequential)) and _is_a_stack(each)]
-    attending = [stack for stack in stacks if _attends(stack[0])]
-    lists = [part for stack in stacks for block in stack for part in block.modules() if isinstance(part, nn.ModuleList)]
-    fused = any(each.dim() == 3 and len(each) >= 4 and min(each.shape) > 4 for each in model.parameters())
-    tables = {each.weight.shape for each in embeddings}
-    kinds = {
-        "other": not total,
-        "recurrent": 2 * recurrent > total - embedded,
-        "embedding": embedded > 0.8 * total,
-        "mixture": fused or any(_is_a_stack(each) and len(each) >= 4 and not _attends(each[0]) for each in lists),
-        "convnet": 2 * convolved > total,
-        "state_space": any(_scans(stack[0]) for stack in stacks),
-        "encoder_decoder": len({_shapes(stack[0]) for stack in attending}) > 1,
-        "decoder": attending and any(isinstance(each, nn.Linear) and each.weight.shape in tables for each in modules),
-        "encoder": attending,
-    }
-    return next((kind for kind, holds in kinds.items() if holds), "other")
-
-
 def _size(module: nn.Module) -> int:
     return sum(each.numel() for each in module.parameters())
 
 
-def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(each.shape) for each in module.parameters())
-
-
-def _is_a_stack(parts: nn.ModuleList | nn.Sequential) -> bool:
-    """Whether there are several parts, all with parameters of the same shapes."""
-    shapes = {_shapes(each) for each in parts}
-    return len(parts) > 1 and len(shapes) == 1 and shapes != {()}
-
-
-def _attends(block: nn.Module) -> bool:
-    """Whether the block has enough matrices for queries, keys, values, an output and a feed-forward layer."""
-    matrices = [each for each in block.parameters() if each.dim() == 2]
-    return len(matrices) >= 4 and len({min(each.shape) for each in matrices}) <= 3 and len(list(block.modules())) > 5
-
-
-def _scans(block: nn.Module) -> bool:
-    """Whether the block has a depthwise convolution over the sequence."""
-    return any(isinstance(each, nn.Conv1d) and each.groups == each.in_channels > 1 for each in block.modules())
-
-
 _TELLERS: dict[str, Callable[[VerbCall], str | list[str]]] = {
     "params": lambda call: counters.bucket("params", _size(call.model)),
-    "architecture": lambda call: architecture_of(call.model),
     "technique": _techniques,
     "mode": _mode,
     "pressure": _pressure,

@@ -169,7 +169,6 @@ def test_what_is_counted_of_each_verb(place):
     assert found[1].split() == [
         "plan_called",
         "params:<1e7",
-        "architecture:other",
         "technique:checkpoint",
         "mode:conservative",
         "pressure:<1.5",
@@ -263,7 +262,7 @@ def test_no_variable_switches_it_on(place, monkeypatch, stored):
 def test_a_new_schema_asks_again(place):
     chosen(State.ON)
     file = place / "consent.json"
-    file.write_text(file.read_text().replace('"schema": 3', '"schema": 2'))
+    file.write_text(file.read_text().replace('"schema": 4', '"schema": 3'))
     assert consent().state is State.LOCAL
     assert "`telemetry on` agrees to it" in consent().because
 
