@@ -22,6 +22,7 @@ from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.analysis import analyse
 from memscale.simulation.dispatch.lazy_values import NeedsValues
+from memscale.simulation.dispatch.step_recorder import place_of
 from memscale.simulation.dispatch.tape import Tape
 from memscale.simulation.measured.empirical import measured_profile
 from memscale.simulation.packed import about_experts
@@ -30,6 +31,7 @@ from memscale.simulation.process.draws import PYTHON_DRAWN, Draws, drawing
 from memscale.simulation.process.process_state import few_collections
 from memscale.simulation.results import Profile
 from memscale.simulation.sandbox.compiled_modules import as_text
+from memscale.simulation.sandbox.device_spoofing import needs_a_card
 from memscale.simulation.sandbox.sandbox import Simulation
 from memscale.simulation.step import Target, TrainingStep, about_compiled, about_key_values, hardware_for
 from memscale.simulation.trace import Trace
@@ -178,45 +180,36 @@ def _with_the_draws_that_take_most(steps: _Steps, step: TrainingStep, target: Ta
 
 
 def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...], draws: Draws) -> Trace:
-    """Returns the trace of the step with device spoofing and compiled graphs, or without them where the step fails.
+    """Returns the trace of the step with device spoofing, or without it where the step's branch for CUDA needs a card.
 
-    The notes of the trace name each fallback.
+    A note of the trace names such a branch by what it reads. Every other error is the step's own.
     """
     said: tuple[str, ...] = ()
-    fault: Exception
-    for as_graphs in (True, False):
-        faults: list[Exception] = []
-        followed: set[int] = set()
-        for spoofs in (True, False):
-            with few_collections():
-                simulation = Simulation(
-                    steps.functions[-1],
-                    step.module,
-                    step.optimizer,
-                    step.batch,
-                    kernels=target.kernels,
-                    spoofs=spoofs,
-                    draws=draws,
-                    as_graphs=as_graphs,
-                )
-                try:
-                    return _simulated(simulation, steps, step, target, (*notes, *said), draws)
-                except ConfigError:
-                    raise
-                except Exception as error:  # an error of the step, raised below unless a fallback succeeds
-                    faults.append(error)
-            followed |= set() if simulation.compiled is None else simulation.compiled.followed
-            if simulation.spoofing is None or not simulation.spoofing.reads:
-                break
-            said += (
-                f"the step reads {', '.join(simulation.spoofing.reads)}, and its branch for a CUDA device cannot be "
-                f"simulated ({as_text(faults[-1])}); its branch for a CPU was simulated instead",
+    fault: Exception | None = None
+    while True:
+        with few_collections():
+            simulation = Simulation(
+                steps.functions[-1],
+                step.module,
+                step.optimizer,
+                step.batch,
+                kernels=target.kernels,
+                spoofs=fault is None,
+                draws=draws,
             )
-        fault = faults[0]  # the error with device spoofing: on the real device the step would fail with this one
-        if not followed:
-            break
-        said = (f"what the compiler makes of this step fails in the simulation ({as_text(fault)})",)
-    raise fault
+            try:
+                return _simulated(simulation, steps, step, target, (*notes, *said), draws)
+            except Exception as error:
+                if fault is not None:
+                    raise fault from error  # on the real device the step would fail with the first error
+                spoofing = simulation.spoofing
+                if spoofing is None or not spoofing.reads or not needs_a_card(error):
+                    raise
+                fault = error
+        said = (
+            f"the step reads {', '.join(spoofing.reads)}, and its branch for a CUDA device cannot be simulated "
+            f"({as_text(fault)}); its branch for a CPU was simulated instead",
+        )
 
 
 def _simulated(
@@ -399,7 +392,7 @@ def profile_of(
     except MemscaleError:
         raise
     except Exception as error:  # an error of the model, or of the simulation alone: a real step decides
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}{place_of(error)}"
         if step.module is not None and any(parameter.is_meta for parameter in step.module.parameters()):
             numbers = any(each.is_meta and not each.is_floating_point() for each in tensors_of(step.batch))
             zeros = ": its numbers on meta are taken for zeros, which may be padding to it, so give real ones"

@@ -143,7 +143,51 @@ def test_a_way_that_cannot_be_followed_is_noted_and_the_cpu_s_taken():
     assert profile.flops == simulated(lambda m, x: m.second(m.first(x))).flops
 
 
-def test_an_error_of_its_own_is_the_first_one():
+def _by_value(m, x):
+    return m.second(x) if m.first(x).sum() > 0 else m.first(x)
+
+
+NEEDS = {
+    "a library": (lambda m, x: __import__("a_library_for_cuda"), "ModuleNotFoundError"),
+    "a kernel": (lambda m, x: torch.ops.aten.cudnn_grid_sampler(x, x), "NotImplementedError"),
+    "a card": (lambda m, x: torch.cuda.get_rng_state(), "AssertionError"),
+    "values": (_by_value, "NeedsValues"),
+}
+
+
+@pytest.mark.parametrize(("branch", "error"), NEEDS.values(), ids=NEEDS)
+def test_a_branch_that_needs_a_card_or_values_is_noted_and_the_cpu_s_taken(branch, error):
+    notes = simulated(lambda m, x: branch(m, x) if x.is_cuda else m.first(x)).notes
+    assert any("its branch for a CUDA device cannot be simulated" in note and f"({error}:" in note for note in notes)
+
+
+def test_any_other_error_of_a_branch_is_its_own():
+    def forward(m, x):
+        if x.is_cuda:
+            raise ValueError("a mistake")
+        return m.first(x)
+
+    profiler = ms.MemoryProfiler(Forward(forward, first=nn.Linear(64, 64)), loss=mean, hardware="h100")
+    with pytest.raises(ValueError, match="a mistake"):
+        profiler.simulated(torch.randn(256, 64))
+
+
+def test_an_error_names_the_operator_and_its_module():
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(64, 32))
+    with pytest.raises(ms.MemscaleError, match=r"RuntimeError: mat1 and mat2 .*\(in aten::addmm of 1\)"):
+        ms.profile(model, torch.randn(256, 64), loss=mean, hardware="h100")
+
+
+def test_an_error_outside_of_operators_names_the_module():
+    class Broken(nn.Module):
+        def forward(self, x):
+            return x["rows"]
+
+    with pytest.raises(ms.MemscaleError, match=r"IndexError: .*\(in 1\)"):
+        ms.profile(nn.Sequential(nn.Linear(64, 64), Broken()), torch.randn(256, 64), loss=mean, hardware="h100")
+
+
+def test_an_error_of_both_branches_is_that_of_cuda():
     def forward(m, x):
         raise RuntimeError("on CUDA" if x.is_cuda else "on a CPU")
 

@@ -111,7 +111,11 @@ class FakeMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self._one_thread:
-            return self._answered(op, types, args, kwargs or {})
+            try:
+                return self._answered(op, types, args, kwargs or {})
+            except Exception as error:
+                self.recorder.place(error, op.name())
+                raise
 
     def _answered(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not _PLAIN.issuperset(types) and not all(

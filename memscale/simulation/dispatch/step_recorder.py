@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memscale.core import MemscaleError
 from memscale.hardware import Direction, knows_copies
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.operators import CallEffect, Operator
@@ -68,6 +69,12 @@ class Graphs:
         _, after = self._ran.pop(backward)
         while after:
             after.popleft()
+
+
+def place_of(error: Exception) -> str:
+    """Returns the notes on an error in parentheses, such as " (in aten::mm of layers.3)"; "" without notes."""
+    notes = getattr(error, "__notes__", ())
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 class StepRecorder:
@@ -129,6 +136,14 @@ class StepRecorder:
         node = self.made_as.get(node, node)
         place = bisect_right(self._first_nodes, node)
         return self._node_paths[place - 1] if place and node < self._next_node else ""
+
+    def place(self, error: Exception, operator: str = "") -> None:
+        """Notes on `error`, as `add_note` does, the operator and the module that raise it; the innermost place stays.
+
+        The errors of memscale say it in their message.
+        """
+        if not isinstance(error, MemscaleError) and not hasattr(error, "__notes__"):
+            error.__notes__ = [f"in {' of '.join(filter(None, (operator, self.path() or 'the step')))}"]
 
     def enter(
         self,

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.algebra import is_transformed
 from memscale.core import OpOverload, internals, pytrees
-from memscale.simulation.dispatch.step_recorder import StepRecorder
+from memscale.simulation.dispatch.step_recorder import StepRecorder, place_of
 from memscale.simulation.kernels.shapes import Kind, kind_of, tensors_in
 from memscale.simulation.process.process_state import all_patched, patched
 from memscale.simulation.rules import reductions
@@ -133,9 +133,9 @@ class CompiledModules:
 
 
 def as_text(error: Exception) -> str:
-    """Returns the class of an error and the first line of its message; for `AsWritten` the line alone."""
+    """Returns the class of an error, the first line of its message, and its place; for `AsWritten` the line alone."""
     first = next(iter(str(error).splitlines()), "")
-    return first if isinstance(error, AsWritten) else f"{type(error).__name__}: {first}"
+    return first if isinstance(error, AsWritten) else f"{type(error).__name__}: {first}{place_of(error)}"
 
 
 class _Same:

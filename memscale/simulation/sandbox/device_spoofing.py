@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from memscale.core import MemscaleError
 from memscale.hardware import Hardware
+from memscale.simulation.dispatch.lazy_values import NeedsValues
 from memscale.simulation.kernels.cuda_fused import CudaAutocast
 from memscale.simulation.process.process_state import all_patched, library_caches_bypassed, patched
 
@@ -31,6 +34,20 @@ _INSIDERS = (os.path.join(_TORCH, ""), os.path.join(str(Path(__file__).parents[2
 _SPOOFED = (os.path.join(_TORCH, "optim", ""), os.path.join(_TORCH, "amp", "autocast_mode.py"))
 _DEVICE = torch.device("cuda", 0)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+# Errors of code for a card where no card is: a missing library, an operator without a kernel, a kernel that refuses
+# tensors of a CPU. The modules raise other errors for the same reasons.
+_REFUSALS = (ImportError, NotImplementedError, RuntimeError)
+_OF_CUDA = ("torch.cuda", "triton", "cupy")
+
+
+def needs_a_card(error: Exception) -> bool:
+    """Whether `error` says that code for CUDA needs a card, or values; any other error is a mistake in the code."""
+    if isinstance(error, MemscaleError):
+        return isinstance(error, NeedsValues)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, _REFUSALS) or str(frame.f_globals.get("__name__")).startswith(_OF_CUDA)
 
 
 class DeviceSpoofing:

@@ -49,6 +49,9 @@ def calls_followed(recorder: StepRecorder, paths: dict[int, str]) -> Iterator[No
         recorder.modules.append(paths.get(id(module), type(module).__name__))
         try:
             return run(module, *args, **kwargs)
+        except Exception as error:
+            recorder.place(error)
+            raise
         finally:
             recorder.modules.pop()
 

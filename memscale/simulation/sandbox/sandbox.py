@@ -64,7 +64,6 @@ class Simulation:
         kernels: the kernels of the simulated device.
         spoofs: whether the step's own code sees the simulated device.
         draws: the random numbers that the step draws.
-        as_graphs: whether compiled modules run as the graphs that a compiler receives for a card.
     """
 
     def __init__(
@@ -77,9 +76,7 @@ class Simulation:
         kernels: Kernels,
         spoofs: bool = True,
         draws: Draws = Draws.SEEDED,
-        as_graphs: bool = True,
     ) -> None:
-        self._as_graphs = as_graphs
         self._draws = draws
         self._spoofs = spoofs and kernels.is_cuda
         self.spoofing: DeviceSpoofing | None = None
@@ -140,7 +137,7 @@ class Simulation:
             compiler: Any = importlib.import_module("torch._dynamo.eval_frame")
             stack.enter_context(patched(compiler, "_callback_from_stance", lambda callback: None))
             stack.enter_context(self.mode.randomness.installed(counts=self._kernels.device_type == "cpu"))
-            if self._as_graphs and self._kernels.is_cuda and (compiled := compiled_of(self.scope.modules)):
+            if self._kernels.is_cuda and (compiled := compiled_of(self.scope.modules)):
                 self.compiled = CompiledModules(self.mode.recorder, self._kernels.programs)
                 stack.enter_context(self.compiled.installed(compiled))
             self._record_residents()
