@@ -17,6 +17,9 @@ def square(output, _):
     return output.square().mean()
 
 
+STEP = {"loss": square, "hardware": CPU}
+
+
 class Towers(nn.Module):
     """Two towers, of which all pairs of rows meet: the whole model cannot be cut into rows, the towers can."""
 
@@ -50,13 +53,10 @@ def blocks():
 
 again = ms.checkpoint()
 CASES = {
-    # Pieces of two rows were the smallest: of four rows there was no plan with less than half a batch at once.
-    "four rows": (blocks, (torch.ones(4, 64, 16),), {"": ms.tile(chunks=4)}),
-    "rows around checkpoints": (blocks, (torch.ones(8, 64, 16),), {"": ms.tile(chunks=8), "*": again}),
     "towers": (
         Towers,
-        (torch.ones(8, 64, 16), torch.ones(8, 64, 16)),
-        {"one": ms.tile(chunks=8), "other": ms.tile(chunks=8)},
+        (torch.ones(4, 64, 16), torch.ones(4, 64, 16)),
+        {"one": ms.tile(chunks=4), "other": ms.tile(chunks=4)},
     ),
     "queries": (Queries, (torch.ones(8, 256, 16),), {"": ms.tile(chunks=8)}),
     "evaluated norms": (
@@ -67,16 +67,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("evaluated norms",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.deep] * (name not in QUICK)) for name in CASES])
 def test_the_smallest_plan_takes_as_little_as_one_by_hand(name):
     make, batch, rules = CASES[name]
     torch.manual_seed(0)
     model = make()
-    step = {"loss": square, "hardware": CPU}
-    plan = ms.DecisionEngine(model, batch, config=ROUNDS, **step).smallest()
-    hand = ms.profile(model, batch, plan=rules, **step)
+    is_as_small_as_by_hand(ms.DecisionEngine(model, batch, config=ROUNDS, **STEP), model, batch, rules)
+
+
+def is_as_small_as_by_hand(engine, model, batch, rules):
+    plan = engine.smallest()
+    hand = ms.profile(model, batch, plan=rules, **STEP)
     assert plan.evidence.planned.taken_bytes <= 1.001 * hand.taken_bytes  # one is 768 bytes of 2.4 MB above
-    assert ms.profile(model, batch, plan=plan, **step).taken_bytes == plan.evidence.planned.taken_bytes
+    assert ms.profile(model, batch, plan=plan, **STEP).taken_bytes == plan.evidence.planned.taken_bytes
     fit = ms.transform(model, plan)
     for each in (model, fit):
         each.zero_grad()
@@ -98,7 +104,14 @@ def test_the_smallest_exact_plan_of_a_potential_takes_no_more_than_checkpoints_b
 
 @pytest.fixture(scope="module")
 def engine():
-    return ms.DecisionEngine(blocks(), torch.ones(8, 64, 16), loss=square, hardware=CPU, config=ROUNDS)
+    torch.manual_seed(0)
+    return ms.DecisionEngine(blocks(), torch.ones(4, 64, 16), config=ROUNDS, **STEP)
+
+
+# Pieces of two rows were the smallest: of four rows there was no plan with less than half a batch at once.
+@pytest.mark.parametrize("inside", [{}, {"*": again}], ids=["rows", "rows around checkpoints"])
+def test_rows_of_the_whole_model_are_no_smaller_by_hand(engine, inside):
+    is_as_small_as_by_hand(engine, engine.model, (torch.ones(4, 64, 16),), {"": ms.tile(chunks=4), **inside})
 
 
 def test_budgets_between_steps_of_a_descent_are_kept_and_more_is_never_slower(engine):
