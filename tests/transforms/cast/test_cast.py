@@ -499,7 +499,7 @@ PLANS = {
 }
 
 
-QUICK = ("around layers in checkpoint", "nested")  # the compiler takes a second for each
+QUICK = ("nested",)  # the compiler takes a second for each; test_compiled.py has one around a checkpoint
 
 
 @pytest.mark.usefixtures("cast_in_one_graph")

@@ -69,7 +69,9 @@ def gradients(run: Any, module: nn.Module) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore:.*graph break")
-@pytest.mark.parametrize("make", [Scale, Child, Listed, Keyed, Named])
+@pytest.mark.parametrize(
+    "make", [*(pytest.param(make, marks=pytest.mark.deep) for make in (Scale, Child, Listed)), Keyed, Named]
+)
 def test_gradients_are_those_of_the_module(make: Any) -> None:
     expected = []
     for how in (ms.identity, ms.checkpoint()):
