@@ -200,11 +200,9 @@ def test_two_wrapped_models_have_a_runtime_each_and_leave_the_default_one_alone(
     ("gigabytes", "expected"),
     [
         (None, {"pinned": 3 * INPUT_BYTES}),  # of four; the last one stays for backward
-        (1, {"pinned": 3 * INPUT_BYTES}),
         (2 * INPUT_BYTES / 10**9, {"pinned": 2 * INPUT_BYTES, "disk": INPUT_BYTES}),
         ((2 * INPUT_BYTES - 1) / 10**9, {"pinned": INPUT_BYTES, "disk": 2 * INPUT_BYTES}),
         (0, {"disk": 3 * INPUT_BYTES}),
-        (1e300, {"pinned": 3 * INPUT_BYTES}),
     ],
 )
 def test_the_cap_is_of_ram_that_an_accelerators_tensors_take(gigabytes, expected):

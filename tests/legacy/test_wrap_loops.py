@@ -67,7 +67,9 @@ def peaks(step, model, optimizer, x, steps):
     return [int(total[begin + 2 : end + 1].max()) for begin, end in itertools.pairwise(marks)]
 
 
-@pytest.mark.parametrize("step", [clears_before_backward, fills_with_zeros, accumulates])
+@pytest.mark.parametrize(
+    "step", [clears_before_backward, pytest.param(fills_with_zeros, marks=pytest.mark.deep), accumulates]
+)
 def test_gradients_in_memory_during_the_forward_are_planned_from_the_next_step_on(step):
     model, optimizer, x = made()
     plain, plain_optimizer, _ = made()

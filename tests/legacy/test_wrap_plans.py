@@ -58,18 +58,6 @@ def planned_rows(model):
     return model._memscale_executor._plans.present[0][0]
 
 
-def test_a_step_that_does_not_fit_gets_the_plan_of_the_planner(device):
-    device(11)
-    model, batch = stack(), rows(1024)
-    before = traces(model)
-    ms.wrap(model, config(), batch)
-    executor = model._memscale_executor
-    assert executor.plan.evidence.planned.taken_bytes <= 11 * MIB < executor.step_bytes
-    assert len(executor.plan) > 0
-    ms.detach(model)
-    assert traces(model) == before
-
-
 @pytest.mark.parametrize("budget", ["11MiB", 0.011])
 def test_a_budget_takes_the_place_of_a_share_of_the_device(device, budget):
     device(1000)

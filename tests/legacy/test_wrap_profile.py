@@ -1,8 +1,4 @@
-"""wrap asks profile what the step takes: when it skips, what it says, and that the question leaves no trace."""
-
-import copy
-import logging
-import pickle
+"""wrap asks profile what the step takes, and leaves a model alone whose step fits."""
 
 import pytest
 import torch
@@ -10,10 +6,9 @@ from torch import nn
 
 import memscale as ms
 from memscale.hardware.device import Hardware
-from tests.legacy.test_legacy import MODELS, conv_batch, convnet, gpt2, gpt2_batch, loss_of, traces
+from tests.legacy.test_legacy import conv_batch, convnet
 
 QUIET = {"enable_logging": False}
-FORCE = ms.Config(force_optimize=True, **QUIET)
 
 
 @pytest.fixture
@@ -27,16 +22,13 @@ def memory(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(("make", "make_batch", "loss"), [(convnet, conv_batch, "sum")])
-def test_the_skip_is_decided_by_the_profile_of_the_step_with_adamw(make, make_batch, loss, memory):
-    model, batch = make(), make_batch()
-    loss = None if loss is None else lambda output, _: output.sum()
-    adamw = torch.optim.AdamW(model.parameters())
-    profile = ms.profile(model, batch, optimizer=adamw, loss=loss, hardware=Hardware("box", "cpu", 1))
-    step_bytes = profile.taken_bytes
+def test_the_skip_is_decided_by_the_profile_of_the_step_with_adamw(memory):
+    model, batch = convnet(), conv_batch()
+    step = {"optimizer": torch.optim.AdamW(model.parameters()), "loss": lambda output, _: output.sum()}
+    step_bytes = ms.profile(model, batch, hardware=Hardware("box", "cpu", 1), **step).taken_bytes
     for nbytes, skips in [(2 * step_bytes, True), (2 * step_bytes - 2, False)]:
         memory(nbytes)
-        executor = ms.wrap(make(), ms.Config(target_gpu_utilization=0.5, **QUIET), batch)._memscale_executor
+        executor = ms.wrap(convnet(), ms.Config(target_gpu_utilization=0.5, **QUIET), batch)._memscale_executor
         assert (executor.skipped is not None and executor.skipped.startswith("the step fits")) is skips
         assert executor.step_bytes == executor.profile.taken_bytes == pytest.approx(step_bytes, rel=1e-3)
 
@@ -62,52 +54,6 @@ def test_states_that_an_optimizer_holds_are_those_that_count(memory):
         assert executor.step_bytes == 64 + 32 + 32
     with ms.optimize(model, None, ms.Config(**QUIET)) as executor:
         assert executor.step_bytes == 64 + 32 + 64
-
-
-@pytest.mark.parametrize(("make", "make_batch"), MODELS)
-def test_the_question_leaves_no_trace(make, make_batch):
-    model, batch = make(), make_batch()
-    loss_of(model, batch).backward()
-    before, random_state = traces(model), torch.get_rng_state()
-    tensors = [*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters())]
-    versions, values = [tensor._version for tensor in tensors], [tensor.clone() for tensor in tensors]
-    ms.detach(ms.wrap(model, FORCE, batch))
-    assert traces(model) == before
-    assert versions == [tensor._version for tensor in tensors]
-    assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, values, strict=True))
-    assert torch.equal(torch.get_rng_state(), random_state)
-
-
-class Reads(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x) if float(self[0](x).sum().item()) < 1e9 else x
-
-
-def test_a_step_that_cannot_be_simulated_is_measured_if_the_config_allows_it(caplog):
-    caplog.set_level(logging.INFO, logger="memscale")
-    model = Reads(*convnet())
-    before = traces(model)
-    executor = ms.wrap(model, ms.Config(force_optimize=True, warmup_steps=0), conv_batch())._memscale_executor
-    assert executor.profile.method == "empirical"
-    ms.detach(model)
-    executor = ms.wrap(model, ms.Config(force_optimize=True, use_empirical_fallback=False), conv_batch())
-    assert "the step cannot be profiled: ConfigError" in caplog.text
-    assert executor._memscale_executor.profile is None
-    assert executor._memscale_executor.skipped is None
-    ms.detach(model)
-    assert traces(model) == before
-
-
-@pytest.mark.parametrize("travel", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_detaches_itself_and_leaves_the_profile_behind(travel):
-    model = ms.wrap(gpt2(), FORCE, gpt2_batch())
-    copied = travel(model)
-    assert copied._memscale_executor.profile is None
-    assert copied._memscale_executor.step_bytes == model._memscale_executor.step_bytes
-    assert [path for path, module in copied.named_modules() if "forward" in module.__dict__]
-    ms.detach(copied)
-    assert not [path for path, module in copied.named_modules() if "forward" in module.__dict__]
-    assert [path for path, module in model.named_modules() if "forward" in module.__dict__]
 
 
 def test_a_policy_leaves_a_model_on_a_cpu_to_its_config():
