@@ -105,7 +105,7 @@ def test_a_run_gives_the_same_numbers(how: str, accumulate: int, tmp_path: Path)
 def test_a_new_run_that_is_planned_at_its_first_call_is_no_resumed_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = ms.wrap(trainer(tmp_path, max_steps=1), ms.Config(), budget="200KiB")
+    run = ms.wrap(trainer(tmp_path, max_steps=1), ms.Config(), budget="600KiB")
     with caplog.at_level(logging.INFO, logger="memscale"):
         run.train()
     assert "plan for GPT2LMHeadModel" in caplog.text

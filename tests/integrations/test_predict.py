@@ -41,9 +41,9 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return map(Rows().__getitem__, range(16))
 
 
-def trainer(folder: Path, data: Any = None, *, collate: Any = None, **given: Any) -> Any:
+def trainer(folder: Path, data: Any = None, *, collate: Any = None, layers: int = 1, **given: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 61, "n_positions": 64}
+    sizes = {"n_layer": layers, "n_embd": 64, "n_head": 2, "vocab_size": 61, "n_positions": 64}
     settings = {"max_steps": 2, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
     settings = {"output_dir": str(folder), "per_device_train_batch_size": 4, **settings, **given}
     return transformers.Trainer(
@@ -102,7 +102,7 @@ def test_the_longest_rows_count(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_a_plan_that_is_recommended_fits_the_trainers_model(tmp_path: Path) -> None:
-    run = trainer(tmp_path, bf16=True)
+    run = trainer(tmp_path, layers=2, bf16=True)
     found = predict(run, budget="4MiB")
     plan = next(each.plan for each in found.recommendations if each.plan is not None)
     assert not found.fits
@@ -155,7 +155,7 @@ def test_what_cannot_be_asked_says_why(tmp_path: Path) -> None:
 
 
 def test_lengths_in_the_order_of_training_are_replayed(tmp_path):
-    given = {"per_device_train_batch_size": 2, "seed": 3}
+    given = {"per_device_train_batch_size": 2, "seed": 3, "layers": 2}
     made = trainer(tmp_path, Rows((9, 64, 12, 40, 7, 33, 64, 30) * 4), collate=padded, **given)
     one, over = predict(made, hardware="t4"), predict(made, hardware="t4", steps=4)
     assert over.profile.peak_bytes == one.profile.peak_bytes  # of the longest rows
