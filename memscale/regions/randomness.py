@@ -95,7 +95,7 @@ def differ(a: Any, b: Any) -> bool:
 def _bytes(state: torch.Tensor) -> bytes:
     # Read as raw bytes (generator states live in host memory): the caller's dispatch modes would see any tensor
     # operator here, `numpy()` included, and a fake mode refuses real tensors.
-    return (ctypes.c_char * state.nbytes).from_address(state.data_ptr()).raw
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def draw_marks(generators: list[Any]) -> list[Any]:

@@ -153,9 +153,8 @@ class Replay:
     def _go_back(self, renewed: dict[Name, torch.Tensor], arrived: Mapping[Note, torch.Tensor]) -> None:
         """Writes the snapshot's contents into every slot that has changed since."""
         captures = self._snapshot.captures
+        self._was_current = is_current = captures.is_current()
         touched = {name[0] for name in renewed if not isinstance(name, int)}
-        is_current = captures.is_current()
-        self._was_current = is_current
         if is_current:
             contents = {position: (captures.slots[position], captures.contents[position]) for position in touched}
             self._present = [*contents.values()]

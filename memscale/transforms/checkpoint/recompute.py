@@ -385,8 +385,8 @@ def _end(seen: list[_Seen], last: int) -> int:
     consecutive saved tensors look like these inputs, the recompute goes on to the next saved tensor.
     """
     for first in range(max(last - 1, 0), min(last + 1, len(seen) - 1)):
-        (shape, dtype, _, trained), (like_shape, like_dtype, _, like_trained) = seen[first : first + 2]
-        if trained != like_trained and (shape, dtype) == (like_shape, like_dtype) and dtype.is_floating_point:
+        one, other = seen[first], seen[first + 1]
+        if one[3] != other[3] and one[:2] == other[:2] and one[1].is_floating_point:
             return first + 2
     return last
 
