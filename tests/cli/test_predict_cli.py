@@ -138,8 +138,6 @@ def test_json_is_the_prediction_of_the_library(folder, capsys):
     ("options", "make_optimizer", "changes"),
     [
         (["--optimizer", "none"], None, {}),
-        (["--dtype", "BF16"], torch.optim.AdamW, {"dtype": torch.bfloat16}),
-        (["--accumulate", "2"], torch.optim.AdamW, {"accumulate": 2}),
         (
             ["--plan", "checkpoint+offload+cast+tile"],
             torch.optim.AdamW,
@@ -151,7 +149,11 @@ def test_json_is_the_prediction_of_the_library(folder, capsys):
                 }
             },
         ),
-        (["--plan", "plan.json"], torch.optim.AdamW, {"plan": {"transformer.h.0": ms.checkpoint()}}),
+        (
+            ["--dtype", "BF16", "--accumulate", "2", "--plan", "plan.json"],
+            torch.optim.AdamW,
+            {"dtype": torch.bfloat16, "accumulate": 2, "plan": {"transformer.h.0": ms.checkpoint()}},
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
@@ -427,10 +429,11 @@ def test_a_model_is_needed(capsys):
 
 
 def test_no_size_beyond_at_most_is_looked_at(folder, capsys):
-    assert predict("--hf", "gpt2.json", "--gpu", "h100", "--largest", "seq", "--at-most", "17", "--json") == 0
+    step = ("--hf", "factories:blocks", "--gpu", "h100", "--no-recommend", "--at-most", "17")
+    assert predict(*step, "--largest", "seq", "--json") == 0
     largest = json.loads(capsys.readouterr().out)["largest"]
     assert (largest["n"], largest["next_peak_bytes"], largest["interrupted"]) == (17, None, False)
-    assert predict("--hf", "gpt2.json", "--gpu", "h100", "--at-most", "17") == 2
+    assert predict(*step) == 2
     assert "--largest" in capsys.readouterr().err
 
 
@@ -459,7 +462,7 @@ def test_cast_computes_in_what_the_card_has_or_what_is_asked_for(folder, capsys,
 
     monkeypatch.setattr("memscale.OOMPredictor", seen)
     for gpu, plan in (("t4", "checkpoint+cast"), ("h100", "cast"), ("h100", "cast:fp16"), ("v100-16", "cast:fp32")):
-        assert predict("--hf", "gpt2.json", "--gpu", gpu, "--plan", plan, "--no-recommend") == 0
+        assert predict("--hf", "factories:blocks", "--gpu", gpu, "--plan", plan, "--no-recommend") == 0
     assert ["float16" in plan for plan in plans] == [True, False, True, False]
     assert "cast()" not in plans[0]
     assert "float32" in plans[3]

@@ -92,16 +92,6 @@ def test_wrong_options(options, status, message, capsys):
     assert message in said
 
 
-def test_a_size_may_need_another_way_to_step(capsys):
-    """The remedy of a size that is too large is an option of the command, and helps."""
-    sizes = ("--objective", "batch", "--at-least", 8, "--at-most", 8, "--no-confirm")
-    step = (*STEP, "--seq", 64, "--mode", "conservative", "--no-keeps-output", "--budget", "1.11MiB", *sizes)
-    assert command("tune", *step) == 3
-    assert "\n  --stepping step_in_backward would lower the peak" in capsys.readouterr().err, "as it is typed"
-    assert command("tune", *step, "--stepping", "step_in_backward") == 0
-    assert "step_in_backward() on the model" in " ".join(capsys.readouterr().out.split())
-
-
 def test_a_model_whose_batches_have_no_sequence(capsys):
     assert command("tune", "--hf", "tuned_factories:pictures", "--gpu", "cpu", "--objective", "sequence") == 2
     assert "the batches of this model are the same for any seq; use --objective batch" in capsys.readouterr().err

@@ -52,11 +52,11 @@ def sharded(**given: Any) -> Callable[[Net], nn.Module]:
 
 # How it is distributed, and the transforms that it is tried with.
 KINDS = {
-    "ddp": (replica(), TRANSFORMS.keys()),
+    "ddp": (replica(), ["offload of checkpoint", "tile", "cast"]),
     "ddp, graph as it was": (replica(static_graph=True), ["offload of checkpoint"]),
     "ddp, views of buckets": (replica(gradient_as_bucket_view=True), ["offload of checkpoint"]),
     "ddp, some unused": (replica(find_unused_parameters=True), ["checkpoint"]),
-    "fsdp": (sharded(), TRANSFORMS.keys()),
+    "fsdp": (sharded(), ["offload of checkpoint", "tile", "cast"]),
     "fsdp in bf16": (sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), ["offload of checkpoint"]),
 }
 CASES = [(kind, how, first) for kind, (_, hows) in KINDS.items() for how in hows for first in (True, False)]

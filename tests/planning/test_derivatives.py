@@ -93,7 +93,9 @@ def test_a_plan_fits_and_has_the_gradients_of_the_model(kind, depth, share, exac
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("kind", [Field, Penalised, Equation])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.deep) for kind in (Field, Penalised)), Equation]
+)
 def test_what_the_backward_inside_keeps_of_a_region_is_recomputed_too(kind):
     """Of activations nothing is left then, in the simulation and on the allocator, at the same gradients."""
     torch.manual_seed(0)

@@ -229,7 +229,10 @@ def mean(y, _):
     return y.nan_to_num().mean()
 
 
-@pytest.mark.parametrize("way", WAYS)
+# A plan for a card simulates what a profile of it does, and wrap what a profile does.
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.deep] * (way in ("profile", "card"))) for way in WAYS]
+)
 def test_a_model_gives_what_it_gives_in_a_process_that_did_not_simulate(way, monkeypatch):
     monkeypatch.setenv("MEMSCALE_CACHE", "")
     model, x = made()

@@ -122,17 +122,11 @@ def test_a_table_that_is_made_at_the_first_call(where):
 
 
 STEPS = {**storages, **programs, **transforms}
-META = [
-    "views_and_aliases",
-    "transformer",
-    "norms_and_dropout",
-    "batch_norm",
-    "plan_checkpoint",
-    "lora",
-]
+META = ["views_and_aliases", "norms_and_dropout", "batch_norm", "plan_checkpoint"]
+MORE_META = ["transformer", "lora"]  # of the same layers
 
 
-@pytest.mark.parametrize("name", META)
+@pytest.mark.parametrize("name", [*META, *(pytest.param(name, marks=pytest.mark.deep) for name in MORE_META)])
 def test_a_model_on_meta_has_the_profile_of_the_same_model_on_the_cpu(name):
     on_cpu, on_meta = STEPS[name](), STEPS[name]()
     on_meta.model.to("meta")

@@ -81,7 +81,7 @@ def loss(output, _):
 
 HALF = {"half": True}
 CHECKPOINT = {"plan": {"blocks.*": ms.checkpoint()}}
-QUICK = ("8, the last rank has less", "64, bf16", "8, checkpoint")
+QUICK = ("8, the last rank has less", "64, bf16")
 SHARDED = {
     "2": (2, 0, {}),
     "8": (8, 0, {}),
@@ -111,7 +111,7 @@ def test_sharded_peaks_are_those_of_the_allocator(group, world, rank, options):
     "options",
     [
         pytest.param({}, marks=pytest.mark.deep),
-        {"gradient_as_bucket_view": True},
+        pytest.param({"gradient_as_bucket_view": True}, marks=pytest.mark.deep),
         pytest.param({"static_graph": True}, marks=pytest.mark.deep),
         {"find_unused_parameters": True},
     ],

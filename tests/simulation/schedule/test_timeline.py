@@ -10,6 +10,7 @@ from torch import nn
 import memscale as ms
 from memscale.simulation import MemoryProfiler, Trace, timeline
 from memscale.simulation.measured import part_times
+from tests.support.coverings import in_turn, taking_turns
 from tests.support.models import TransformerBlock
 
 H100 = ms.Hardware.named("h100")
@@ -52,9 +53,8 @@ def traced(hardware, plan=None, **options):
     return profiler.simulated(torch.zeros(4, 16, 32))
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("hardware", [H100, BOX], ids=["card", "cpu"])
-def test_the_times_on_its_own_hardware_are_those_of_the_trace(hardware, plan):
+@taking_turns(plan=PLANS, hardware={"card": H100, "cpu": BOX})
+def test_the_times_on_its_own_hardware_are_those_of_the_trace(plan, hardware):
     trace = traced(hardware, plan)
     assert trace.times.timed
     assert timeline(trace, hardware) == trace.times
@@ -77,9 +77,11 @@ def test_so_they_are_where_operators_were_measured(tmp_path, monkeypatch):
     assert timeline(trace, hardware) == trace.times
 
 
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize(("spread", "plan"), [("one", "plain"), ("one", "checkpoint"), ("fsdp2", "plain")])
-def test_on_other_hardware_they_are_those_of_a_simulation_for_it(other, spread, plan):
+@pytest.mark.parametrize(
+    ("other", "of"), in_turn(OTHERS, [("one", "plain"), ("one", "checkpoint"), ("fsdp2", "plain")])
+)
+def test_on_other_hardware_they_are_those_of_a_simulation_for_it(other, of):
+    spread, plan = of
     one, another = of_an_h100(spread, plan), traced(OTHERS[other], PLANS[plan], **SPREAD[spread])
     is_alike = other == "link" or (other, spread) == ("nodes", "one")  # these steps have no copies to the host
     assert (one.times == another.times) == is_alike
