@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from memscale.regions import (
     memory_of,
     read,
     refuse_iterators,
+    storages,
     takes_batch_statistics,
 )
 from memscale.transforms.tile.numbers import arguments_of
@@ -56,8 +58,9 @@ class RowwiseWatch(OperatorWatch):
             # An operand of torch.func is left out: torch.func itself refuses in-place changes of it.
             if not internals.functorch.is_functorch_wrapped_tensor(tensor)
         }
-        # The integers among them and all that is computed from these; held, so that no other tensor gets their memory.
-        self._integers = {memory_of(tensor): tensor for _, tensor in shared if _is_integer(tensor)}
+        # The memory of integers among them and of the rows, and of all that is computed from either.
+        self._integers = WeakSet(storages([tensor for _, tensor in shared if _is_integer(tensor)]))
+        self._of_rows = WeakSet(storages(list(rows)))
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_unrecorded():
@@ -75,8 +78,13 @@ class RowwiseWatch(OperatorWatch):
         if self._integers and _takes_index(func):
             self._refuse_index(arguments_of(func, args, kwargs))
         result = func(*args, **kwargs)
-        if self._integers and any(memory_of(each) in self._integers for each in pytrees.tensors((args, kwargs))):
-            self._integers |= {memory_of(each): each for each in pytrees.tensors(result) if _is_integer(each)}
+        if self._integers:
+            sources = storages(pytrees.tensors((args, kwargs)))
+            made = [each for each in pytrees.tensors(result) if each.layout is torch.strided]  # others have no storage
+            if any(each in self._of_rows for each in sources):
+                self._of_rows.update(storages(made))
+            if any(each in self._integers for each in sources):
+                self._integers.update(storages(list(filter(_is_integer, made))))
         return result
 
     def _refuse_index(self, given: Mapping[str, Any]) -> None:
@@ -85,12 +93,13 @@ class RowwiseWatch(OperatorWatch):
             by_dim = {given["dim"] % max(indexed.dim(), 1): given["index"]}
         else:
             by_dim = dict(enumerate(given["indices"]))
+        [memory] = storages([indexed])
         for piece, dim in self._pieces.items():
             index = by_dim.get(dim)
             if (
                 index is not None
-                and memory_of(index) in self._integers
-                and memory_of(indexed) not in self._shared
+                and storages([index])[0] in self._integers
+                and memory in self._of_rows
                 and indexed.shape[dim] == piece.shape[dim]
             ):
                 raise TransformError(
@@ -121,7 +130,9 @@ class RowwiseWatch(OperatorWatch):
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    return tensor.layout is torch.strided and not (
+        tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    )
 
 
 @functools.lru_cache(maxsize=4096)
