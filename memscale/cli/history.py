@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +14,10 @@ import torch
 import typer
 from typer import Argument, Option
 
-from memscale.cli.options import BYTES, OptionRule, Options, PrintJson, Shorthand, add, count
+from memscale.cli.options import BYTES, OptionRule, Options, PrintJson, Shorthand, add
 from memscale.cli.predict import read_plan
 from memscale.cli.step import Step, StepOptions, batch_of, read_step
-from memscale.cli.terminal import DOES_NOT_FIT, show, write
+from memscale.cli.terminal import DOES_NOT_FIT, show
 from memscale.config import Config
 from memscale.core import ConfigError, aligned, budget_bytes, format_bytes, format_seconds
 from memscale.history import (
@@ -39,7 +39,6 @@ from memscale.simulation import MemoryProfiler
 
 HISTORY = typer.Typer()
 
-_Name = Annotated[str | None, Option(metavar="NAME", help="Only runs of this name.")]
 _TOLERANCE = OptionRule(lambda text: text == "0" or BYTES.holds(text), BYTES.text)
 _RunId = Annotated[str, Argument(metavar="ID", help="The beginning of a run's id, or last.")]
 
@@ -172,12 +171,10 @@ add(HISTORY, "check", CheckOptions, check, _CHECKED)
 
 
 @HISTORY.command("list")
-def show_list(name: _Name = None, last: Annotated[int, count("N", "The number of newest runs to show.")] = 20) -> int:
+def show_list(last: Annotated[int, Option(min=1, metavar="N", help="The number of newest runs to show.")] = 20) -> int:
     """Show the runs of the history, the newest last."""
-    if last < 1:
-        raise ConfigError(f"--last must be at least 1, got {last}")
     with History() as history:
-        runs = history.runs(name=name, last=last)
+        runs = history.runs(last=last)
     rows = [("id", "made", "commit", "hardware", "peak", "step", "name"), *map(_row, runs)]
     print("\n".join(aligned(rows, "<" * len(rows[0]))))
     return 0
@@ -244,20 +241,14 @@ def export(
     to: Annotated[
         str, Option(metavar="KIND", help="csv, json (a line for each run), mlflow, tensorboard, trackio or wandb.")
     ] = "csv",
-    name: _Name = None,
-    out: Annotated[Path | None, Option(metavar="FILE", help="Where csv and json go; by default to stdout.")] = None,
 ) -> int:
-    """Give the runs to other tools."""
+    """Give the runs to other tools; csv and json go to stdout."""
     if to not in TEXTS and to not in TRACKERS:
         raise ConfigError(f"--to must be one of {', '.join([*TEXTS, *TRACKERS])}, got {to!r}")
-    if out is not None and to in TRACKERS:
-        raise ConfigError(f"--out is for the text of json and csv; {to} has a place of its own")
     with History() as history:
-        runs: Sequence[Run] = history.runs(name=name)
+        runs = history.runs()
     if to in TRACKERS:
         TRACKERS[to](runs)
-    elif out is None:
-        print(TEXTS[to](runs), end="")
     else:
-        write({"out": out}, {"out": TEXTS[to](runs)})
+        print(TEXTS[to](runs), end="")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from datetime import date, datetime, timezone
@@ -68,15 +67,13 @@ def switch_off() -> int:
 @TELEMETRY.command("show")
 def show(
     week: Annotated[str | None, Option(metavar="YYYY-Www", help="One week, also the present one.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Laid out for reading.")] = False,
 ) -> int:
     """Print the exact bytes that `send` would send."""
     on = Weeks(State.ON)
     weeks = on if week is None or week in on.names() else Weeks(State.LOCAL)
     names = on.unsent(_this_week()) if week is None else [week]
     for name in names:
-        report = weeks.report(name, machine()).decode()
-        print(json.dumps(json.loads(report), indent=1) if as_json else report)
+        print(weeks.report(name, machine()).decode())
     if not names:
         counted = [*on.names(), *Weeks(State.LOCAL).names()]
         more = f"; `--week {counted[-1]}` shows what was counted in that one" if counted else ""
