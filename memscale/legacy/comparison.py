@@ -31,6 +31,7 @@ class StepComparison:
         keep_found: called with the measured figures by name; None records nothing.
 
     Attributes:
+        peak_bytes: the peak of the device's memory in that step; None until measured, and without CUDA.
         peak_error: the error of the predicted peak as a share of the real one; None until measured.
         text: the comparison as text; empty until measured.
     """
@@ -42,6 +43,7 @@ class StepComparison:
         config: Config,
         keep_found: Callable[[dict[str, float]], object] | None,
     ) -> None:
+        self.peak_bytes: int | None = None
         self.peak_error: float | None = None
         self.text = ""
         self._config, self._keep = config, keep_found
@@ -52,36 +54,37 @@ class StepComparison:
             self._predicted = {name: int(live[name].max()) for name in names if name in live}
             self._predicted["peak"] = verdict.plan.evidence.planned.peak_bytes
         self._first: weakref.ref[torch.optim.Optimizer] | None = None  # its steps are those of the loop
-        self._steps = 0 if self._predicted or keep_found is not None else 2
+        self._steps = 0
         self._former_peak_bytes = _peak_bytes(model)
         self._began = 0.0
 
     def after_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, own: Iterable[torch.optim.Optimizer]
-    ) -> None:
-        """Called after each step of one of the model's `own` optimizers, `optimizer`.
+    ) -> bool:
+        """Called after each step of one of the model's `own` optimizers, `optimizer`. Returns whether it was measured.
 
-        Notes the time of the first step of the loop, and compares after the second.
+        Notes the time of the first step of the loop, and measures and compares the second.
         """
         self._first = self._first or weakref.ref(optimizer)
         if self._first() is not optimizer:
-            return
+            return False
         self._steps += 1
         if self._steps > 2:
-            return
+            return False
         began, self._began = self._began, self._now(model)
         if self._steps < 2:
-            return
-        found = _resident(model, own)
+            return False
+        found = _resident(model, own) if self._predicted or self._keep is not None else {}
         peak = _peak_bytes(model)
         if peak > self._former_peak_bytes:  # otherwise an earlier moment of the process had the highest peak
-            found["peak"] = peak
+            found["peak"] = self.peak_bytes = peak
             self.peak_error = self._predicted["peak"] / peak - 1 if self._predicted else None
         if self._predicted:
             self._report(found)
         if self._keep is not None:
             measured: dict[str, float] = {f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in found.items()}
             self._keep({**measured, "step_seconds": self._began - began})
+        return True
 
     def _now(self, model: nn.Module) -> float:
         """Returns the time in seconds, after the device has finished the step if the time is recorded."""

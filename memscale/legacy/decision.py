@@ -40,6 +40,7 @@ class Terms:
         runtime: the runtime if the caller asks for offloading by name; None leaves offloading to plans.
         budget: the bytes that a step may take; None is the config's share of the device.
         history: the file in which planned steps are recorded, or None.
+        unseen_bytes: what the real step was measured to take beyond the simulated one.
     """
 
     config: Config
@@ -48,15 +49,20 @@ class Terms:
     runtime: Runtime | None = None
     budget: int | None = None
     history: str | None = None
+    unseen_bytes: int = 0
 
     @property
     def limit(self) -> tuple[int, str]:
-        """The bytes that a step may take, and the name of the setting that says so."""
+        """The bytes that a simulated step may take, and the name of the setting that says so."""
         if self.budget is not None:
-            return self.budget, "the budget"
-        share = self.config.target_gpu_utilization
-        limit = min(self.hardware.usable_bytes, int(share * self.hardware.memory_bytes))
-        return limit, f"target_gpu_utilization={share}"
+            limit, said = self.budget, "the budget"
+        else:
+            share = self.config.target_gpu_utilization
+            limit = min(self.hardware.usable_bytes, int(share * self.hardware.memory_bytes))
+            said = f"target_gpu_utilization={share}"
+        if self.unseen_bytes:
+            said = f"{said}, less {format_bytes(self.unseen_bytes)} that no simulation shows,"
+        return limit - self.unseen_bytes, said
 
 
 @dataclass(frozen=True, eq=False)

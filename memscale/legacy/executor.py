@@ -15,7 +15,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import TransformError, format_bytes, wrapped
+from memscale.core import TransformError, format_bytes, in_process_group, wrapped
 from memscale.hardware import Hardware
 from memscale.history import keep_measured
 from memscale.legacy.comparison import StepComparison
@@ -385,8 +385,8 @@ class Executor:
             for text in filter(None, (self.idle_text(), self._watch.text(self._kind))):
                 LOG.warning("%s", text)
         self._watch.after_step()
-        if self._comparison is not None:
-            self._comparison.after_step(model, optimizer, self._own)
+        if self._comparison is not None and self._comparison.after_step(model, optimizer, self._own):
+            self._plan_beyond(self._comparison.peak_bytes)
 
     def before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The forward pre-hook: switches to a plan for this call if one is due, an existing plan or a new one.
@@ -422,6 +422,22 @@ class Executor:
             f"gradients are in memory as {self._kind} is called, so it is planned again for accumulate=2; "
             "zero_grad() before that call, if no pass accumulates, takes less memory",
         )
+
+    def _plan_beyond(self, peak_bytes: int | None) -> None:
+        """Makes later plans for less, once, if a step that was predicted to fit was measured to exceed the limit."""
+        limit, said = self._terms.limit
+        predicted = self.predicted
+        if self._plans is None or peak_bytes is None or not predicted or self._terms.unseen_bytes or in_process_group():
+            return
+        unseen, taken = peak_bytes - predicted["allocated"], max(predicted.values())
+        if taken <= limit < taken + unseen:
+            self._terms = dataclasses.replace(self._terms, unseen_bytes=unseen)
+            self._plans.forget()
+            announce(
+                self.config,
+                f"the step took {format_bytes(peak_bytes)}, {format_bytes(unseen)} more than predicted and more than "
+                f"{said} allows: it is planned again for that much less",
+            )
 
     def _follow(self, plans: PlansByShapes, args: Any, kwargs: Any, shapes: Shapes) -> None:
         if not self.is_attached or (wanted := plans.due(shapes)) is None:

@@ -13,7 +13,7 @@ python3 -m venv "$environment"
 $pip install --no-deps 'torch===2.13.0'
 $pip install --no-deps --constraint "$here/../../constraints.txt" bitsandbytes
 $pip install --constraint "$here/../../constraints.txt" sympy networkx jinja2 fsspec typing-extensions filelock \
-    setuptools numpy optree transformers psutil pytest pytest-xdist hypothesis
+    setuptools numpy optree transformers psutil highspy pytest pytest-xdist hypothesis
 $pip download --no-deps --dest "$wheels" 'nvidia-cuda-runtime==13.0.*' 'nvidia-cublas==13.0.*' \
     'nvidia-cuda-nvrtc==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-cudnn-cu13==9.20.*'
 for wheel in "$wheels"/*.whl; do

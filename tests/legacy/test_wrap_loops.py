@@ -114,3 +114,25 @@ def test_two_calls_with_a_backward_each_are_no_finding(caplog):
             optimizer.zero_grad()
         optimizer.step()
     assert not caplog.text
+
+
+@pytest.mark.cuda
+def test_a_loss_that_takes_more_than_the_assumed_one_is_planned_for_after_it_was_measured(capsys):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(16)]
+    model = nn.Sequential(*blocks, nn.Linear(256, 4096)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, y = torch.randn(2048, 256, device="cuda"), torch.randn(2048, 4096, device="cuda")
+    written = ms.profile(model, x, optimizer=optimizer, loss=lambda output, _: output.mean(), hardware="h100")
+    budget = int(0.9 * written.taken_bytes)
+    ms.wrap(model, budget=budget)
+    took = []
+    for _ in range(4):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        took.append(torch.cuda.max_memory_reserved())
+    assert took[1] > budget >= max(took[2:])
+    assert "more than predicted" in capsys.readouterr().out
