@@ -443,8 +443,9 @@ MESSAGES = {
         "after: load": _MOVED_ON,
         "view": _BY_A_VIEW,
         # By what comes after the region. Most programs that change an argument must run. The arguments of a region in
-        # another one are saved tensors of that.
-        "in place": rf"(tensor argument|saved tensor) \d+ of a checkpointed region, .* is at version|{_BY_A_VIEW}",
+        # another one, or in an offload, are saved tensors of that.
+        "in place": rf"((tensor argument|saved tensor) \d+ of a checkpointed region|a tensor kept by offload\(\)), "
+        rf".* is at version|{_BY_A_VIEW}",
     },
     "params": {"parameter": "nothing has kept its old value"},
 }
