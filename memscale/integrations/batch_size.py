@@ -54,7 +54,7 @@ def predict(
     >>> import tempfile
     >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
     >>> from memscale.integrations import hf
-    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=500))
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=500))
     >>> rows = [{"input_ids": [1] * 64, "labels": [1] * 64}] * 32
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     arguments = TrainingArguments(folder, per_device_train_batch_size=16, report_to=[], use_cpu=True)
@@ -123,7 +123,7 @@ def find_batch_size(
     >>> import tempfile
     >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
     >>> from memscale.integrations import hf
-    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=500))
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=500))
     >>> rows = [{"input_ids": [1] * 64, "labels": [1] * 64}] * 32
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     arguments = TrainingArguments(folder, per_device_train_batch_size=16, report_to=[], use_cpu=True)
