@@ -232,7 +232,13 @@ def trained(model, run, x):
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("plan", COMPILED.values(), ids=COMPILED)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan, id=name, marks=[pytest.mark.deep] * (name not in ("dots", "root")))
+        for name, plan in COMPILED.items()
+    ],
+)
 def test_compiles_without_a_graph_break_to_equal_numbers(plan):
     model = nn.Sequential(mlp(), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
     plain, fit = copy.deepcopy(model), ms.transform(model, plan)

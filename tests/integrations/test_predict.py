@@ -69,7 +69,6 @@ def real_peak_bytes(run: Any) -> int:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accumulated": {"gradient_accumulation_steps": 3},
     "mixed, accumulated, smoothed": {"bf16": True, "gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
     "another optimizer, and recomputing itself": {"optim": "adafactor", own_checkpointing(): True},
 }

@@ -73,7 +73,7 @@ def test_one_process_of_a_run_says_it_and_any_encoding_takes_it(device, monkeypa
     assert "12.1 MiB ? 9.08 MiB, " in sys.stdout.read()
 
 
-@pytest.mark.parametrize("mode", ["balanced", "aggressive"])
+@pytest.mark.parametrize("mode", ["balanced", pytest.param("aggressive", marks=pytest.mark.deep)])
 def test_report_advises_only_what_the_config_does_not_allow_yet(device, mode, capsys):  # noqa: F811
     device(1000)
     model = ms.wrap(stack(), ms.Config(mode=mode), sample_input=rows(1024), budget="10MiB")

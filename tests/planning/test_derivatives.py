@@ -73,7 +73,6 @@ def _peak(fn, model, x):
 @pytest.mark.parametrize(
     ("kind", "depth", "share", "exact"),
     [
-        (Field, 2, 0.8, False),
         *[pytest.param(Field, 4, *each, marks=pytest.mark.deep) for each in ((0.8, False), (0.85, True))],
         (Penalised, 4, 0.85, True),
     ],

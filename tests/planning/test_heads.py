@@ -43,15 +43,6 @@ def test_the_projection_is_cut_though_its_module_could_be_recomputed():
     assert next(str(rule.transform) for rule in plan if rule.pattern == "head.1").startswith("tile(")
 
 
-def test_without_tiles_the_module_is_recomputed_as_a_whole():
-    model, words = _Masked(), torch.zeros(8, 64, dtype=torch.long)
-    config = ms.Config(mode="conservative")
-    engine = ms.DecisionEngine(model, words, loss=_loss, config=config, hardware="cpu")
-    engine.smallest()
-    costs = engine.searches[0].costs
-    assert "checkpoint()" in map(str, costs.candidates[costs.paths.index("head")])
-
-
 class _Speaker(nn.Module):
     """Its step is largest in the middle of backward."""
 

@@ -312,6 +312,7 @@ def test_every_process_makes_the_same_plan_and_knows_those_of_others(planned):
     assert len(said) == 2
 
 
+@pytest.mark.deep
 def test_a_card_without_units_for_a_dtype_is_planned_for():
     model = _mlps(4).to(torch.bfloat16)
     batch = torch.ones(4096, 64, dtype=torch.bfloat16)
@@ -509,6 +510,7 @@ def test_after_the_last_second_a_plan_that_takes_few_simulations_is_tried(monkey
     assert engine.plan("3MiB").to_json() == ms.DecisionEngine(model, **step).plan("3MiB").to_json()
 
 
+@pytest.mark.deep
 def test_a_curve_that_is_stopped_has_the_plans_until_then(monkeypatch):
     monkeypatch.setenv("MEMSCALE_CACHE", "")
     step = _step(model := _mlps(2), torch.ones(512, 64))
@@ -533,6 +535,7 @@ def test_a_curve_names_the_modules_of_each_plan():
     assert Point.of(many).summary == "checkpoint() on 0, 2, 4 and 1 more"
 
 
+@pytest.mark.deep
 def test_a_plan_says_where_rounding_was_allowed_and_not_needed():
     step = _step(model := _mlps(2), torch.ones(512, 64))
     limit = ms.profile(model, **step).taken_bytes * 9 // 10

@@ -8,8 +8,6 @@ from torch import nn
 
 import memscale as ms
 from memscale.core import DiskCache
-from memscale.planning import engine as engines
-from memscale.planning import fingerprint as fingerprints
 from tests.support.coverings import DEEP
 
 MIB = 2**20
@@ -153,16 +151,6 @@ def test_an_entry_that_says_something_else_is_planned_again():
     assert asked.known, "the last one has put it right"
 
 
-def test_a_kept_plan_uses_nothing_that_is_not_allowed(monkeypatch):
-    """Not even where its figures are right: cast changes numbers."""
-    monkeypatch.setattr(engines, "fingerprint", lambda *_: {})
-    allowed = ms.Config(mode="conservative", use_mixed_precision=True)
-    assert "cast" in repr(Planned(config=allowed).plan())
-    asked = Planned()
-    assert "cast" not in repr(asked.plan())
-    assert not asked.known
-
-
 # -- the key -----------------------------------------------------------------------------------------------------------
 
 
@@ -243,15 +231,3 @@ def test_processes_that_plan_at_once_find_the_same():
     assert [each.exitcode for each in processes] == [0] * len(processes)
     assert len(set(found)) == 1
     assert len(list(DiskCache("plans").folder.iterdir())) == 1
-
-
-def test_the_planners_code_is_all_that_is_in_its_folders(monkeypatch, tmp_path):
-    (tmp_path / "inner").mkdir()
-    monkeypatch.setattr(fingerprints, "__file__", str(tmp_path / "fingerprint.py"))
-    seen = set()
-    for text in ("a = 1", "a = 2"):
-        (tmp_path / "inner" / "one.py").write_text(text)
-        fingerprints.planner.cache_clear()
-        seen.add(fingerprints.planner())
-    fingerprints.planner.cache_clear()
-    assert len(seen) == 2

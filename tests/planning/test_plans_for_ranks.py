@@ -105,6 +105,7 @@ def test_what_no_plan_fits_is_told_what_would_beside_it():
     assert (apart.reserved_peak_bytes, nbytes < refused.value.peak_bytes) == (nbytes, True)
 
 
+@pytest.mark.deep
 def test_ways_to_step_that_shards_do_not_go_are_not_taken():
     model, step = made()
     ranks = {"parallel": "fsdp2", "world": 8}

@@ -389,6 +389,7 @@ def test_the_largest_length_where_attention_is_quadratic():
     assert largest.simulations <= 7
 
 
+@pytest.mark.deep
 def test_a_plan_and_accumulation_count_in_the_largest_batch():
     model = blocks()
     plan = {"*": ms.checkpoint()}

@@ -107,7 +107,9 @@ def test_two_passes_that_clip_are_for_those_who_write_such_a_loop():
 
 
 @pytest.mark.parametrize(
-    "rounds", [pytest.param(ms.compensate_rounding(), marks=pytest.mark.deep), ms.round_stochastically()], ids=repr
+    "rounds",
+    [pytest.param(each, marks=pytest.mark.deep) for each in (ms.compensate_rounding(), ms.round_stochastically())],
+    ids=repr,
 )
 def test_plans_go_around_how_an_optimizer_rounds(rounds):
     def made(how):

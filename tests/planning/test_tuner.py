@@ -329,6 +329,7 @@ def test_bad_steps():
         ms.AutoTuner(mlps(), accumulate=0)
 
 
+@pytest.mark.deep
 def test_after_the_last_second_the_best_so_far_is_returned():
     fits = tuning(900_000, objective="throughput", at_most=MOST, seconds=0)
     assert (fits.size, fits.interrupted) == (1, False)

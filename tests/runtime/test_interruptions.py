@@ -13,6 +13,7 @@ from memscale.runtime.engine.engine import Engine
 from memscale.runtime.parameters.host_parameter import running
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
+from tests.support.coverings import in_turn
 from tests.support.layers import PARAMS, layers, rows, trained
 
 
@@ -95,8 +96,7 @@ def expected():
 # ------------------------------------------------------------------------------------------ a device that fails
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt, OSError])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "error"), in_turn(METHODS, [torch.OutOfMemoryError, KeyboardInterrupt, OSError]))
 def test_after_any_call_that_fails_the_next_step_is_right_and_nothing_stays(method, error):
     for calls in itertools.count():
         backend = Unreliable()

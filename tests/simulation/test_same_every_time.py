@@ -77,9 +77,9 @@ def simulated(*step, **options):
     return step_of(*step, **options).digest()
 
 
-def step_of(block=Block, plan=None, hardware="h100"):
+def step_of(block=Block, plan=None, hardware="h100", blocks=2):
     with torch.device("meta"):
-        model, batch = nn.Sequential(*[block() for _ in range(2)]), torch.empty(8, 16, 64)
+        model, batch = nn.Sequential(*[block() for _ in range(blocks)]), torch.empty(8, 16, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     plan = None if plan is None else {"*": plan}
     profiler = MemoryProfiler(model, optimizer, loss=lambda y, _: y.square().sum(), plan=plan, hardware=hardware)
@@ -133,12 +133,13 @@ BEFORE = [after_nothing, after_a_real_step, after_garbage, after_an_error]
     ],
 )
 def test_a_simulation_does_not_depend_on_what_was_before(block, plan, hardware):
-    expected = simulated(block, PLANS[plan], hardware)
+    step = (block, PLANS[plan], hardware, 1)
+    expected = simulated(*step)
     for before in BEFORE:
         before()
-        assert simulated(block, PLANS[plan], hardware) == expected, before
+        assert simulated(*step) == expected, before
     with ThreadPoolExecutor(1) as new:  # where autograd has numbered no node yet
-        assert new.submit(simulated, block, PLANS[plan], hardware).result() == expected
+        assert new.submit(simulated, *step).result() == expected
 
 
 def test_what_ends_with_autocast_ends_in_an_order_of_its_own():

@@ -445,7 +445,7 @@ class Moody(CudaBackend):
                 self.fake.step(self.draw.choice(busy))
 
 
-@pytest.mark.parametrize("chunk", range(20 if DEEP else 3))
+@pytest.mark.parametrize("chunk", range(20 if DEEP else 2))
 @pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
 def test_random_programs_through_the_engine(cupy, tmp_path, chunk):
     """Bitwise the results of PyTorch, no hazard and no leak."""

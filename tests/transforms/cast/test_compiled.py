@@ -57,7 +57,7 @@ REGIONS = {
     ("region", "change"),
     [
         *(pytest.param("module", change, marks=() if change in QUICK else pytest.mark.deep) for change in CHANGES),
-        ("in checkpoint", by_data),
+        pytest.param("in checkpoint", by_data, marks=pytest.mark.deep),
     ],
 )
 def test_a_change_of_a_copy_is_not_compiled(region, change):
@@ -200,7 +200,8 @@ def test_where_the_compiler_lists_no_attributes(region, monkeypatch):
     assert bits(torch.compile(fit, backend="aot_eager")(x)) == bits(fit(x))
 
 
-@pytest.mark.parametrize("kind", [pytest.param(Replacing, marks=pytest.mark.deep), ReplacingEntry])
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", [Replacing, ReplacingEntry])
 def test_a_replaced_buffer_of_another_kind_is_right_without_fullgraph(kind):
     torch._dynamo.reset()
     model, x = kind(torch.int64).eval(), torch.randn(2, 4)

@@ -106,9 +106,3 @@ def test_a_table_is_no_obstacle_once_a_call_has_shown_it():
     torch.testing.assert_close(torch.compile(fit, backend="aot_eager")(x), model(x))
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(fit, backend="aot_eager", fullgraph=True)(x), model(x))
-
-
-def test_without_buffers_one_graph_at_once():
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)), torch.randn(6, 4)
-    fit = ms.transform(model, {"": tile(chunks=3)})
-    torch.testing.assert_close(torch.compile(fit, backend="aot_eager", fullgraph=True)(x), model(x))
