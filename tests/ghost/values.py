@@ -60,12 +60,12 @@ def regions_compare_buffers():
 
     same = snapshot.Snapshot._same
 
-    def answered(self, piece):
-        for tensor, old in piece.pairs():
-            if tensor.shape == old.shape and not snapshot.simulating():
-                torch.equal(old, tensor)  # which takes memory
+    def answered(self, group):
+        tensor, old = group.tensors[0], group.old()
+        if tensor.shape == old.shape and not snapshot.simulating():
+            torch.equal(old, tensor)  # which takes memory
         with mock.patch.object(snapshot, "simulating", return_value=True):  # by what their modules are
-            return same(self, piece)
+            return same(self, group)
 
     snapshot.Snapshot._same = answered
 
