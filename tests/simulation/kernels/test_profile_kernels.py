@@ -13,6 +13,7 @@ from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import FakeKernels
 from memscale.simulation.rules.layouts import result_layout
 from memscale.simulation.rules.rule import CardTraits
+from tests.support.coverings import in_turn
 from tests.support.steps import Training, assert_exact
 
 aten = torch.ops.aten
@@ -161,9 +162,10 @@ class Residual(nn.Module):
         return self.shortcut(x) + self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss])
-def test_an_autoencoder_in_channels_last(dtype, loss):
+@pytest.mark.parametrize(
+    ("loss", "dtype"), in_turn([F.mse_loss, F.smooth_l1_loss, F.huber_loss], [torch.float32, torch.bfloat16])
+)
+def test_an_autoencoder_in_channels_last(loss, dtype):
     grow = nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU()
     shrink = nn.Conv2d(3, 16, 3, padding=1), Residual(16, 16), nn.Conv2d(16, 16, 3, stride=2, padding=1)
     layers = *shrink, Residual(16, 16), *grow, nn.Conv2d(16, 3, 3, padding=1)

@@ -349,7 +349,8 @@ def test_a_sharded_model_is_not_transformed_but_wrapped(group):
         ms.transform(model, CHECKPOINT["plan"])
 
 
-@pytest.mark.parametrize("parallel", ["fsdp2", pytest.param("ddp", marks=pytest.mark.deep)])
+@pytest.mark.deep  # by default over real processes: test_two_processes.py; and for a mesh
+@pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
 def test_a_distributed_model_is_planned_as_it_is(group, parallel):
     group(8)
     prefix = "module." if parallel == "ddp" else ""
