@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import NamedTuple
 
 ROOT = "(model)"
@@ -173,20 +173,6 @@ def _split(part: Branch, whole: float, lines: int) -> tuple[list[Branch], list[B
     return named, others
 
 
-@dataclass
-class _Module:
-    path: str
-    parameter_bytes: int = 0
-    children: dict[str, _Module] = field(default_factory=dict)
-    likeness: int | None = None  # equal for modules with equal parameters; None without any
-
-    def walk(self) -> Iterator[_Module]:
-        """Yields all modules below, then itself."""
-        for child in self.children.values():
-            yield from child.walk()
-        yield self
-
-
 def stacks(parameter_bytes: Mapping[str, int]) -> dict[str, str]:
     """Returns a pattern for each module path; layers of a stack with equal parameters share a pattern.
 
@@ -199,39 +185,38 @@ def stacks(parameter_bytes: Mapping[str, int]) -> dict[str, str]:
     Args:
         parameter_bytes: the bytes of each module's own parameters, by its path.
     """
-    root = _Module("")
+    # For each module: the path from there, and the bytes, of every module with parameters in it.
+    inside: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for path, nbytes in parameter_bytes.items():
-        at = root
-        for name in path.split(".") if path else ():
-            at = at.children.setdefault(name, _Module(f"{at.path}.{name}" if at.path else name))
-        at.parameter_bytes = nbytes
-    known: dict[Hashable, int] = {}
-    for module in root.walk():
-        below = [(name, child.likeness) for name, child in module.children.items() if child.likeness is not None]
-        if below or module.parameter_bytes:
-            module.likeness = known.setdefault((module.parameter_bytes, tuple(sorted(below))), len(known))
-    found: dict[str, str] = {}
-    _name_alike([root], "", found)
+        names = path.split(".") if path else []
+        for depth in range(1, len(names) + 1):
+            inside[".".join(names[:depth])] += [(".".join(names[depth:]), nbytes)] if nbytes else []
+    found = {"": ""}
+    for _, level in groupby(sorted(inside, key=_depth), key=_depth):
+        numbers: dict[str, set[str]] = defaultdict(set)  # all numbers below a pattern
+        groups: dict[tuple[str, object], set[str]] = defaultdict(set)  # those of equal modules, or a single name
+        of = {}
+        for path in level:
+            above, _, name = path.rpartition(".")
+            of[path] = found[above], tuple(sorted(inside[path])) if name.isdecimal() else name
+            groups[of[path]].add(name)
+            numbers[found[above]].update({name} if name.isdecimal() else ())
+        for path, group in of.items():
+            alike, above = groups[group], group[0]
+            name = "*" if len(alike) > 1 and alike == numbers[above] else _numbers(alike)
+            found[path] = f"{above}.{name}" if above else name
     return found
 
 
-def _name_alike(alike: list[_Module], pattern: str, found: dict[str, str]) -> None:
-    found.update((module.path, pattern) for module in alike)
-    by_name: dict[str, list[_Module]] = defaultdict(list)
-    for module in alike:
-        for name, child in module.children.items():
-            by_name[name].append(child)
-    groups: dict[Hashable, list[str]] = defaultdict(list)
-    for name, children in by_name.items():
-        groups[("stack", children[0].likeness) if name.isdecimal() else name].append(name)
-    count = sum(name.isdecimal() for name in by_name)
-    for names in groups.values():
-        name = names[0] if len(names) == 1 else "*" if len(names) == count else _numbers(sorted(map(int, names)))
-        children = [child for name in names for child in by_name[name]]
-        _name_alike(children, f"{pattern}.{name}" if pattern else name, found)
+def _depth(path: str) -> int:
+    return path.count(".")
 
 
-def _numbers(numbers: list[int]) -> str:
+def _numbers(names: Collection[str]) -> str:
+    """Returns the name of a module, or of several by their numbers."""
+    if len(names) == 1:
+        return next(iter(names))
+    numbers = sorted(map(int, names))
     if numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{{{numbers[0]}-{numbers[-1]}}}"
     shown = numbers if len(numbers) <= 4 else [*numbers[:2], "…", numbers[-1]]
