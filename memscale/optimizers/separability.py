@@ -97,7 +97,7 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
         random = _random_states(cards)
         try:
             own = _Trials(optimizer)
-        except Exception as error:
+        except Exception as error:  # the optimizer's own step may raise any error
             raise TransformError(
                 f"{how!r}: {name} cannot be stepped one parameter at a time, which this transform needs; a trial on "
                 f"small parameters ended with {type(error).__name__}: {error}"

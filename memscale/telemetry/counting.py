@@ -44,7 +44,7 @@ def counted(call: str) -> Callable[[_F], _F]:
             try:
                 this.result = verb(*args, **kwargs)
                 return this.result
-            except Exception as error:
+            except Exception as error:  # any error of the verb is counted, and goes on
                 this.error = error
                 raise
             finally:

@@ -32,7 +32,7 @@ class VerbCall:
 
     def __post_init__(self) -> None:
         self.before: Any = None  # the model's executor before the call
-        with contextlib.suppress(Exception):  # a fact that cannot be determined is left out
+        with contextlib.suppress(Exception):  # a property of the caller's class may raise any error
             self.before = _executor_in(self.model)
 
     @property
@@ -45,7 +45,7 @@ class VerbCall:
         """Yields the buckets of the call as ``name:bucket``; unknown ones are left out."""
         for name, dimension in counters.DIMENSIONS.items():
             if self.verb in dimension.calls:
-                with contextlib.suppress(Exception):  # an argument may be of the wrong type
+                with contextlib.suppress(Exception):  # an argument of the wrong type raises any error: no fact then
                     found = _TELLERS[name](self)
                     for bucket in (found,) if isinstance(found, str) else found:
                         if bucket in dimension.buckets:

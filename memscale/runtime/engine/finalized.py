@@ -70,7 +70,7 @@ class Finalized:
             if wait or not item.is_moving():
                 try:
                     close(item)
-                except Exception:
+                except Exception:  # a close that fails is not tried again; one that is interrupted is
                     self.items.popleft()
                     raise
                 self.items.popleft()  # last: an interrupted wait leaves the object in the queue
