@@ -69,9 +69,9 @@ class RecomputeWatch(OperatorWatch):
                 place = f"{type(module).__name__} {path!r}" if module is not None else "a function of the region"
                 raise TransformError(
                     f"{self._how!r}: {place} runs inside torch.utils.checkpoint, which runs it again in backward, when "
-                    "its weights have their own dtype again; put the cast on the modules that are checkpointed, or "
-                    "use checkpoint() in the plan in place of torch.utils.checkpoint (in transformers, call "
-                    "model.gradient_checkpointing_disable())"
+                    "its weights have their own dtype again; use checkpoint() in the plan in place of it (in "
+                    "transformers, call model.gradient_checkpointing_disable()), or put the cast on modules that it "
+                    "calls"
                 )
             path, module = self._paths.get(id(frame.f_locals.get("self")), (path, module))
             frame = frame.f_back

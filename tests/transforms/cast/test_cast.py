@@ -670,7 +670,7 @@ def test_a_cast_around_torch_utils_checkpoint_is_refused_in_the_forward_and_its_
         with torch.no_grad():
             fit(x)
     for _ in range(2):
-        with pytest.raises(TransformError, match=r"Sequential 'blocks\.0' runs inside torch\.utils\.checkpoint.*; put"):
+        with pytest.raises(TransformError, match=r"Sequential 'blocks\.0' runs inside torch\.utils\.checkpoint.*; use"):
             fit(x)
     fit = ms.transform(model, {"blocks.*": cast()})
     fit(x).square().sum().backward()
