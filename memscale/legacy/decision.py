@@ -102,18 +102,24 @@ def decide(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None
     Warns:
         RuntimeWarning: the step is too large and could not be planned, so the rule applies.
     """
-    with _dense_gradients(model, terms.config) if optimizer is None else nullcontext():
+    with _dense_gradients(model, batch, terms.config) if optimizer is None else nullcontext():
         return _recorded(model, batch, optimizer, terms, _decided(model, batch, optimizer, terms))
 
 
 @contextmanager
-def _dense_gradients(model: nn.Module, config: Config) -> Iterator[None]:
+def _dense_gradients(model: nn.Module, batch: Any, config: Config) -> Iterator[None]:
     """Within the body the embeddings of `model` have dense gradients: AdamW takes no sparse ones.
 
-    The dense ones of a table take more memory than the sparse ones, if the batch has fewer entries than the table.
+    Tables with fewer rows than the batch has integers keep their sparse gradients, which take more memory than dense
+    ones; a step with such a table cannot be simulated.
     """
     embeddings = (nn.Embedding, nn.EmbeddingBag)
-    sparse = {path: each for path, each in model.named_modules() if isinstance(each, embeddings) and each.sparse}
+    picked = sum(tensor.numel() for tensor in tensors(batch) if not tensor.is_floating_point())
+    sparse = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, embeddings) and module.sparse and module.num_embeddings >= picked
+    }
     if sparse:
         say(config, f"sparse gradients count as dense ones, of AdamW: {', '.join(map(repr, sparse))}")
     try:

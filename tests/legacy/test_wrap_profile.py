@@ -105,6 +105,10 @@ def test_a_model_with_sparse_gradients_is_planned_as_with_dense_ones(caplog):
     assert "sparse gradients count as dense ones, of AdamW: 'table'" in caplog.text
     assert "the real step's bytes (parameter, buffer, optimizer state) are within" in str(executor)
     ms.detach(model)
+    model.table = nn.Embedding(100, 32, sparse=True)  # a sparse gradient of more rows than the table has
+    with pytest.warns(RuntimeWarning, match="no plan could be made"):
+        ms.wrap(model, ms.Config(**QUIET), torch.zeros(32, 64, dtype=torch.long), budget="100KiB")
+    ms.detach(model)
     dense = Table()
     with ms.optimize(dense, torch.optim.SGD(dense.parameters(), lr=0.1), ms.Config(**QUIET)):
         assert dense.table.sparse  # an optimizer that is known says itself what it takes
