@@ -245,8 +245,11 @@ class Executor:
 
     def __str__(self) -> str:
         verdict = str(self.plan) if self.skipped is None else wrapped(f"unchanged: {self.skipped}")
-        planned = planned_text(self._verdict, self.config)
-        lines = [f"{self._kind} on {self.hardware}", wrapped(self.step_text()), *planned, verdict]
+        lines = [f"{self._kind} on {self.hardware}", wrapped(self.step_text())]
+        lines += planned_text(self._verdict, self.config)
+        if isinstance(self.plan, ProvenPlan) and self.plan.decision.decision_source != "user_config":
+            lines.append(f"policy: {self.plan.decision}")
+        lines.append(verdict)
         if self._looked:
             lines += filter(None, (self.idle_text(), self._watch.text(self._kind)))
         lines += self._optimizing.text()
@@ -261,7 +264,7 @@ class Executor:
         say(self.config, message)
 
     def report(self) -> None:
-        """Logs what is in force, and prints a line if it differs from the last printed one.
+        """Logs the text of ``str(executor)``, and prints a line if it differs from the last printed one.
 
         The first training call of a model without a `sample_input` plans, so before that call no line is printed.
         """
@@ -273,16 +276,7 @@ class Executor:
         if line not in (None, self._headline):
             announce(self.config, str(line))
             self._headline = line
-        self.say(self.step_text())
-        if self.skipped is not None:
-            self.say(f"{self._kind} stays unchanged: {self.skipped}")
-            return
-        if isinstance(self.plan, ProvenPlan) and self.plan.decision.decision_source != "user_config":
-            self.say(f"policy: {self.plan.decision}")
-        self.say(f"plan for {self._kind}:\n{self.plan}")
-        if self.runtime is not None:
-            cap = self.config.max_cpu_offload_gb
-            self.say(f"offload() runs with {self.runtime.config}, max_cpu_offload_gb={cap}")
+        self.say(str(self))
 
     def serve(self) -> None:
         """Serves live figures if the config asks for it."""

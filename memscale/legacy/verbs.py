@@ -319,7 +319,6 @@ def wrapped(
     hardware = hardware_of(model)
     if budget is not None:
         budget = budget_bytes(budget, hardware.usable_bytes)
-    say(config, f"hardware: {hardware}")
     if (missing := without_8_bits(config)) is not None:
         LOG.warning("use_8bit_optimizer=True: states stay in full: %s", missing)
         config = dataclasses.replace(config, use_8bit_optimizer=False)

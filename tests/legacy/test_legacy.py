@@ -229,7 +229,8 @@ def test_reasons_to_leave_a_model_alone(make, config, reason, caplog):
     assert len(executor.plan) == 0
     assert reason.split(":")[0] in executor.skipped
     waits = reason.startswith("the step fits")  # only a batch shows what activations take
-    assert f"stays unchanged{' until its first' if waits else f': {executor.skipped}'}" in caplog.text
+    logged = "stays unchanged until its first" if waits else f"unchanged: {executor.skipped}"
+    assert logged in " ".join(caplog.text.split())
     assert " ".join(str(executor).split()).endswith(f"unchanged: {executor.skipped}")
     assert all("forward" not in module.__dict__ for module in list(model.modules())[1:])
 
@@ -307,11 +308,10 @@ def test_the_log_and_its_file(tmp_path, caplog):
         assert record.name != "memscale" or f" {record.getMessage()}\n" in text
     assert "transformer.h.*  exact    checkpoint()" in table
     for part in (
-        f"hardware: {Hardware.detect('cpu').name}",
+        f"GPT2LMHeadModel on {Hardware.detect('cpu').name}",
         "step without memscale: ",
         " at its peak, in ",
         table,
-        "plan for GPT2LMHeadModel:\n",
         "use_cache is False",
         "detached GPT2LMHeadModel",
     ):

@@ -277,7 +277,6 @@ def test_the_environment_cannot_make_wrap_fail(somewhere_else, monkeypatch, capl
 def test_the_report_says_what_moved(caplog):
     caplog.set_level(logging.INFO, logger="memscale")
     executor = wrapped(force(enable_offloading=True, async_config=EVERYTHING, max_cpu_offload_gb=3))
-    assert f"offload() runs with {executor.runtime.config}, max_cpu_offload_gb=3" in caplog.messages
     assert str(executor).splitlines()[-1] == "offloaded so far: 0 bytes out, 0 bytes in, 0.000 s exposed"
     loss = executor.model(rows()).square().mean()
     executor.runtime.settle()
