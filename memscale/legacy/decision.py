@@ -20,7 +20,7 @@ from memscale.hardware import Hardware, knows_copies
 from memscale.history import Run, keep
 from memscale.legacy.huggingface import checkpointing_off, checkpointing_on
 from memscale.legacy.log import LOG, say
-from memscale.legacy.offloading import can_move
+from memscale.legacy.offloading import why_none_moves
 from memscale.optimizers import quantize_states
 from memscale.planning import DecisionEngine, planned, shorthands
 from memscale.runtime import Runtime
@@ -234,9 +234,11 @@ def _simulated(
 
 def _engine(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms) -> DecisionEngine:
     config, moving = terms.config, terms.runtime is not None
+    may_offload = "offload" in config.eligible() and knows_copies(terms.hardware)
     if moving:
         config = dataclasses.replace(config, enable_offloading=True)
-    elif "offload" in config.eligible() and knows_copies(terms.hardware) and not can_move(model, config):
+    elif may_offload and (missing := why_none_moves(model, config)) is not None:
+        say(config, f"plans for this {type(model).__name__} offload nothing: {missing}")
         config = dataclasses.replace(config, enable_offloading=False, async_offload=False)
     # A CPU step rounds differently from an accelerator's, so states move only if the caller asks for offloading.
     stepping = ("step_in_groups", "offload_states") if moving else ("step_in_groups",)

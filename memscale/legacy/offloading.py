@@ -60,13 +60,13 @@ def runtime_of_plan(model: nn.Module, config: Config) -> Runtime:
     return _new_runtime(model, overlaps)
 
 
-def can_move(model: nn.Module, config: Config) -> bool:
-    """Whether a backend moves tensors of the model's devices."""
+def why_none_moves(model: nn.Module, config: Config) -> str | None:
+    """Returns why no backend moves tensors of the model's devices; None if one does."""
     try:
         _new_runtime(model, config)
-    except RuntimeUnavailable:
-        return False
-    return True
+    except RuntimeUnavailable as error:
+        return str(error)
+    return None
 
 
 def _new_runtime(model: nn.Module, config: Config) -> Runtime:

@@ -1,6 +1,7 @@
 """wrap with offloading: who can ask for it, what then moves and with which engine, and that nothing of it stays."""
 
 import copy
+import dataclasses
 import gc
 import logging
 import pickle
@@ -269,6 +270,17 @@ def test_the_environment_cannot_make_wrap_fail(somewhere_else, monkeypatch, capl
     assert (executor.runtime, transforms(executor)) == (None, {CHECKPOINTED})
     assert executor.config is config
     assert "nothing is offloaded" in wrap(model, Config(enable_checkpointing=False))._memscale_executor.skipped
+
+
+def test_wrap_says_that_its_plans_offload_nothing_where_nothing_could_move(monkeypatch, caplog):
+    """A card without CuPy was planned for without a word, as if offloading were of no use."""
+    caplog.set_level(logging.INFO, logger="memscale")
+    card = dataclasses.replace(Hardware.named("t4"), memory_bytes=1 << 30)
+    monkeypatch.setattr(Hardware, "detect", lambda device=None: card)
+    monkeypatch.setattr("memscale.legacy.decision.why_none_moves", lambda *_: "pip install cupy-cuda13x")
+    executor = wrap(stack(), Config(mode="aggressive"), rows())._memscale_executor
+    assert "plans for this Sequential offload nothing: pip install cupy-cuda13x" in caplog.messages
+    assert executor.config.enable_offloading
 
 
 # --------------------------------------------------------------------------------------------- report, copies, detach
