@@ -118,8 +118,9 @@ def kept_to(rank: int) -> dict[str, float]:
     model, x = made(), rows()
     asked = {"optimizer": torch.optim.AdamW(model.parameters()), "loss": lambda y, _: y.square().mean()}
     asked["keeps_output"] = False
-    budget = int(0.8 * ms.profile(model, x, **asked).peak_bytes)
-    plan = ms.plan(model, x, budget=budget, config=ms.Config(mode="conservative"), **asked)
+    engine = ms.DecisionEngine(model, x, config=ms.Config(mode="conservative"), **asked)
+    budget = int(0.8 * engine.plain.peak_bytes)
+    plan = engine.plan(budget)
     # The least of some steps: a thread that reduces gradients lets go of what it was given when the kernel lets it run.
     plain, planned = (min(true_peaks(lambda each=each: step_of(each), steps=5)[1:]) for each in (None, plan))
     weights = [[each.full_tensor() for each in steps[which].parameters()] for which in (None, plan)]

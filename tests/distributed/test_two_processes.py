@@ -28,6 +28,7 @@ LIBRARIES = [
     "torch.profiler",
     "memscale.legacy",
     "transformers.models.gpt2.modeling_gpt2",
+    "transformers.trainer",
     "accelerate.utils.fsdp_utils",
     "lightning.pytorch",
 ]
