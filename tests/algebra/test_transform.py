@@ -273,7 +273,7 @@ class Averages(nn.Module):
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("moves", [True, False])
+@pytest.mark.parametrize("moves", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_a_compiled_region_is_not_recomputed_from_the_buffer_that_it_has_changed(moves):
     graphs = []
 

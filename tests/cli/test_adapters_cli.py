@@ -55,7 +55,9 @@ def model_of(**options):
     ("quant", "layer", "packed_bytes", "kbit"),
     [
         (["--quant", "nf4"], bnb.nn.Linear4bit, LAYERS // 2, True),
-        (["--quant", "fp4", "--double-quant"], bnb.nn.Linear4bit, LAYERS // 2, False),
+        pytest.param(
+            ["--quant", "fp4", "--double-quant"], bnb.nn.Linear4bit, LAYERS // 2, False, marks=pytest.mark.deep
+        ),
         (["--quant", "int8"], bnb.nn.Linear8bitLt, LAYERS, True),
         ([], nn.Linear, 2 * LAYERS, True),
     ],

@@ -216,7 +216,9 @@ def test_configs_of_many_kinds(folder, capsys, config, batch):
     assert printed(capsys)["profile"]["by_category"]["input"] == 3 * per_row
 
 
-@pytest.mark.parametrize(("kind", "start"), [("T5", {}), ("Bart", {"decoder_start_token_id": None})])
+@pytest.mark.parametrize(
+    ("kind", "start"), [pytest.param("T5", {}, marks=pytest.mark.deep), ("Bart", {"decoder_start_token_id": None})]
+)
 def test_an_encoder_decoder_without_a_first_token_gets_its_tokens(folder, capsys, kind, start):
     named = {
         "model_type": kind.lower(),
@@ -278,7 +280,7 @@ def test_what_does_not_fit_comes_with_what_would_free_memory(folder, capsys):
     assert "what would free memory" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("size", ["batch", "seq"])
+@pytest.mark.parametrize("size", ["batch", pytest.param("seq", marks=pytest.mark.deep)])
 def test_the_largest_is_that_of_the_library(folder, capsys, size):
     options = (
         "--hf",

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memscale as ms
 from tests.support.checks import bits
+from tests.support.coverings import in_turn
 
 transformers = pytest.importorskip("transformers", reason="GPT-2 comes from transformers")
 with warnings.catch_warnings():
@@ -132,8 +133,7 @@ class Tanhs(TorchDispatchMode):
 
 
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter")  # PEFT does not pass it
-@pytest.mark.parametrize("its_own", [True, False])
-@pytest.mark.parametrize("wrap_first", [True, False])
+@pytest.mark.parametrize(("wrap_first", "its_own"), in_turn([True, False], [True, False]))
 def test_a_model_in_4_bits_that_peft_prepares_recomputes_once_and_is_counted(wrap_first: bool, its_own: bool) -> None:
     def prepared(wraps: bool) -> nn.Module:
         model = plain_gpt2().bfloat16()

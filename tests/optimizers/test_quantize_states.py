@@ -167,7 +167,7 @@ def test_values_out_of_range_are_refused(wrong):
         ms.quantize_states(**wrong)
 
 
-@pytest.mark.parametrize("hardware", [None, "h100"])
+@pytest.mark.parametrize("hardware", [pytest.param(None, marks=pytest.mark.deep), "h100"])
 def test_a_profile_counts_a_quarter_of_the_states_and_leaves_everything(hardware):
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
     plain = torch.optim.AdamW(model.parameters(), foreach=False)

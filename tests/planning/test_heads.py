@@ -59,7 +59,7 @@ class _Speaker(nn.Module):
 
 
 def test_the_gradient_of_a_tied_head_is_made_last_where_the_step_is_largest_in_between():
-    model, words = _Speaker(), torch.zeros(1, 128, dtype=torch.long)
+    model, words = _Speaker(), torch.zeros(1, 64, dtype=torch.long)
     step = {"optimizer": torch.optim.SGD(model.parameters()), "loss": _loss, "hardware": "cpu"}
     cuts = ms.Config(enable_tiling=True, enable_checkpointing=False, enable_offloading=False)
     plan = ms.DecisionEngine(model, words, config=cuts, stepping=["step_in_backward"], **step).smallest()

@@ -489,6 +489,7 @@ def test_a_plan_changes_no_bit_unless_it_is_asked_to():
     assert all(ms.verify(model, ms.transform(model, point.plan), x, loss=step["loss"]).exact for point in curve)
 
 
+@pytest.mark.deep
 def test_after_the_last_second_a_plan_that_takes_few_simulations_is_tried(monkeypatch, tmp_path):
     step = _step(model := _mlps(2), torch.ones(512, 64))
     monkeypatch.setenv("MEMSCALE_CACHE", "")

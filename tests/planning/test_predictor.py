@@ -204,6 +204,7 @@ def test_the_recommended_plan_is_the_planners_and_frees_by_the_allocator_what_it
     assert advice.step_seconds is None, "the box does not say how fast it is"
 
 
+@pytest.mark.deep
 def test_recommendations_free_something_and_come_best_first():
     prediction = ms.OOMPredictor(Speaker(), loss=next_token, keeps_output=False, hardware=box(MIB)).predict(tokens(8))
     freed = [each.freed_bytes for each in prediction.recommendations]

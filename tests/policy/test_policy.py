@@ -226,6 +226,7 @@ def test_wrap_says_who_decided(monkeypatch, caplog):
     assert re.search("^policy: .*, by rule: ", caplog.text, re.MULTILINE)
 
 
+@pytest.mark.deep
 def test_what_it_did_not_choose_is_not_tried(artifact):
     artifact(forest(0b001))
     asked = engine(AUTO)

@@ -357,6 +357,7 @@ def save_outputs(path, profiles):
     torch.save(found, path)
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
 def test_models_of_transformers_that_cache_their_positions(tmp_path):
     pytest.importorskip("transformers", reason="needs the extra `hf`")

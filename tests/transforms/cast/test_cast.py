@@ -757,6 +757,7 @@ def test_functional_call_uses_the_weights_that_it_is_given():
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("cast_in_one_graph")
 def test_compiles_functions_of_arguments_and_modules_that_are_called():
     linear, x, w = nn.Linear(4, 4), torch.randn(2, 4), torch.randn(4, 4)

@@ -69,7 +69,8 @@ def test_a_change_of_a_copy_is_not_compiled(region, change):
     assert torch.equal(model.linear.weight, before)
 
 
-@pytest.mark.parametrize("change", [pytest.param(under_no_grad, marks=pytest.mark.deep), by_data])
+@pytest.mark.deep
+@pytest.mark.parametrize("change", [under_no_grad, by_data])
 def test_and_is_left_to_python_which_names_it(change):
     torch._dynamo.reset()
     model = Changing(change)

@@ -58,9 +58,8 @@ def test_a_region_that_fails_leaves_its_error():
     assert backend.noted == [0]
 
 
-@pytest.mark.parametrize(
-    ("head", "most"), [({}, 1.12), pytest.param({"lm_head": ms.tile(chunks=16)}, 1.1, marks=pytest.mark.deep)]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize(("head", "most"), [({}, 1.12), ({"lm_head": ms.tile(chunks=16)}, 1.1)])
 def test_what_a_llama_8b_reserves_is_near_its_peak(head, most):
     """The loss alone takes 13.7 GiB; 1.9 of them are reserved for logits and free when it is at its most.
 

@@ -64,6 +64,7 @@ def test_another_length_is_no_other_graph():
     assert len(graphs) == 1
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.skipif(internals.TORCH_VERSION < (2, 12), reason="Dynamo of 2.10 cannot trace it, with a clear error")
 def test_floats_that_the_compiler_keeps_open():

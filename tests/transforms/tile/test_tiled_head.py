@@ -671,7 +671,13 @@ ARCHITECTURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(each, id=each.name, marks=[pytest.mark.deep] * (each.name not in ("GPT2Config", "T5Config")))
+        for each in ARCHITECTURES
+    ],
+)
 def test_hugging_face_models_as_they_ship(architecture):
     model = architecture.make()
     fit = ms.transform(model, {architecture.head: tile(chunks=4)})
