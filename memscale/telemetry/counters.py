@@ -33,10 +33,7 @@ DIMENSIONS = {
     for name, buckets, calls in (
         ("params", "<1e7 1e7 1e8 1e9 1e10 >=1e11", _OF_MODELS),
         ("technique", _TECHNIQUES, "plan transform wrap"),
-        ("mode", "aggressive balanced conservative", "optimize plan wrap"),
-        ("pressure", "<0.5 <0.85 <0.95 <1 <1.5 <3 >=3", "plan predict wrap"),
         ("outcome", _OUTCOMES, "plan predict transform wrap"),
-        ("decision_source", "ml rule rule_fallback user_config", "plan wrap"),
         ("peak_error", "over<0.1% over<1% over<5% over>=5% under<0.1% under<1% under<5% under>=5%", "detach"),
     )
 }
@@ -57,18 +54,15 @@ def counters() -> tuple[str, ...]:
 # The ends of the buckets of each dimension of numbers, all but the last bucket's.
 _ENDS = {
     "params": (1e7, 1e8, 1e9, 1e10, 1e11),
-    "pressure": (0.5, 0.85, 0.95, 1, 1.5, 3),
     "peak_error": (0.001, 0.01, 0.05),
 }
 
 
 def bucket(dimension: str, value: float) -> str:
-    """Returns the bucket of a number of parameters, of a step's bytes over the allowed ones, or of a relative error.
+    """Returns the bucket of a number of parameters, or of a relative error.
 
     >>> [bucket("params", count) for count in (10, 10**7, 7 * 10**9, 10**12)]
     ['<1e7', '1e7', '1e9', '>=1e11']
-    >>> [bucket("pressure", share) for share in (0.2, 0.999, 1.0, 50.0)]
-    ['<0.5', '<1', '<1.5', '>=3']
     >>> bucket("peak_error", 0.002), bucket("peak_error", -0.2)
     ('over<1%', 'under>=5%')
     """

@@ -57,37 +57,15 @@ def _executor_in(result: Any) -> Any:
     return getattr(model, "__dict__", {}).get("_memscale_executor")
 
 
-def _plan_of(call: VerbCall) -> Any:
-    """Returns the plan that a call made or was given."""
-    if (executor := _executor_in(call.result)) is not None:
-        return executor.plan
-    given = call.kwargs.get("plan", call.args[1] if len(call.args) > 1 else None)
-    return call.result if hasattr(call.result, "evidence") else given
-
-
 def _techniques(call: VerbCall) -> list[str]:
-    plan = _plan_of(call)
+    plan: Any = call.kwargs.get("plan", call.args[1] if len(call.args) > 1 else None)
+    if (executor := _executor_in(call.result)) is not None:
+        plan = executor.plan
+    elif hasattr(call.result, "evidence"):
+        plan = call.result
     transforms = plan.values() if isinstance(plan, Mapping) else (rule.transform for rule in plan)
     names = {part.spelling for each in transforms for part in getattr(each, "transforms", (each,))}
     return [name for name in counters.DIMENSIONS["technique"].buckets if name in names]
-
-
-def _mode(call: VerbCall) -> str:
-    config = call.kwargs.get("config") or next(each for each in call.args if type(each).__name__ == "Config")
-    return str(config.mode.value)
-
-
-def _pressure(call: VerbCall) -> str:
-    """Returns the bucket of the untransformed step's bytes over the allowed bytes."""
-    result, executor = call.result, _executor_in(call.result)
-    if (evidence := getattr(result, "evidence", None)) is not None:
-        share = evidence.plain.taken_bytes / evidence.budget_bytes
-    elif hasattr(result, "capacity_bytes"):
-        share = result.peak_bytes / result.capacity_bytes
-    else:
-        assert executor.profile is not None, "nothing was profiled, and nothing is told"
-        share = executor.step_bytes / (executor.config.target_gpu_utilization * executor.hardware.memory_bytes)
-    return counters.bucket("pressure", share)
 
 
 def _outcome(call: VerbCall) -> str:
@@ -105,9 +83,6 @@ def _size(module: nn.Module) -> int:
 _TELLERS: dict[str, Callable[[VerbCall], str | list[str]]] = {
     "params": lambda call: counters.bucket("params", _size(call.model)),
     "technique": _techniques,
-    "mode": _mode,
-    "pressure": _pressure,
     "outcome": _outcome,
-    "decision_source": lambda call: str(_plan_of(call).decision.decision_source),
     "peak_error": lambda call: counters.bucket("peak_error", call.before.peak_error),
 }

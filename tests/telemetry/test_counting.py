@@ -151,10 +151,7 @@ def test_what_is_counted_of_each_verb(place):
         "plan_called",
         "params:<1e7",
         "technique:checkpoint",
-        "mode:conservative",
-        "pressure:<1.5",
         "outcome:fits",
-        "decision_source:user_config",
     ]
     assert [line.split()[0] for line in found[2:]] == ["transform_called", "wrap_called", "detach_called"]
     assert "outcome:skipped" in found[3]
