@@ -196,17 +196,6 @@ def test_autocast_runs_them_in_float16():
     assert ("uint8", (256 + 9 * 3 * 16 * 2 * 6,)) in saved
 
 
-@pytest.mark.parametrize("way", ["no cudnn", "no bfloat16"])
-def test_what_cudnn_does_not_run_keeps_no_reserve(way, monkeypatch):
-    dtype = torch.bfloat16 if way == "no bfloat16" else torch.float32
-    if way == "no cudnn":
-        monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    x = torch.ones(9, 3, 8, dtype=dtype)
-    _, saved = profiled(nn.LSTM(8, 16, dtype=dtype), x, hardware="t4" if way == "no bfloat16" else "h100")
-    assert saved
-    assert not any(dtype == "uint8" for dtype, _ in saved)
-
-
 def test_autocast_of_a_packed_sequence_takes_what_it_takes_on_a_card(monkeypatch):
     """What its rows are packed from, and the states of dropout before the narrow weights; `benchmarks/_zoo.py` has it.
 
@@ -241,3 +230,12 @@ def test_dropout_leaves_the_states_of_its_generators_once(plan):
     # Also where a checkpoint draws in backward, too, whose thread has handles of its own.
     peaks = [profiled(nn.LSTM(8, 16, 2, dropout=p), torch.ones(9, 3, 8), plan=plan)[0].peak_bytes for p in (0.0, 0.5)]
     assert peaks[1] - peaks[0] == 132 * 1024 * 48
+
+
+@pytest.mark.parametrize(("dtype", "cudnn"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_a_recurrence_without_cudnn_is_refused(dtype, cudnn, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", cudnn)
+    with torch.device("meta"):
+        model, x = nn.LSTM(64, 96).to(dtype), torch.randn(40, 16, 64, dtype=dtype)
+    with pytest.raises(ms.ConfigError, match=r"runs this LSTM in .* cell after cell.*: train in float32 or float16"):
+        ms.profile(model, x, loss=lambda y, _: y[0].float().mean(), hardware="t4")
