@@ -60,18 +60,16 @@ def _as_forward_had(grad: torch.Tensor, image: torch.Tensor, kernel: torch.Tenso
 def _convolution(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """Source: ``_convolution`` in aten/src/ATen/native/Convolution.cpp, and Conv_v8.cpp."""
     if without_cudnn(args, card.capability):
-        # A transposed convolution adds the bias as a product with ones.
-        ones = math.prod(_result_shape(args)[2:]) * args[0].itemsize if args[6] and args[2] is not None else 0
         copies = taken(copied(args[0]), copied(args[1]))
         if args[8] > 1 and by_products(args):
-            return *copies, *_in_groups(args, ones), RESULTS
-        return *copies, RESULTS, *taken(_columns(args), ones)
+            return *copies, *_in_groups(args), RESULTS
+        return *copies, RESULTS, *taken(_columns(args))
     image, kernel = _in_one_format(*args[:2])
     result = args[0].new_empty(_result_shape(args), device="meta")
     return *taken(image), RESULTS, *taken(kernel, _convolved(args, result).result_bytes(card.capability))
 
 
-def _in_groups(args: Sequence[Any], ones: int) -> Program:
+def _in_groups(args: Sequence[Any]) -> Program:
     """Returns the program of PyTorch's own grouped convolution: each group on a copy of its channels, then the joined
     result.
 
@@ -79,7 +77,7 @@ def _in_groups(args: Sequence[Any], ones: int) -> Program:
     """
     groups, result = args[8], math.prod(_result_shape(args)) * args[0].itemsize
     image = args[0].nbytes // groups
-    each = image, result // groups, *briefly(_columns(args), ones), -image
+    each = image, result // groups, *briefly(_columns(args)), -image
     return each * int(groups)
 
 
@@ -129,7 +127,7 @@ def _channel_by_channel(args: Sequence[Any]) -> bool:
     return bool(groups == image.size(1) > 1 and not weight.size(0) % groups)
 
 
-def _columns(args: Sequence[Any], *, always: bool = False) -> int:
+def _columns(args: Sequence[Any]) -> int:
     """Returns the bytes of the patches of one image, as PyTorch's own convolution lays them out for a matrix product.
 
     Source: ``slow_conv2d_forward`` in aten/src/ATen/native/cuda/ConvolutionMM2d.cu, NaiveConvolutionTranspose2d.cu.
@@ -137,7 +135,7 @@ def _columns(args: Sequence[Any], *, always: bool = False) -> int:
     image, weight, _, stride, padding, _, transposed, *_ = args
     kernel = weight.shape[2:]
     is_product = not transposed and all(size == 1 for size in (*kernel, *stride)) and not any(padding)
-    if (is_product and not always) or not by_products(args):
+    if is_product or not by_products(args):
         return 0
     places = (image.shape if transposed else _result_shape(args))[2:]
     return int(weight.size(1) * math.prod(kernel) * math.prod(places) * image.itemsize)
@@ -158,14 +156,11 @@ def _convolution_backward(args: Sequence[Any], results: Any, card: CardTraits) -
         of_bias = Result(2), *briefly(*reduced(SUM, (grad, dims), bias, card))
     # The copies are contiguous: a gradient after a cat is a view among others.
     copies: tuple[int, ...] = taken(*map(copied, args[:3]))
-    if without_cudnn(given, card.capability) and by_products(given):
-        # The gradient of the image takes patches also for a 1x1 kernel, whose patches are the image.
-        columns = _columns(given, always=wanted[0])
-        if args[9] > 1:
-            return *copies, *_groups_backward(args, columns), *map(Result, range(3))
-        return *copies, *_products_backward(columns, of_bias, is_transposed=args[7], with_image=wanted[0])
-    of_image = of_weight = 0
-    if not without_cudnn(given, card.capability):
+    if without_cudnn(given, card.capability):
+        of_image = of_weight = _columns(given)
+        if args[9] > 1 and by_products(given):
+            return *copies, *_groups_backward(args, of_image), *map(Result, range(3))
+    else:
         copies, convolved = taken(*_as_forward_had(*args[:3], with_weight=wanted[1])), _convolved(given, grad)
         of_image = convolved.result_bytes(card.capability) if args[7] else convolved.image_bytes(card.capability)
         of_weight = convolved.weight_bytes(card.capability, card.multiprocessors)
@@ -173,15 +168,6 @@ def _convolution_backward(args: Sequence[Any], results: Any, card: CardTraits) -
     if _channel_by_channel(given):
         parts.reverse()
     return *copies, *parts[0], *parts[1], *(-nbytes for nbytes in reversed(copies)), *of_bias
-
-
-def _products_backward(columns: int, of_bias: Program, *, is_transposed: bool, with_image: bool) -> Program:
-    """PyTorch's own kernels. Source: ``slow_conv2d_backward_out_cuda`` and ``slow_conv_transpose2d_backward_cuda``."""
-    if is_transposed:
-        return Result(0), *briefly(columns * with_image), Result(1), *of_bias, *briefly(columns)
-    if with_image:
-        return Result(0), *taken(columns), *of_bias, Result(1)
-    return *of_bias, Result(1), *taken(columns)
 
 
 def _groups_backward(args: Sequence[Any], columns: int) -> Program:
