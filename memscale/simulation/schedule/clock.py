@@ -140,14 +140,6 @@ class Clock:
         self._end = 0.0  # of all work that the device was given
         self._awaited: list[Mark] = []  # the marks that the device's next operator comes after
         self._accounted = 0  # the number of waits in `held_up` that are charged to the device
-        # The device's time if no collective had delayed it, and the waits for collectives that make up its delay: the
-        # index in `stalls`, and the seconds of the wait that still count as delay.
-        self._free = 0.0
-        self._behind: list[tuple[int, float]] = []
-        # `_free` at the end of each operator, and the seconds that launches waited in a full queue only because the
-        # device waited for collectives: `now - _host_behind` is the host's time without collectives.
-        self._free_ends: list[float] = []
-        self._host_behind = 0.0
         self._link_ends: dict[Direction, float] = {"out": 0.0, "in": 0.0}
         self._carried_ends: dict[Direction, float] = {"out": 0.0, "in": 0.0}
         self._disk_end = 0.0
@@ -181,9 +173,7 @@ class Clock:
         """Ends a step at the time when the device has caught up with the host; running copies delay the next step."""
         self.events.append(("end_step",))
         self._catch_up()
-        self._behind.clear()
-        self._host_behind = 0.0
-        self.end = self._free = self._end
+        self.end = self._end
 
     def trust(self) -> None:
         """Declares the seconds of all operators known, including operators without a rate of the hardware."""
@@ -351,18 +341,12 @@ class Clock:
             return
         if taken:
             if len(self.ends) >= _MOST_QUEUED and self.ends[-_MOST_QUEUED] > self.now:
-                free = max(self.now - self._host_behind, self._free_ends[-_MOST_QUEUED])
                 self.now = self.ends[-_MOST_QUEUED]
-                self._host_behind = max(0.0, self.now - free)
             if self.now > self._end or self._awaited:
                 self._catch_up()
-            elif self._behind:
-                self._would_stand_still(self.now - self._host_behind, "host", 0.0)
         self.begins.append(self._end)
         self._end = end = self._end + taken
-        self._free += taken
         self.ends.append(end)
-        self._free_ends.append(self._free)
         if self.is_host:
             self.now = max(self.now, end)  # after a wait the host's time may be past the operator's end
         self.issued.append(self.now)
@@ -378,7 +362,6 @@ class Clock:
         self.issued.append(self.now)
         self.begins.append(self._end)
         self.ends.append(self._end)
-        self._free_ends.append(self._free)
 
     def _mark(self, stream: int) -> Mark:
         return self._sides[stream].mark if stream else Mark(self._point(), "host")
@@ -431,7 +414,7 @@ class Clock:
     def _catch_up(self) -> None:
         """Makes the device wait for the host's present time, and then for all awaited marks."""
         at = self._end
-        if not (self._awaited or self._behind) and self._accounted == len(self.held_up):  # waits for the host alone
+        if not self._awaited and self._accounted == len(self.held_up):  # waits for the host alone
             if self.now > at:
                 self.stalls.append(tuple.__new__(Stall, (at, self.now, "host", len(self.ends))))
                 self._end = self.now
@@ -449,41 +432,10 @@ class Clock:
         self._awaited.clear()
 
     def _stand_still(self, begin: float, end: float, cause: str) -> float:
-        if self._behind and cause not in COLLECTIVES:
-            free = end - self._host_behind if cause == "host" else end
-            self._would_stand_still(free, cause, max(0.0, end - begin))
         if end > begin:
-            if cause in COLLECTIVES and not self.is_host:
-                if not self._behind:
-                    self._free = begin
-                self._behind.append((len(self.stalls), end - begin))
             self.stalls.append(Stall(begin, end, cause, len(self.ends)))
             return end
         return begin
-
-    def _would_stand_still(self, end: float, cause: str, still: float) -> None:
-        """Charges earlier waits for collectives to `cause`, for the seconds that the device would wait without any.
-
-        Without collectives the device would wait until `end`; with collectives it waits `still` seconds. The difference
-        moves from the collectives to `cause`: else a step that only the host delays would seem to wait for its links.
-        """
-        seconds = end - self._free - still
-        self._free = max(self._free, end)
-        while seconds > 0 and self._behind:
-            at, left = self._behind.pop()
-            taken = min(left, seconds)
-            seconds -= taken
-            begin, _, waited_for, op = self.stalls[at]
-            rest = left - taken
-            following = self.stalls[at + 1] if at + 1 < len(self.stalls) else None
-            until = begin + left
-            if following is not None and (following.begin, following.cause) == (until, cause):
-                until = following.end
-                del self.stalls[at + 1]
-            free = Stall(begin + rest, until, cause, op)
-            self.stalls[at : at + 1] = [Stall(begin, free.begin, waited_for, op), free] if rest > 0 else [free]
-            if rest > 0:
-                self._behind.append((at, rest))
 
 
 def timeline(trace: Trace, hardware: Hardware) -> Times:

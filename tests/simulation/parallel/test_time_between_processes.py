@@ -71,7 +71,7 @@ def test_what_is_computed_and_what_is_waited_for_are_the_step():
 
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
-def test_where_the_host_is_late_anyway_it_is_not_the_links_that_cost(parallel):
+def test_where_the_host_is_late_anyway_faster_links_change_nothing(parallel):
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)) for _ in range(8)])
     step = {"loss": lambda y, _: y.sum(), "optimizer": torch.optim.AdamW(model.parameters())}
@@ -80,7 +80,7 @@ def test_where_the_host_is_late_anyway_it_is_not_the_links_that_cost(parallel):
         ms.profile(model, batch, hardware=card, parallel=parallel, world=64, **step) for card in (CARD, linked(1e9))
     )
     assert found.step_seconds == pytest.approx(faster.step_seconds, rel=1e-6)
-    assert not {cause for cause, seconds in found.exposed_seconds.items() if seconds > 1e-9} & set(COLLECTIVES)
+    assert found.exposed_seconds["host"] > 0.8 * sum(found.exposed_seconds.values())
     waits = [each for each in found.schedule.waits if each.queue == "device"]
     assert all(first.begin + first.seconds <= then.begin + 1e-12 for first, then in itertools.pairwise(waits))
     computed = sum(each.seconds for each in found.schedule.operators if each.queue == "device")
