@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memscale.core import ConfigError, fsdp_groups, fsdp_groups_of
+from memscale.core import ConfigError, fsdp_groups
 from memscale.regions import StateSlot, read, write
 from memscale.simulation.parallel.collectives import SimulatedStreams
 from memscale.simulation.process.process_state import all_patched, patched
@@ -58,7 +58,6 @@ class Sharded:
         groups = [group for state in self._states for group in fsdp_groups(state)]
         self._parameters: list[Any] = [parameter for group in groups for parameter in group.fsdp_params]
         self.tensors = [parameter.sharded_param for parameter in self._parameters]
-        self._cut = {id(group) for group in groups if not any(each.sharded_param.is_meta for each in group.fsdp_params)}
         kinds = {state.mesh.device_type for group in groups if (state := group.mesh_info) is not None}
         if other := sorted(kinds - _MESHES):
             raise ConfigError(
@@ -74,18 +73,6 @@ class Sharded:
             )
         self.offloaded = [parameter.sharded_param for parameter in offloaded]
         self.pins = any(parameter.pin_memory for parameter in offloaded)
-
-    def cut(self, module: nn.Module) -> Iterator[list[tuple[int, Any]]]:
-        """Yields a list of (bytes of the whole parameter, shard) for each group of parameters that was not on meta.
-
-        A model that was sharded on meta never has whole parameters on a device: `Module.to_empty` makes shards only.
-        """
-        for group in fsdp_groups_of(module):
-            if id(group) in self._cut:
-                yield [
-                    (each._orig_size.numel() * each.sharded_param.itemsize, each.sharded_param)
-                    for each in group.fsdp_params
-                ]
 
     def sent_at_first(self) -> Iterator[int]:
         """Yield the bytes of each flat buffer in which DDP's constructor broadcasts rank 0's parameters and buffers."""

@@ -267,8 +267,6 @@ class Simulation:
         The order is that of `Module.to`, since the neighbours of a storage decide where free memory arises later.
         """
         storages, seen = self.mode.storages, set[int]()
-        if self._kernels.is_cuda and self._sharded.tensors:
-            self._record_shards()
         streams = any(True for module in self.scope.modules for _ in placing_in(module))
         flattens = self._kernels.is_cuda and not streams
         for module in sorted(self.scope.modules, key=self._place):
@@ -288,25 +286,6 @@ class Simulation:
             sent.append(builder.birth(StorageRecord(nbytes, -1, "temporary")))
         for number in sent:
             builder.death(number)
-
-    def _record_shards(self) -> None:
-        """Records the allocation of shards that `fully_shard` cut from real parameters.
-
-        FSDP2 moves the whole parameters of a group, cuts this process's shards and frees the whole parameters; the next
-        group, and the step, reuse that memory.
-        """
-        builder, seen = self.mode.builder, set[int]()
-        for module in sorted(self.scope.modules, key=self._place):
-            for part, _ in _children_first(module, seen):
-                for shards in self._sharded.cut(part):
-                    whole = [builder.birth(StorageRecord(nbytes, -1, "parameter")) for nbytes, _ in shards]
-                    for _, shard in shards:
-                        for tensor in with_storages([shard]):
-                            if any(shard is each for each in self._sharded.offloaded):
-                                builder.death(builder.birth(StorageRecord(tensor.nbytes, -1, "parameter")))
-                            self.mode.storages.record(tensor)
-                    for number in whole:
-                        builder.death(number)
 
     def _place(self, module: nn.Module) -> int:
         """Returns the index of a module in the order of the tree; modules outside the tree come last."""

@@ -69,26 +69,6 @@ def rows(device="cpu"):
     return torch.zeros(256, WIDTH, device=device)
 
 
-def test_whole_parameters_of_a_group_come_and_go_before_the_next_groups():
-    model = sharded("cpu")
-    trace = MemoryProfiler(model, loss=loss, hardware="h100").simulated(rows())
-    before = trace.events[: trace.steps[0][0]]
-    live, most = 0, []
-    for event in before:
-        live += trace.storages[abs(event) - 1].nbytes * (1 if event > 0 else -1)
-        most.append(live)
-    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    block, root = (sum(each.numel() for each in part.parameters()) * 4 for part in (model.blocks[0], model.head))
-    assert sum(event < 0 for event in before) == sum(1 for _ in model.parameters())
-    assert max(most) == pytest.approx(shards + max(block, root), rel=0.01)
-    # The root's come last, as `fully_shard` is called on what is inside first.
-    assert root > block
-    assert most.index(max(most)) > len(most) // 2
-    assert most[-1] == pytest.approx(shards + rows().nbytes, abs=64)  # FSDP2 of torch 2.10 has a scalar of its own
-    on_meta = MemoryProfiler(sharded("cpu", device="meta"), loss=loss, hardware="h100").simulated(rows())
-    assert all(event > 0 for event in on_meta.events[: on_meta.steps[0][0]])
-
-
 def test_a_step_that_is_repeated_takes_from_the_same_streams():
     model = sharded("cpu")
     profiler = MemoryProfiler(model, torch.optim.AdamW(model.parameters()), loss=loss, hardware="h100")
