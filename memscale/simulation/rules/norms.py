@@ -245,27 +245,6 @@ def _mean_loss(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     return RESULTS, each.nbytes, *scratch
 
 
-def _margin_loss(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Source: ``soft_margin_loss_out`` in aten/src/ATen/native/Loss.cpp: temporaries of the result, and their sum."""
-    if (args[2] if len(args) > 2 else 1) == 0:
-        return PLAIN
-    total = torch.empty((), dtype=args[0].dtype, device="meta")
-    return RESULTS, total.itemsize, *reduced(ALL_SUM, (args[0],), total, card)
-
-
-def _margin_loss_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Source: ``soft_margin_loss_backward_out``: the exponential of a product, then the divisor."""
-    each = args[1].nbytes
-    return RESULTS, each, each, -each, each
-
-
-def _multi_margin_loss(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Source: ``multi_margin_loss_cuda_out`` in aten/src/ATen/native/cuda/MultiMarginLoss.cu."""
-    rows = args[0].size(0) * args[0].itemsize if args[0].dim() > 1 else 0
-    reduces = args[5] if len(args) > 5 else 1
-    return RESULTS, *taken(rows if reduces else 0)
-
-
 def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), x.new_empty(0)  # CPUs alone allocate a buffer
 
@@ -315,9 +294,8 @@ RULES = {
     "aten.mse_loss_backward": OpRule(layout=ordered_as()),
     "aten.smooth_l1_loss_backward": OpRule(layout=ordered_as()),
     "aten.huber_loss_backward": OpRule(layout=ordered_as()),
-    "aten.soft_margin_loss": OpRule(program=_margin_loss, layout=whole_storage),
-    "aten.soft_margin_loss_backward": OpRule(program=_margin_loss_backward),
-    "aten.multi_margin_loss": OpRule(program=_multi_margin_loss, results=_multi_margin_result),
+    "aten.soft_margin_loss": OpRule(layout=whole_storage),
+    "aten.multi_margin_loss": OpRule(results=_multi_margin_result),
     "aten.multi_margin_loss_backward": OpRule(results=_margin_gradient),
     "aten.log_sigmoid_forward": OpRule(results=_log_sigmoid, layout=ordered_as()),
     "aten.binary_cross_entropy_with_logits": OpRule(composed_on=("cuda",)),

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, of_columns, taken
+from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, of_columns
 
 _WARP, _MOST_VALUES, _FEWEST_VALUES = 32, 256, 16
 _INT32_MAX = 2**31 - 1
@@ -274,23 +274,6 @@ def _program(kernel: Reduction, args: Sequence[Any], results: Any, card: CardTra
     return RESULTS, *reduced(kernel, args, results, card)
 
 
-def _moments_program(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Returns the program of a variance; for complex input the programs of the real and the imaginary part, then the
-    sum.
-
-    Source: ``std_var_out`` and ``std_var_mean_out`` in aten/src/ATen/native/ReduceOps.cpp.
-    """
-    source = args[0]
-    if not source.is_complex():
-        return _program(MOMENT, args, results, card)
-    made = [results] if isinstance(results, torch.Tensor) else results
-    strides = [2 * stride for stride in source.stride()]
-    part = torch.empty_strided(source.shape, strides, dtype=source.dtype.to_real(), device="meta")
-    scratch = reduced(MOMENT, (part, *args[1:]), results, card)
-    half = *[made[0].nbytes] * len(made), *scratch, *(-nbytes for nbytes in reversed(scratch))
-    return *taken(*half, *half), RESULTS
-
-
 def _rules(kernel: Reduction, *names: str, **more: Any) -> dict[str, OpRule]:
     return {f"aten.{name}": OpRule(program=partial(_program, kernel), **more) for name in names}
 
@@ -317,9 +300,6 @@ RULES = {
     **_rules(_NORM, "linalg_vector_norm.default", scratch="sums"),
     **_rules(_NORM, "norm.ScalarOpt_dim"),
     **_rules(replace(_NORM, dims=None), "norm.Scalar"),
-    **{
-        f"aten.{name}.correction": OpRule(program=_moments_program, scratch="sums")
-        for name in ("var", "std", "var_mean")
-    },
-    "aten.std_mean.correction": OpRule(program=_moments_program),
+    **_rules(MOMENT, "var.correction", "std.correction", "var_mean.correction", scratch="sums"),
+    **_rules(MOMENT, "std_mean.correction"),
 }
