@@ -2,9 +2,9 @@
 
 The path of `profile(model, batch)` through the package, in reading order:
 
-1. `step`: the training step as a value (`TrainingStep`), and the device (`Target`); `packed` packs quantized layers on
-   meta. `record` simulates the step under a plan, twice: the first step makes the optimizer's states. Real steps run
-   where a step cannot be simulated (`measured/`).
+1. `step`: the training step as a value (`TrainingStep`), and the device (`Target`); `rules/few_bits` packs quantized
+   layers on meta. `record` simulates the step under a plan, twice: the first step makes the optimizer's states. Real
+   steps run where a step cannot be simulated (`measured/`).
 2. `sandbox/`: finds the objects that the step can reach and gives tensors fake contents (`step_scope`), and restores
    all objects afterwards. `process/` patches PyTorch, for the simulation's threads alone.
 3. `dispatch/`: `fake_mode` returns fake tensors from each operator. `operators` holds what is independent of values:
@@ -32,11 +32,11 @@ from memscale.simulation.attribution import (
     turns_of,
 )
 from memscale.simulation.dispatch.lazy_values import NeedsValues
-from memscale.simulation.packed import pack_weights
 from memscale.simulation.parallel.spec import Parallel, ParallelKind
 from memscale.simulation.process.process_state import few_collections
 from memscale.simulation.record import MemoryProfiler, check_plan, profile_of, record, record_in_a_row
 from memscale.simulation.results import Holding, Profile, ProfileDiff, differences
+from memscale.simulation.rules.few_bits import pack_weights
 from memscale.simulation.schedule.clock import timeline
 from memscale.simulation.schedule.schedule import Schedule, queues_of
 from memscale.simulation.step import Loop, Target, TrainingStep, as_hardware, hardware_for

@@ -25,11 +25,11 @@ from memscale.simulation.dispatch.lazy_values import NeedsValues
 from memscale.simulation.dispatch.step_recorder import place_of
 from memscale.simulation.dispatch.tape import Tape
 from memscale.simulation.measured.empirical import measured_profile
-from memscale.simulation.packed import about_experts
 from memscale.simulation.parallel.spec import Parallel, ParallelKind, check_places, one_rank
 from memscale.simulation.process.draws import PYTHON_DRAWN, Draws, drawing
 from memscale.simulation.process.process_state import few_collections
 from memscale.simulation.results import Profile
+from memscale.simulation.rules.few_bits import about_experts
 from memscale.simulation.sandbox.compiled_modules import as_text
 from memscale.simulation.sandbox.device_spoofing import needs_a_card
 from memscale.simulation.sandbox.sandbox import Simulation

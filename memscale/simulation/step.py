@@ -21,9 +21,9 @@ from memscale.optimizers import TransformedOptimizer
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import is_sparse
 from memscale.simulation.measured.part_times import PartTimes
-from memscale.simulation.packed import packed
 from memscale.simulation.parallel.sharded import mesh_of
 from memscale.simulation.parallel.spec import Parallel, ParallelKind
+from memscale.simulation.rules.few_bits import packed
 from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
 
 

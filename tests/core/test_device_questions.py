@@ -48,7 +48,7 @@ MAY_ASK = {
     "simulation/sandbox/sandbox.py": "the simulated device, by its kernels",
     "simulation/sandbox/step_scope.py": "takes the caller's tensors off their devices",
     "simulation/dispatch/fake_mode.py": "meta, which computes nothing, is left alone",
-    "simulation/packed.py": "names the caller's device in an error, before any step",
+    "simulation/rules/few_bits.py": "names the caller's device in an error, before any step",
     "simulation/step.py": "where the caller's model is, before the step",
     "transforms/checkpoint/results.py": "the generators that there are",
     "transforms/offload/streamed.py": "where the runtime that it is given has the parameters",

@@ -23,8 +23,8 @@ from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memscale.core import ConfigError, RuntimeUnavailable, internals, shown
-from memscale.simulation.packed import quantization_tensors
 from memscale.simulation.results import MemoryTimeline
+from memscale.simulation.rules.few_bits import quantization_tensors
 from memscale.simulation.sandbox.step_scope import with_storages
 from memscale.simulation.trace import CATEGORIES
 

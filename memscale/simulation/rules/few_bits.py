@@ -1,17 +1,172 @@
-"""The operators of bitsandbytes for layers with quantized weights.
+"""Layers of bitsandbytes with quantized weights: their packing on meta, as a move to a card packs them, and rules.
 
-Source: bitsandbytes 0.50.2, ``backends/cuda/ops.py`` and ``backends/default/ops.py``.
+Source of the rules: bitsandbytes 0.50.2, ``backends/cuda/ops.py`` and ``backends/default/ops.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from memscale.algebra import copy_tree, walk
+from memscale.core import ConfigError, RuntimeUnavailable, format_bytes
 from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program
+
+_OLDEST = "0.46"
+_WORTH_A_WORD = 0.01
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Pack, in place, the weight of each bitsandbytes layer in `model` that is on meta and not packed yet.
+
+    Raises:
+        ConfigError: a weight with data is not packed, so the layer cannot be called.
+        RuntimeUnavailable: bitsandbytes is too old to pack without data.
+    """
+    for module in _unpacked(model):
+        _pack(module)
+
+
+def packed(model: nn.Module) -> nn.Module:
+    """Returns `model` with its bitsandbytes layers packed: a copy that shares all other parameters.
+
+    A model without layers to pack is returned itself.
+
+    Raises:
+        ConfigError, RuntimeUnavailable: as in `pack_weights`.
+    """
+    layers = _unpacked(model)
+    if not layers:
+        return model
+    copies = copy_tree(walk(model))
+    for layer in layers:
+        _pack(copies[id(layer)])
+    other: nn.Module = copies[id(model)]
+    return other
+
+
+def quantization_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the scales and tables with which a bitsandbytes layer unpacks its weight, by name in its state dict."""
+    if not isinstance(module, _kinds()):
+        return {}
+    layer: Any = module
+    if not _is_of_4_bits(layer):  # an 8-bit layer moves the scales from its weight to its state at the first call
+        scales = layer.state.SCB if layer.state.SCB is not None else getattr(layer.weight, "SCB", None)
+        return {} if scales is None else {"SCB": scales}
+    state = getattr(layer.weight, "quant_state", None) or layer.quant_state
+    if state is None:
+        return {}
+    found = {"absmax": state.absmax, "quant_map": state.code}
+    if state.nested:
+        nested = state.state2
+        found |= {"offset": state.offset, "nested_absmax": nested.absmax, "nested_quant_map": nested.code}
+    return {f"weight.{name}": tensor for name, tensor in found.items()}
+
+
+def about_experts(model: nn.Module | None) -> tuple[str, ...]:
+    """Returns a note if a model with quantized layers has 3-D weights, such as fused experts.
+
+    Neither bitsandbytes nor transformers packs 3-D weights, and neither warns about them.
+    """
+    kinds = _kinds()
+    if model is None or not kinds or not any(isinstance(module, kinds) for module in model.modules()):
+        return ()
+    all_bytes, found = 0, list[tuple[str, torch.Tensor]]()
+    for name, parameter in model.named_parameters():
+        all_bytes += parameter.nbytes
+        if parameter.dim() == 3 and parameter.is_floating_point():
+            found.append((name, parameter))
+    whole_bytes = sum(parameter.nbytes for _, parameter in found)
+    if not found or whole_bytes < _WORTH_A_WORD * all_bytes:
+        return ()
+    name, first = found[0]
+    dtype = str(first.dtype).removeprefix("torch.")
+    return (
+        f"{format_bytes(whole_bytes)} of the weights are not packed and stay in {dtype}, such as {name!r}: "
+        "bitsandbytes packs linear layers only, not fused experts",
+    )
+
+
+def _kinds() -> tuple[type, ...]:
+    """Returns the layer classes of bitsandbytes that pack their weights; none if bitsandbytes is not imported."""
+    loaded = sys.modules.get("bitsandbytes.nn")
+    return () if loaded is None else (loaded.Linear4bit, loaded.Linear8bitLt)
+
+
+def _is_of_4_bits(layer: Any) -> bool:
+    return hasattr(layer, "quant_state")
+
+
+def _unpacked(model: nn.Module) -> list[Any]:
+    """Returns the bitsandbytes layers whose weight is on meta and not packed.
+
+    Raises:
+        ConfigError: a weight with data is not packed.
+    """
+    kinds, found = _kinds(), list[Any]()
+    layers: list[tuple[str, Any]] = [pair for pair in model.named_modules() if isinstance(pair[1], kinds)]
+    for path, module in layers:
+        if not _waits(module):
+            continue
+        if not module.weight.is_meta:
+            device = module.weight.device.type
+            raise ConfigError(
+                f"the weight of {path!r} is not packed in few bits yet: bitsandbytes packs when a layer moves; call "
+                f"model.to({device!r}) first"
+            )
+        found.append(module)
+    return found
+
+
+def _waits(module: Any) -> bool:
+    weight = module.weight
+    if _is_of_4_bits(module):
+        return getattr(weight, "quant_state", None) is None and module.quant_state is None
+    has_numbers = getattr(weight, "CB", None) is not None or module.state.CB is not None
+    # An 8-bit layer with `has_fp16_weights` packs its weight at each call, and a layer with data at its first call.
+    return not (module.state.has_fp16_weights or has_numbers) and weight.is_meta
+
+
+def _pack(module: Any) -> None:
+    weight = module.weight
+    data = weight.data
+    if not data.is_floating_point():  # transformers makes integer weights for a layer whose checkpoint is packed
+        data = torch.empty_like(data, dtype=getattr(module, "compute_dtype", None) or torch.float16)
+    if _is_of_4_bits(module):
+        settings = {name: getattr(weight, name) for name in ("blocksize", "compress_statistics", "quant_type")}
+        new = type(weight)(data, requires_grad=False, quant_storage=weight.quant_storage, module=module, **settings)
+    else:
+        new = type(weight)(data, requires_grad=False, has_fp16_weights=False)
+    try:
+        with _tables_kept():
+            new._quantize("meta")
+    except (NotImplementedError, RuntimeError, AttributeError) as error:
+        raise RuntimeUnavailable(
+            f"this bitsandbytes cannot pack a weight without data ({type(error).__name__}: {error}); weights in few "
+            f"bits on meta need bitsandbytes>={_OLDEST}"
+        ) from error
+    if not _is_of_4_bits(module):  # the state after a first call, which moves CB and SCB from the weight to the state
+        module.state = copy.copy(module.state)
+        module.state.CB, module.state.SCB, new.CB, new.SCB = new.CB, new.SCB, None, None
+    module.weight = new
+
+
+@contextmanager
+def _tables_kept() -> Iterator[None]:
+    """Restore bitsandbytes' cache of code tables: it keeps the first table for all devices, and this one is on meta."""
+    tables: dict[str, torch.Tensor] = sys.modules["bitsandbytes.functional"].name2qmap
+    before = tables.copy()
+    try:
+        yield
+    finally:
+        tables.clear()
+        tables.update(before)
 
 
 def _rows_in_8_bits(args: Sequence[Any], results: Any, card: CardTraits) -> Program:

@@ -26,12 +26,12 @@ from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.trace_builder import Course, StorageRecord
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import is_sparse
-from memscale.simulation.packed import quantization_tensors
 from memscale.simulation.parallel.collectives import SimulatedStreams
 from memscale.simulation.parallel.sharded import Sharded, propagating
 from memscale.simulation.process.draws import Draws
 from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.process.process_state import begin_alike, patched, process_kept
+from memscale.simulation.rules.few_bits import quantization_tensors
 from memscale.simulation.rules.recurrences import flattened_bytes, weights_of
 from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
 from memscale.simulation.sandbox.device_spoofing import DeviceSpoofing
