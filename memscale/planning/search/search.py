@@ -42,7 +42,7 @@ from memscale.simulation import Trace, analyse, attribute
 
 # Share of the budget that a plan leaves free for errors of the simulation (at most 0.09 % on models outside the tests).
 _MARGIN = 1e-3
-# The most simulated steps for one budget and one set of techniques, and for corrections of the result.
+# The most simulated steps for one budget and one set of techniques, and those left for corrections of the result.
 _ROUNDS, _CORRECTIONS = 5, 2
 # The most simulated steps for one budget; more of a step that has few operators, and is simulated fast. A step in tiles
 # with more than `_LONG` times the operators of the step as written counts for several.
@@ -50,6 +50,9 @@ _MOST_STEPS, _FEW_OPERATORS, _LONG = 8, 8_000, 2
 # `_STEP`: the share between two limits of the grid. `_RANGE`: how far below the wanted limit a grid point may be, by
 # whether an allocator reserves segments; reserved bytes go up and down from limit to limit.
 _STEP, _RANGE = 2e-3, {False: 0.0, True: 0.02}
+# For a step of few operators, every `_COARSE`-th limit of the grid is tried if its choice may fit and be faster: a step
+# of a smaller limit may take more bytes, so that a search by bytes alone passes over faster steps that fit.
+_COARSE = 64
 # A step that uses the share `_USED` of the budget is the answer, unless the rest may save the share `_WORTH` of time.
 _USED, _WORTH = 0.99, 0.01
 # Share by which a choice must be estimated to be faster to be simulated: `_FASTER` (less is within the solver's gap),
@@ -245,8 +248,12 @@ class Search:
 
         for among in self._sets:
             # A long step has no simulations to spare for a set whose smallest choice hardly fits.
-            if self._most > _MOST_STEPS or self._may_fit(self._least(among).assignment, safe_bytes):
+            if self._is_short or self._may_fit(self._least(among).assignment, safe_bytes):
                 bounds += self._descend(among, safe_bytes, tried, below_seconds)
+        for among in self._sets if self._is_short else ():
+            for at in range(_COARSE, self._last(among) + 1, _COARSE):
+                if may_be_faster(coarse := self._choice(at, among).assignment):
+                    tried[coarse] = self.prove(coarse)
         for among in self._sets:
             if may_be_faster(self._least(among).assignment):
                 tried |= self._small_ones(among)
@@ -467,17 +474,26 @@ class Search:
 
     def _correct(self, safe_bytes: int, tried: dict[Assignment, Proven], below: float) -> None:
         """Simulates choices by the costs that the fastest fitting step corrects, while the choices are faster."""
-        for _ in range(_CORRECTIONS):
+        among = self._sets[1 % len(self._sets)]
+        for _ in range(_ROUNDS if self._is_short else _CORRECTIONS):
             if self._count(tried) > self._most or (best := _best(tried.values(), safe_bytes)) is None:
                 return
             chooser = Chooser(self.costs, self._link)
             best.correct(chooser)
-            choice = chooser.fastest(safe_bytes, self._sets[1 % len(self._sets)])
-            if choice is None or choice.assignment in tried:
-                return
-            if chooser.seconds(choice.assignment) >= (1 - _OTHERS) * min(below, best.seconds):
+            choice = chooser.fastest(safe_bytes, among)
+            while choice is not None and choice.assignment in tried:
+                # Below a choice that is known not to fit, another may: a larger budget tries what a smaller one finds.
+                if tried[choice.assignment].taken_bytes <= safe_bytes:
+                    return
+                choice = chooser.fastest((1 - _STEP) * chooser.held_bytes(choice.assignment), among)
+            if choice is None or chooser.seconds(choice.assignment) >= (1 - _OTHERS) * min(below, best.seconds):
                 return
             tried[choice.assignment] = self.prove(choice.assignment)
+
+    @property
+    def _is_short(self) -> bool:
+        """Returns whether a step has few operators, so that many choices are simulated for each budget."""
+        return self._most > _MOST_STEPS
 
     @property
     def _reserves(self) -> bool:
