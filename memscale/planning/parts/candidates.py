@@ -214,12 +214,12 @@ class Menu:
             # Nested checkpoints: the recompute of the group saves the input of each part, and the backward of each part
             # recomputes that part.
             twice = tuple((path, again) for path in inside if len(inside) > 1)
-            # A checkpoint of the whole model frees what waits between its parts, which is little, and takes long to
-            # simulate.
+            # A checkpoint of the whole model frees what waits between its parts, which is little unless the model is a
+            # row of its parts, and takes long to simulate.
             if group.path:
                 yield Candidate(((whole, again),))
-                if twice:
-                    yield Candidate(((whole, again), *twice))
+            if twice and (group.path or _is_row(group.module)):
+                yield Candidate(((whole, again), *twice))
             for cuts in dict.fromkeys((*_segments(group.module), *self._cuts(group, step))):
                 yield Candidate(((whole, checkpoint(cuts=cuts)),))
             for ((_, pieces),) in (each.rules for each in self._cut_whole(group, step) if twice):
@@ -317,7 +317,7 @@ def _at_weights(module: nn.Module) -> Iterator[tuple[Cut, ...]]:
     operation. Cuts are at each, every second or every fourth such operation: at all of these, or at the early ones.
     """
     row = list(module.children())
-    if type(module).forward is not nn.Sequential.forward or any(map(could_be_block, row)):
+    if not _is_row(module) or any(map(could_be_block, row)):
         return
     weighty = [at for at, each in enumerate(row) if any(one.ndim >= 2 for one in each.parameters())]
     for places in ([at + 1 for at in weighty if at + 1 < len(row)], [at for at in weighty if at]):
@@ -330,12 +330,16 @@ def _at_weights(module: nn.Module) -> Iterator[tuple[Cut, ...]]:
 
 def _segments(module: nn.Module) -> Iterator[tuple[Cut, ...]]:
     """Yields cuts of a row of blocks into segments of several blocks: of the whole row, or of the early blocks."""
-    if type(module).forward is nn.Sequential.forward:
+    if _is_row(module):
         for every in _EVERY[1:]:
             cuts = range(every, len(list(module.children())), every)
             for count in dict.fromkeys((len(cuts), 2 * len(cuts) // 3, len(cuts) // 3)):
                 if count:
                     yield tuple(cuts[:count])
+
+
+def _is_row(module: nn.Module) -> bool:
+    return type(module).forward is nn.Sequential.forward
 
 
 def dims_of_rows(module: nn.Module) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.groups import groups_of
 from memscale.planning.parts.parts import Part, parts_of
 from memscale.planning.search.descent import Descent, DescentStep, is_inside
-from memscale.planning.search.found import Found, Proven, fastest_of
+from memscale.planning.search.found import Found, Proven
 from memscale.planning.solving.solver import Choice, Chooser, LinkRates
 from memscale.planning.stepping import held_by_phase
 from memscale.planning.trials.costs import GROUPED, Assignment, Costs, costs_of_step, measured_costs
@@ -186,23 +186,15 @@ class Search:
 
     @property
     def shown(self) -> list[Proven]:
-        """Returns all plans whose steps were simulated, including those of `uncut`."""
-        inner = vars(self).get("uncut")
-        return [*self._proofs.values(), *self._by_rules.values(), *(inner.shown if inner is not None else ())]
+        """Returns all plans whose steps were simulated."""
+        return [*self._proofs.values(), *self._by_rules.values()]
 
-    @functools.cached_property
-    def uncut(self) -> Search | None:
-        """Returns the search without `tile`, if the model's parts differ without `tile`; else None.
+    def among(self, techniques: frozenset[str]) -> Search:
+        """Returns the search of the same step among other techniques, with the same trials if the parts are the same.
 
-        The parts differ because a module around a tiled loss head is not a part.
+        The parts may differ with and without `tile`: a module around a tiled loss head is not a part.
         """
-        own, others = ([part.path for part in each] for each in (self.parts, parts_of(self._model, self.plain)))
-        if not self.menu.tiles or self.patience < _ROUNDS or own == others:
-            return None
-        return self.among(self.menu.techniques - {"tile"})
-
-    def _other(self, menu: Menu) -> Search:
-        """Returns the search of the same step for another menu, with this search's trials if the parts are the same."""
+        menu = dataclasses.replace(self.menu, techniques=techniques)
         same = menu.tiles == self.menu.tiles or self.parts == parts_of(self._model, self.plain, tiles=menu.tiles)
         return Search(
             self._model,
@@ -261,16 +253,12 @@ class Search:
             if may_be_faster(alike):
                 tried[alike] = self.prove(alike)
         self._correct(safe_bytes, tried, below_seconds)
-        found: list[Found] = []
         # If no plan leaves the margin free, a plan that fits without the margin is the answer.
-        for most in (safe_bytes, budget_bytes):
-            if not found and (best := _best(tried.values(), most)):
-                # A simulated step that is faster than the bound of the costs refutes the bound.
-                found.append(Found(best, min([best.seconds, *bounds]), self._trial_steps + len(tried)))
-        if self.uncut is not None:
-            below = min([below_seconds, *(each.proven.seconds for each in found)])
-            found += filter(None, [self.uncut.fastest(budget_bytes, below)])
-        return fastest_of(found)
+        best = _best(tried.values(), safe_bytes) or _best(tried.values(), budget_bytes)
+        if best is None:
+            return None
+        # A simulated step that is faster than the bound of the costs refutes the bound.
+        return Found(best, min([best.seconds, *bounds]), self._trial_steps + len(tried))
 
     def smallest(self, floor_bytes: int = 0, enough_bytes: int = 0) -> Found:
         """Returns the plan with the smallest peak.
@@ -361,10 +349,6 @@ class Search:
         """Returns the choice with the smallest estimated peak, by one simulation; `smallest` takes many."""
         found = (self._least(among).assignment for among in self._sets)
         return self.prove(min(found, key=self._chooser.held_bytes))
-
-    def among(self, techniques: frozenset[str]) -> Search:
-        """Returns the search of the same step among other techniques."""
-        return self._other(dataclasses.replace(self.menu, techniques=techniques))
 
     def _moves(self, assignment: Assignment) -> bool:
         return any(self.costs.techniques(row, number) & MOVES for row, number in enumerate(assignment))
@@ -566,24 +550,23 @@ class Search:
 
     @functools.cached_property
     def _alike(self) -> list[Assignment]:
-        """Returns the choices with one candidate for all blocks, as a plan by hand would have.
+        """Returns the choices with one candidate for all blocks or for the whole model, as a plan by hand would have.
 
         The costs of one block's trial say little about the waits for the link, and the fragmentation, when all blocks
-        have the candidate: such choices may be faster than their estimate.
+        have the candidate: such choices may be faster than their estimate. Only the solver observes the cap of the
+        link's tier.
         """
-        paths = self.costs.paths
-        rows = Counter(map(template, paths))
-        blocks = [row for row, path in enumerate(paths) if rows[template(path)] > 1]
-        kinds = dict.fromkeys(each for row in blocks for each in self.costs.candidates[row][1:])
-        if self._link is not None and self._link.cap_bytes is not None:  # only the solver observes the cap
-            kinds = {each: None for each in kinds if not each.techniques & MOVES}
-        return [
-            tuple(
-                menu.index(kind) if row in blocks and kind in menu else 0
-                for row, menu in enumerate(self.costs.candidates)
-            )
-            for kind in (kinds if self.patience >= _ROUNDS else ())
-        ]
+        paths, menus = self.costs.paths, self.costs.candidates
+        count = Counter(map(template, paths))
+        blocks = [row for row, path in enumerate(paths) if count[template(path)] > 1]
+        whole = [row for row in self.costs.groups if self._is_short and not self.costs.parts[row].path]
+        found: dict[Assignment, None] = {}
+        for rows in (blocks, whole) if self.patience >= _ROUNDS else ():
+            for kind in dict.fromkeys(each for row in rows for each in menus[row][1:]):
+                if self._link is None or self._link.cap_bytes is None or not kind.techniques & MOVES:
+                    chosen = {row: menus[row].index(kind) for row in rows if kind in menus[row]}
+                    found[tuple(chosen.get(row, 0) for row in range(len(menus)))] = None
+        return list(found)
 
     def _whole(self, assignment: Assignment) -> Trace:
         if assignment == self.costs.as_it_is:
