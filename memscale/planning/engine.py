@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -164,7 +164,7 @@ class DecisionEngine:
         self._loop_share = loop_share(step.optimizer, self.hardware)
         self._nominal = self.hardware != requested
         self.plain = analyse(self.plain_step)
-        self._plan_cache: PlanCache[DecisionEngine] = PlanCache()
+        self._plan_cache = PlanCache()
 
     def plan(self, budget: Budget, *, with_remedies: bool = True, seconds: float | None = None) -> ProvenPlan:
         """Returns the fastest plan whose step takes at most `budget`, as in `memscale.plan`.
@@ -255,23 +255,23 @@ class DecisionEngine:
             return self._unchanged(limit, policy)
         self._check_link()
 
-        def find(engine: DecisionEngine) -> Answer:
+        def find() -> Answer:
             found, decision = None, None
-            floor = engine._floor_bytes()
+            floor = self._floor_bytes()
             if floor <= limit:
-                found, decision = (engine._fastest(limit), None) if policy is None else engine._by_policy(limit, policy)
-            widest = engine.config if policy is None else everything(engine.config)
-            smallest = engine._smallest(widest, floor if floor > limit else 0, limit) if found is None else None
+                found, decision = (self._fastest(limit), None) if policy is None else self._by_policy(limit, policy)
+            widest = self.config if policy is None else everything(self.config)
+            smallest = self._smallest(widest, floor if floor > limit else 0, limit) if found is None else None
             if smallest is not None and smallest.proven.taken_bytes <= limit:
                 found = smallest
             if found is None:
                 assert smallest is not None, "it was looked for"
-                return Answer(fault=engine._refusal().error(smallest.proven, limit, with_remedies=with_remedies))
-            return Answer((engine._proven_plan(found, limit, decision),))
+                return Answer(fault=self._refusal().error(smallest.proven, limit, with_remedies=with_remedies))
+            return Answer((self._proven_plan(found, limit, decision),))
 
         request = f"plan {limit}" if policy is None else f"plan {limit} {policy!r}"
         request += "" if with_remedies else ", no more"
-        return self._plan_cache.answer(self, request, find).plan()
+        return self._answer(request, find).plan()
 
     def nearest(self, budget: Budget) -> ProvenPlan:
         """Returns the fastest plan whose step takes at most `budget`; the smallest plan if no plan fits."""
@@ -279,20 +279,22 @@ class DecisionEngine:
         if leaves_margin(self.plain.taken_bytes, limit):
             return self._unchanged(limit)
 
-        def find(engine: DecisionEngine) -> Answer:
-            found = engine._fastest(limit) or engine._smallest(enough_bytes=limit)
-            return Answer((engine._proven_plan(found, limit),))
+        def find() -> Answer:
+            return Answer((self._nearest(limit),))
 
-        return self._plan_cache.answer(self, f"nearest {limit}", find).plan()
+        return self._answer(f"nearest {limit}", find).plan()
+
+    def _nearest(self, limit: int) -> ProvenPlan:
+        return self._proven_plan(self._fastest(limit) or self._smallest(enough_bytes=limit), limit)
 
     def smallest(self) -> ProvenPlan:
         """Returns the plan whose step takes the fewest bytes."""
 
-        def find(engine: DecisionEngine) -> Answer:
-            found = engine._smallest()
-            return Answer((engine._proven_plan(found, found.proven.taken_bytes),))
+        def find() -> Answer:
+            found = self._smallest()
+            return Answer((self._proven_plan(found, found.proven.taken_bytes),))
 
-        return self._plan_cache.answer(self, "smallest", find).plan()
+        return self._answer("smallest", find).plan()
 
     def frontier(self, points: int = POINTS, *, seconds: float | None = None) -> Frontier:
         """Returns the frontier of plans for `points` budgets, from the smallest peak to that of the step as written.
@@ -303,22 +305,24 @@ class DecisionEngine:
         self._check_link()
         most = self.plain.taken_bytes
 
-        def find(engine: DecisionEngine) -> Answer:
-            smallest = engine._smallest()
+        def find() -> Answer:
+            smallest = self._smallest()
             least = min(most, smallest.proven.taken_bytes)
             limits = [least + (most - least) * at // (points - 1) for at in range(points - 1)]
-            found = [engine._fastest(limit) or engine._smallest(enough_bytes=limit) for limit in limits]
-            return Answer(tuple(engine._proven_plan(each, limit) for each, limit in zip(found, limits, strict=True)))
+            return Answer(tuple(map(self._nearest, limits)))
 
         progress, self.steps.progress = self.steps.progress, limited(self.steps.progress, seconds)
         try:
-            found = self._plan_cache.answer(self, f"frontier {points}", find).plans
+            found = self._answer(f"frontier {points}", find).plans
         except (OutOfTime, KeyboardInterrupt) as end:
             fitting = [each for each in self._shown(most - 1, end) if each.taken_bytes < most]
             found = tuple(self._best_so_far(fitting, each.taken_bytes, end) for each in fitting)
         finally:
             self.steps.progress = progress
         return Frontier.of(map(Point.of, (*found, self._unchanged(most))))
+
+    def _answer(self, request: str, find: Callable[[], Answer]) -> Answer:
+        return self._plan_cache.answer(request, find, about=self.about, proofs=self.proofs)
 
     def about(self) -> dict[str, str]:
         """Returns the fingerprint of all that the engine's answers depend on, by name."""

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from memscale.algebra import Plan
 from memscale.core import Argument, BudgetError, DiskCache, MemscaleError
@@ -90,45 +90,42 @@ class Proofs:
         return self._simulate(plan) if plan else self._plain
 
 
-class CachedEngine(Protocol):
-    """The interface of an engine to the plan cache."""
-
-    def about(self) -> Mapping[str, str]:
-        """Returns the fingerprint of all that the engine's answers depend on."""
-
-    def proofs(self) -> Proofs:
-        """Returns the proofs for the engine's step."""
-
-
-AnyEngine = TypeVar("AnyEngine", bound=CachedEngine)
-
-
-class PlanCache(Generic[AnyEngine]):
-    """The cache of the answers of one engine, shared on disk by all engines with the same fingerprint.
-
-    The engine is an argument of `answer`: a cache that held its engine would be a reference cycle that keeps the
-    caller's model alive.
-    """
+class PlanCache:
+    """The cache of the answers of one engine, shared on disk by all engines with the same fingerprint."""
 
     def __init__(self) -> None:
         self._disk = DiskCache("plans")
         self._about: Mapping[str, str] | None = None
 
     @few_collections()  # also between simulations, where the garbage collector would take a tenth of planning
-    def answer(self, engine: AnyEngine, request: str, find: Callable[[AnyEngine], Answer]) -> Answer:
-        """Returns the answer of `engine` to `request`, from disk if a proven answer is there, else from `find`."""
+    def answer(
+        self,
+        request: str,
+        find: Callable[[], Answer],
+        *,
+        about: Callable[[], Mapping[str, str]],
+        proofs: Callable[[], Proofs],
+    ) -> Answer:
+        """Returns the answer to `request`, from disk if a proven answer is there, else from `find`.
+
+        Args:
+            request: the arguments of the request, as text.
+            find: returns the answer by a search.
+            about: returns the fingerprint of all that the engine's answers depend on.
+            proofs: returns the proofs for the engine's step.
+        """
         if self._disk.folder is None:
-            return find(engine)
+            return find()
         try:
-            self._about = self._about or engine.about()
+            self._about = self._about or about()
         except Exception as error:  # the fingerprint reads attributes of the caller's classes, which may raise
             _log.debug("this plan is not kept: %s", error)
-            return find(engine)
+            return find()
         name = hashlib.sha256(json.dumps([self._about, request], sort_keys=True).encode()).hexdigest()
         known = _read(self._disk.read(name))
-        if known is not None and (proven := engine.proofs().proven(known)) is not None:
+        if known is not None and (proven := proofs().proven(known)) is not None:
             return proven
-        found = find(engine)
+        found = find()
         self._disk.write(name, _as_data(found))
         return found
 

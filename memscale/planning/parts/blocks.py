@@ -70,15 +70,22 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 def could_be_block(module: nn.Module) -> bool:
     """Returns whether `module` is more than one operation, and has a forward that Python calls."""
-    # TorchScript runs its own graph and never calls the forwards of the original modules.
-    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
-        return False
     parameters = list(module.parameters())
-    if not parameters or (type(module).forward is nn.Sequential.forward and _is_row_of_blocks(module)):
+    if (
+        not is_called(module)
+        or not parameters
+        or (type(module).forward is nn.Sequential.forward and _is_row_of_blocks(module))
+    ):
         return False
     # A childless module with at most one matrix is one operation (Linear, Conv2d, LayerNorm, Embedding), which saves
     # its input only, as a checkpoint would. A childless module with more matrices, such as an LSTM, saves more.
     return any(True for _ in module.children()) or sum(parameter.ndim >= 2 for parameter in parameters) >= 2
+
+
+def is_called(module: nn.Module) -> bool:
+    """Returns whether `module` has a forward that Python calls."""
+    # TorchScript runs its own graph and never calls the forwards of the original modules.
+    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is not nn.Module.forward
 
 
 def _is_row_of_blocks(module: nn.Module) -> bool:

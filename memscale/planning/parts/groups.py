@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
+from memscale.planning.parts.blocks import is_called
 from memscale.planning.parts.parts import ModuleShares, Part
 from memscale.simulation import Trace
 
@@ -40,14 +40,9 @@ def groups_of(model: nn.Module, step: Trace, parts: Sequence[Part]) -> tuple[Par
         same = [each for each in chosen if members[each] == members[path] and f"{each}.".startswith(path)]
         same += [parts[number].path for number in members[path] if len(members[path]) == 1]
         least = max([_LEAST * found.kept[""], *((1 + _MORE) * found.kept[each] for each in same)])
-        if _is_called(found.modules[path]) and found.kept[path] >= least:
+        if is_called(found.modules[path]) and found.kept[path] >= least:
             chosen.append(path)
     return tuple(
         replace(part, alike=("group", part.alike), members=(*members[part.path], *(() if part.path else (len(parts),))))
         for part in found.parts(chosen)
     )
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Returns whether the module has a forward that Python calls."""
-    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is not nn.Module.forward

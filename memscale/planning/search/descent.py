@@ -18,12 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from memscale.algebra import Transform, chain, compose
 from memscale.core import MemscaleError, template
-from memscale.planning.parts.blocks import could_be_block
+from memscale.planning.parts.blocks import could_be_block, is_called
 from memscale.planning.parts.candidates import MANY_TURNS, Menu, Rules, dims_of_rows
 from memscale.planning.parts.heads import loss_head
 from memscale.planning.trials.trials import Simulate
@@ -92,7 +91,7 @@ class Descent:
         self._head = loss_head(model, ())
         self._families: dict[object, list[str]] = {}
         for path, module in self._modules.items():
-            if _is_called(module) and any(True for _ in module.parameters()):
+            if is_called(module) and any(True for _ in module.parameters()):
                 self._families.setdefault((template(path), type(module)), []).append(path)
         self._rows_are_independent: dict[tuple[str, ...], bool] = {}
         self._operators = 0
@@ -215,8 +214,3 @@ def is_inside(path: str, other: str) -> bool:
 def _chunks(how: Transform) -> int:
     """Returns the number of chunks of a tile; 1 for a tile of another kind."""
     return getattr(how, "chunks", None) or 1
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Returns whether the module has a forward that Python calls."""
-    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is not nn.Module.forward
