@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,9 +38,6 @@ from memscale.simulation import Profile, Target, TrainingStep, analyse, record
 _MOST_PLANS = 12
 # The most rounds of the search for the largest size; each round before the last finds a plan for a larger size.
 _ROUNDS = 6
-# If ``n + 1`` is too large, the search tries the next multiples of these strides: a step of such a size may take fewer
-# bytes, since some kernels pad their rows to powers of two.
-_STRIDES = (2, 4, 8, 16, 32, 64)
 
 Count = Callable[[Any], int]
 
@@ -55,50 +52,47 @@ class ModelStep:
     stepping: Collection[str | Transform]
 
 
+@dataclass(eq=False)
 class SizeSearch:
     """A search for the best size, with the results of its simulations.
 
-    Args:
+    Attributes:
         own: the step that is tuned.
-        say: called before each simulation with its subject and the number of simulations done.
+        report: called before each simulation with its subject and the number of simulations done.
         batch_fn, objective, at_least, at_most, count: as in `AutoTuner.tune`.
         limit: bytes that a step may take.
+        plans: by size, the best plan found.
+        plain: by size, the figures of the step without a plan.
+        trials: the sizes that were simulated.
+        too_large: by size that does not fit, the bytes of the smallest plan found.
+        notes: the assumptions that the result rests on, as keys.
+        simulations: the number of simulated steps.
     """
 
-    def __init__(
-        self,
-        own: ModelStep,
-        say: Callable[[str, int], None],
-        batch_fn: BatchFn,
-        objective: str,
-        limit: int,
-        at_least: int,
-        at_most: int,
-        count: Count | None,
-    ) -> None:
-        self.own = own
-        self._report = say
-        self.objective, self.limit, self.count = objective, limit, count
-        self.unit = "counted" if count is not None else "tokens" if objective == "sequence" else "samples"
-        self.at_least, self.at_most = at_least, at_most
-        self.sizes = Sizes(batch_fn, at_least, "tune")
-        self.plans: dict[int, ProvenPlan] = {}
-        self.plain: dict[int, Figures] = {}
+    own: ModelStep
+    report: Callable[[str, int], None]
+    batch_fn: BatchFn
+    objective: str
+    limit: int
+    at_least: int
+    at_most: int
+    count: Count | None
+    plans: dict[int, ProvenPlan] = field(default_factory=dict, init=False)
+    plain: dict[int, Figures] = field(default_factory=dict, init=False)
+    trials: dict[int, SizeTrial] = field(default_factory=dict, init=False)
+    too_large: dict[int, int] = field(default_factory=dict, init=False)
+    notes: dict[str, None] = field(default_factory=dict, init=False)
+    simulations: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.unit = "counted" if self.count is not None else "tokens" if self.objective == "sequence" else "samples"
+        self.sizes = Sizes(self.batch_fn, self.at_least, "tune")
         self.counts: dict[int, int] = {}
-        self.trials: dict[int, SizeTrial] = {}
-        self.too_large: dict[int, int] = {}  # size that does not fit -> bytes of the smallest plan found
-        self.notes: dict[str, None] = {}
-        self.simulations = 0
         self._fastest_known: set[int] = set()
         self._under: dict[tuple[Plan, int], int] = {}
         self._others: dict[int, tuple[ProvenPlan, Profile]] = {}  # size -> the plan of another size under which it fits
-        self._hardware = own.hardware
+        self._hardware = self.own.hardware
         self._batch: tuple[int, Any] | None = None
-
-    def within(self, limit: int) -> SizeSearch:
-        """Returns a new search with the same arguments and a budget of `limit` bytes."""
-        sizes = (self.at_least, self.at_most)
-        return SizeSearch(self.own, self._report, self.sizes.batch_fn, self.objective, limit, *sizes, self.count)
 
     def best(self) -> Tuning:
         """Returns the best size found, with its plan.
@@ -227,20 +221,11 @@ class SizeSearch:
             low = low if found is None else found
             if low == self.at_most:
                 return low
-            if (better := self._smallest(low + 1)) is not None:
-                low, plan = low + 1, better
-                continue
-            further = next((size for size in self._further(low) if taken(size) <= self.limit), None)
-            if further is None:
+            if (better := self._smallest(low + 1)) is None:
                 return low
-            self.notes[f"size {low + 1} does not fit, and {further} does: a larger size may take fewer bytes"] = None
-            low = further
+            low, plan = low + 1, better
         self.notes[f"size {low} fits; size {low + 1} was not tried"] = None
         return low
-
-    def _further(self, low: int) -> list[int]:
-        sizes = {(low // stride + 1) * stride for stride in _STRIDES}
-        return sorted(size for size in sizes if low + 1 < size <= min(self.at_most, 2 * low))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -411,7 +396,7 @@ class SizeSearch:
 
     def _say(self, size: int, what: str) -> None:
         best = f", so far size {max(self.plans, key=self._value)}" if self.plans else ""
-        self._report(f"size {size}: {what}{best}", self.simulations)
+        self.report(f"size {size}: {what}{best}", self.simulations)
 
 
 def _tokens(batch: Any, size: int) -> int:

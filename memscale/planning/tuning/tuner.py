@@ -163,7 +163,7 @@ class AutoTuner:
             rounds += 1
             if rounds == _CONFIRMATIONS or less < 1:
                 raise fault
-            search = search.within(less)
+            search = dataclasses.replace(search, limit=less)
             try:
                 found = search.best()
             except BudgetError as error:
