@@ -118,18 +118,6 @@ class Weight(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class TwoOwners(nn.Module):
-    """One buffer in two modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.reader = nn.BatchNorm1d(1), nn.Module()
-        self.reader.register_buffer("mean", self.norm.running_mean)
-
-    def forward(self, x):
-        return torch.sin(self.norm(x[:, None] + 1)[:, 0] * self.reader.mean)
-
-
 def checkpointed(module):
     if isinstance(module, Argument):
         module.inner = ms.checkpoint()(module.region)
