@@ -29,6 +29,15 @@ def _scores(x):
     return (scores.softmax(-1) @ _heads(x)).transpose(1, 2).reshape(x.shape)
 
 
+def _squares(x):
+    return x[:, :WIDTH] @ x[:, :WIDTH].mT + torch.eye(WIDTH)
+
+
+def _turned_by_a_grid(x):
+    grid = torch.stack([x[..., 0, None].expand(-1, -1, 2), x[..., 1, None].expand(-1, -1, 2)], -1).sin()
+    return F.grid_sample(x[:, None], grid, align_corners=False)[:, 0]
+
+
 def _windows(x):
     parts = x.view(len(x), 2, 3, WIDTH).permute(0, 2, 1, 3).contiguous().view(-1, 2, WIDTH)
     return (parts - parts.mean(1, keepdim=True)).view(len(x), 3, 2, WIDTH).permute(0, 2, 1, 3).reshape(x.shape)
@@ -63,6 +72,20 @@ INDEPENDENT = {
     "a long convolution": lambda x: torch.fft.irfft(torch.fft.rfft(x, n=12, dim=1) * 2, n=12, dim=1)[:, :TOKENS],
     "gathered": lambda x: x.gather(1, x.argmax(1, keepdim=True)) + x.index_select(1, torch.tensor([0])),
     "in frames, by their median": lambda x: x.unfold(1, 3, 1).median(-1).values,
+    "distances": lambda x: torch.cdist(x, x) + torch.cdist(x, TABLE[:, :WIDTH]),
+    "distances of the points": lambda x: torch.cdist(x[:, 0], TABLE[:, :WIDTH])[..., None],
+    "scattered": lambda x: torch.zeros_like(x).scatter(1, x.argsort(1), x).scatter_add(1, x.argsort(1), x),
+    "of the best": lambda x: torch.zeros(len(x), TOKENS, WIDTH).scatter_(-1, x.topk(2, -1).indices, 1.0) * x,
+    "factors of matrices": lambda x: torch.linalg.cholesky(_squares(x)) + torch.linalg.inv(_squares(x)),
+    "solutions and spectra": lambda x: (
+        torch.linalg.solve(_squares(x), x[:, :WIDTH]) + torch.linalg.svdvals(_squares(x))[:, None]
+    ),
+    "determinants": lambda x: torch.linalg.slogdet(_squares(x))[1][:, None] + _squares(x).diagonal(dim1=-2, dim2=-1),
+    "complex": lambda x: torch.view_as_real(
+        torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous()).conj().resolve_conj()
+    ),
+    "sampled at a grid": _turned_by_a_grid,
+    "blocks of pixels": lambda x: F.unfold(x[:, None], 2),
 }
 
 
@@ -129,7 +152,11 @@ COUPLED = {
     ],
     "chosen by value": lambda x: x[torch.argsort(x[:, 0, 0])],
     "put elsewhere": lambda x: torch.zeros_like(x).index_add(0, torch.arange(len(x)).flip(0), x),
-    "what no rule speaks of": lambda x: torch.cdist(x, x),
+    "what no rule speaks of": lambda x: x.renorm(2, 1, 1.0),
+    "distances between them": lambda x: torch.cdist(x.flatten(1), x.flatten(1)),
+    "scattered to others": lambda x: torch.zeros_like(x).scatter(0, x.argsort(0), x),
+    "a diagonal across them": lambda x: x.diagonal(dim1=0, dim2=1),
+    "one system of all": lambda x: torch.linalg.pinv(x.flatten(1)).mT.view_as(x),
     "folded with the tokens, and summed": lambda x: x.transpose(0, 1).reshape(-1, WIDTH).softmax(0).view_as(x),
     "folded, and left so": lambda x: x.transpose(0, 1).reshape(x.shape),
     "rows behind": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)[:, :2].transpose(0, 1).reshape(len(x), -1),
