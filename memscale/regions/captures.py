@@ -418,6 +418,8 @@ class Captures:
                 if (method := function_of(vars(type(module).__mro__[at]).get(name))) is not None:
                     self._visit_cells(method)
                     self._visit_defaults(method, NOWHERE)
+            for at, name in reached.shared:
+                self._visit(vars(type(module).__mro__[at]).get(name), NOWHERE)
             for name in TABLES:  # empty ones too: a module may register something when it first runs
                 position = len(slots)
                 self._put(own[name], content := dict(own[name]), number, name)

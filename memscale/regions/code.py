@@ -12,6 +12,7 @@ from torch import nn
 
 from memscale.regions.class_cache import cached_by_class
 from memscale.regions.kinds import CONSTANT
+from memscale.regions.state_slots import CONTAINERS
 
 
 class Reached(NamedTuple):
@@ -21,11 +22,13 @@ class Reached(NamedTuple):
         globals: the `__dict__` of each file, with the names in it that hold data.
         functions: the functions of these files that are called.
         closing: the methods that bind state, each as (index of its class in `__mro__`, name).
+        shared: the lists, dictionaries and sets that are attributes of a class, likewise.
     """
 
     globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
     functions: tuple[types.FunctionType, ...]
     closing: tuple[tuple[int, str], ...]
+    shared: tuple[tuple[int, str], ...]
 
 
 @cached_by_class
@@ -58,7 +61,8 @@ def code_reached(cls: Any) -> Reached:
     named = [(at, name) for at, base in enumerate(cls.__mro__) if id(base) in holders for name in used]
     methods = {(at, name): function_of(vars(cls.__mro__[at]).get(name)) for at, name in named}
     closing = [way for way, each in methods.items() if each and _binds_state(each)]
-    return Reached(tuple(each for each in found if each[1]), tuple(functions), tuple(closing))
+    shared = [(at, name) for at, name in named if isinstance(vars(cls.__mro__[at]).get(name), CONTAINERS)]
+    return Reached(tuple(each for each in found if each[1]), tuple(functions), tuple(closing), tuple(shared))
 
 
 def function_of(thing: Any) -> types.FunctionType | None:

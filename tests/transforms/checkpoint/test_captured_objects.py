@@ -7,6 +7,7 @@ import queue
 import random
 import threading
 import types
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -387,3 +388,36 @@ def test_a_tuple_of_buffers_does_no_harm():
         return norm.weight.grad.tolist(), norm.running_mean.tolist()
 
     assert gradient(ms.checkpoint()) == gradient(ms.identity)
+
+
+class Remembering(nn.Module):
+    cache: ClassVar[dict[str, int]] = {}
+
+
+class Listed(Remembering):
+    seen: ClassVar[list[int]] = []
+    kinds: ClassVar[set[int]] = set()
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        self.seen.append(len(self.seen))
+        self.cache["calls"] = self.cache.get("calls", 0) + 1
+        Listed.kinds.add(len(self.kinds))
+        return torch.sin(self.weight * x * len(self.seen) * self.cache["calls"] * len(self.kinds))
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_lists_and_dictionaries_of_a_class_count_once(how):
+    found = []
+    for each in (ms.identity, how):
+        for held in (Listed.seen, Listed.cache, Listed.kinds):
+            held.clear()
+        layer = Listed()
+        fit = ms.transform(layer, {"": each})
+        for _ in range(3):
+            fit(X).sum().backward()
+        found.append((layer.weight.grad.tolist(), list(Listed.seen), dict(Listed.cache), set(Listed.kinds)))
+    assert found[0] == found[1]
