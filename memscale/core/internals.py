@@ -51,6 +51,7 @@ INTERNALS = tuple(
         (f"{_A}_get_current_graph_task_keep_graph", "whether a backward keeps its graph", f"{_T}checkpoint {_T}tile"),
         (f"{_C}_current_autograd_node", "the autograd node whose backward calls an operator", _S),
         (f"{_A}_get_sequence_nr", "the order in which autograd nodes were made", _S),
+        ("torch.autograd.graph._engine_run_backward", "the order of a double backward on a card", _S),
         (
             "torch.autograd.Variable._execution_engine",
             "a callback at the end of backward",

@@ -225,7 +225,7 @@ def _simulated(
             simulation.step(function)
         # One more step where two differ: a policy may change after an in-place write, and DDP rebuilds its buckets.
         is_one = all(each is functions[-1] for each in functions)
-        if is_one and not simulation.mode.builder.repeats():
+        if not simulation.mode.recorder.settled or (is_one and not simulation.mode.builder.repeats()):
             simulation.step(functions[-1])
         measuring = () if target.times is None else _timed(simulation, functions[-1], target)
         drawn, cached = is_drawn(), about_key_values(steps.kept)

@@ -87,7 +87,9 @@ class StepRecorder:
     Attributes:
         modules: the paths of the modules that are running, innermost last.
         course: the progress of the step.
+        settled: whether the next step runs like this one, as far as the regions know.
         graphs: the graphs of the backwards that ran.
+        made_as: the original numbers of autograd nodes that were renumbered.
         first_of_node: the index of the first operator of the autograd node whose backward runs, or ran last.
         collections: the garbage collections of the step.
         traces: whether a compiler is tracing a module, which takes no time of the step.
@@ -98,6 +100,7 @@ class StepRecorder:
     def __init__(self, storages: LiveStorages, clock: Clock) -> None:
         self.modules: list[str] = []
         self.course = Course()
+        self.settled = True
         self._storages = storages
         self._builder = storages.builder
         self._clock = clock
@@ -108,6 +111,7 @@ class StepRecorder:
         self._first_nodes: list[int] = []
         self._node_paths: list[str] = []
         self._next_node = torch._C._autograd._get_sequence_nr()  # the first node without a module
+        self.made_as: dict[int, int] = {}
         self._node: int | None = None  # the sequence number of the node whose backward runs or ran last
         self.graphs = Graphs()
         self.first_of_node = 0
@@ -129,6 +133,7 @@ class StepRecorder:
 
     def _path_of(self, node: int) -> str:
         """Returns the path of the module that made autograd node number `node`; "" if no module of the step made it."""
+        node = self.made_as.get(node, node)
         place = bisect_right(self._first_nodes, node)
         return self._node_paths[place - 1] if place and node < self._next_node else ""
 

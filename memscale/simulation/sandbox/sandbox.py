@@ -36,6 +36,7 @@ from memscale.simulation.rules.recurrences import flattened_bytes, weights_of
 from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
 from memscale.simulation.sandbox.device_spoofing import DeviceSpoofing
 from memscale.simulation.sandbox.interceptions import (
+    BackwardThread,
     calls_followed,
     optimizers_followed,
     reads_checked,
@@ -80,6 +81,7 @@ class Simulation:
         self._spoofs = spoofs and kernels.is_cuda
         self.spoofing: DeviceSpoofing | None = None
         self.compiled: CompiledModules | None = None
+        self._thread: BackwardThread | None = None
         self.scope = StepScope(model, optimizer, step, batch)
         self._sharded = Sharded(self.scope.modules, on_card=kernels.is_cuda)
         given = batches.tensors(batch)
@@ -143,6 +145,9 @@ class Simulation:
             for tensor in shards:
                 self.mode.storages.mark_offloaded(tensor)
             stack.enter_context(reads_checked(self.mode))
+            if self._kernels.is_cuda:
+                self._thread = BackwardThread(self.mode.recorder)
+                stack.enter_context(self._thread.installed())
             device_type = partial(_device_type, self.mode.storages, self._kernels.device_type)
             capability, choices = self._kernels.capability, self.mode.choices
             stack.enter_context(
@@ -182,6 +187,8 @@ class Simulation:
         self.clock.begin_step()
         self.mode.recorder.course = Course()
         self.mode.values.begin_step()
+        if self._thread is not None:
+            self._thread.begin_step()
         self._variables.run(step)
         self.mode.recorder.graphs.let_go()
         self.clock.end_step()
