@@ -62,7 +62,8 @@ class Terms:
             said = f"target_gpu_utilization={share}"
         if self.unseen_bytes:
             said = f"{said}, less {format_bytes(self.unseen_bytes)} that no simulation shows,"
-        return limit - self.unseen_bytes, said
+            limit = max(1 << 20, limit - self.unseen_bytes)  # what else is on the card may take more than the limit
+        return limit, said
 
 
 @dataclass(frozen=True, eq=False)

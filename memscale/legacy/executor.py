@@ -179,11 +179,12 @@ class Executor:
     @property
     def predicted(self) -> dict[str, int]:
         """The predicted peak of a step in bytes: ``"allocated"``, and on CUDA also ``"reserved"`` by the allocator."""
-        if isinstance(self.plan, ProvenPlan):
-            planned = self.plan.evidence.planned
-            on_cuda = self.hardware.device_type == "cuda"
-            return {"allocated": planned.peak_bytes, **({"reserved": planned.taken_bytes} if on_cuda else {})}
-        return {} if self.profile is None or self.plan else {"allocated": self.step_bytes}
+        unchanged = None if self.plan else self.profile
+        step = self.plan.evidence.planned if isinstance(self.plan, ProvenPlan) else unchanged
+        if step is None:
+            return {}
+        on_cuda = self.hardware.device_type == "cuda"
+        return {"allocated": step.peak_bytes, **({"reserved": step.taken_bytes} if on_cuda else {})}
 
     @property
     def predicted_bytes(self) -> int | None:
