@@ -430,8 +430,8 @@ class Executor:
             self._plans.forget()
             announce(
                 self.config,
-                f"the step took {format_bytes(peak_bytes)}, {format_bytes(unseen)} more than predicted and more than "
-                f"{said} allows: it is planned again for that much less",
+                f"the step took {format_bytes(unseen)} more than predicted, for which {said} leaves no room: it is "
+                "planned again for that much less",
             )
 
     def _follow(self, plans: PlansByShapes, args: Any, kwargs: Any, shapes: Shapes) -> None:
