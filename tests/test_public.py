@@ -26,7 +26,7 @@ memscale.policies:
     save_from_both_policies save_only_these_names
 memscale.algebra: ForwardPatch Method Numbers OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan
     attach chain compose copy_tree find_regions functional identity install is_transformed placing_in rules_by_parameter
-    transform uninstall walk
+    trains transform uninstall walk
 memscale.benchmarks:
 memscale.cli: main
 memscale.core: Argument Assembled BudgetError COLUMNS Check ConfigError CorrectnessError DiskCache Document HISTORY Loss

@@ -28,7 +28,7 @@ def under_rules(
             f"transform(optimizer=...) must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}; pass "
             "the optimizer itself"
         )
-    if optimizer is not None and not _trains(optimizer, model):
+    if optimizer is not None and not trains(optimizer, model):
         raise TransformError(
             f"this {type(optimizer).__name__} has none of the parameters of the {type(model).__name__}; build it on "
             "this model's parameters"
@@ -40,7 +40,8 @@ def under_rules(
     return applier.by_rules(optimizer, found)  # type: ignore[no-any-return]
 
 
-def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether `optimizer` has parameters of `model`."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 

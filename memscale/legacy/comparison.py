@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from memscale.config import Config
 from memscale.core import device_type, format_bytes, tensors
+from memscale.history import keep_measured
 from memscale.legacy.decision import Verdict
 from memscale.legacy.log import say
+from memscale.legacy.terms import Terms
 from memscale.optimizers import TransformedOptimizer
 from memscale.planning import ProvenPlan
 
@@ -27,8 +28,7 @@ class StepComparison:
     Args:
         model: the model, before its first step under the plan.
         verdict: the verdict in force.
-        config: says whether and where to log.
-        keep_found: called with the measured figures by name; None records nothing.
+        terms: say whether and where to log, and in which history the measured figures are kept.
 
     Attributes:
         peak_bytes: the peak of the device's memory in that step; None until measured, and without CUDA.
@@ -36,27 +36,20 @@ class StepComparison:
         text: the comparison as text; empty until measured.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        verdict: Verdict,
-        config: Config,
-        keep_found: Callable[[dict[str, float]], object] | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, verdict: Verdict, terms: Terms) -> None:
         self.peak_bytes: int | None = None
         self.peak_error: float | None = None
         self.text = ""
-        self._config, self._keep = config, keep_found
+        self._config, self._run, self._history = terms.config, verdict.run, terms.history
         self._predicted: dict[str, int] = {}
-        if config.enable_logging and verdict.profile is not None and isinstance(verdict.plan, ProvenPlan):
+        if terms.config.enable_logging and verdict.profile is not None and isinstance(verdict.plan, ProvenPlan):
             live = verdict.profile.timeline.live_bytes
-            names = ("parameter", "buffer", "gradient", "optimizer state")
-            self._predicted = {name: int(live[name].max()) for name in names if name in live}
+            roles = ("parameter", "buffer", "gradient", "optimizer state")
+            self._predicted = {role: int(live[role].max()) for role in roles if role in live}
             self._predicted["peak"] = verdict.plan.evidence.planned.peak_bytes
         self._first: weakref.ref[torch.optim.Optimizer] | None = None  # its steps are those of the loop
-        self._steps = 0
+        self._ends: list[float] = []  # the times in seconds at which steps ended
         self._former_peak_bytes = _peak_bytes(model)
-        self._began = 0.0
 
     def after_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, own: Iterable[torch.optim.Optimizer]
@@ -66,29 +59,26 @@ class StepComparison:
         Notes the time of the first step of the loop, and measures and compares the second.
         """
         self._first = self._first or weakref.ref(optimizer)
-        if self._first() is not optimizer:
+        if self._first() is not optimizer or len(self._ends) == 2:
             return False
-        self._steps += 1
-        if self._steps > 2:
+        self._ends.append(self._now(model))
+        if len(self._ends) < 2:
             return False
-        began, self._began = self._began, self._now(model)
-        if self._steps < 2:
-            return False
-        found = _resident(model, own) if self._predicted or self._keep is not None else {}
+        found = _resident(model, own) if self._predicted or self._run is not None else {}
         peak = _peak_bytes(model)
         if peak > self._former_peak_bytes:  # otherwise an earlier moment of the process had the highest peak
             found["peak"] = self.peak_bytes = peak
             self.peak_error = self._predicted["peak"] / peak - 1 if self._predicted else None
         if self._predicted:
             self._report(found)
-        if self._keep is not None:
-            measured: dict[str, float] = {f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in found.items()}
-            self._keep({**measured, "step_seconds": self._began - began})
+        if self._run is not None and self._history is not None:
+            measured = {f"{name.replace(' ', '_')}_bytes": float(nbytes) for name, nbytes in found.items()}
+            keep_measured(self._run, self._history, {**measured, "step_seconds": self._ends[1] - self._ends[0]})
         return True
 
     def _now(self, model: nn.Module) -> float:
         """Returns the time in seconds, after the device has finished the step if the time is recorded."""
-        if self._keep is not None and (device := _cuda_of(model)) is not None:
+        if self._run is not None and (device := _cuda_of(model)) is not None:
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
@@ -110,12 +100,13 @@ class StepComparison:
 
 
 def _resident(model: nn.Module, own: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
+    """Returns the bytes on the device between steps, by role."""
     parameters, states, below = list(model.parameters()), [], set()
     for optimizer in own:
         states += [dict(optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state]
         below |= {id(tensor) for tensor in optimizer.below()} if isinstance(optimizer, TransformedOptimizer) else set()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # The optimizer may have freed them, and sparse ones are planned as dense ones.
+    # The optimizer may have freed gradients, and sparse ones are planned as dense ones.
     are_planned = gradients and not any(gradient.is_sparse for gradient in gradients)
     return {
         "parameter": _nbytes(parameters),

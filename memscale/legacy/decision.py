@@ -4,66 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from memscale.algebra import Plan
-from memscale.config import Config
-from memscale.core import BudgetError, MemscaleError, batches, format_bytes, format_unlike, tensors, wrapped
-from memscale.hardware import Hardware, knows_copies
+from memscale.core import BudgetError, MemscaleError, format_bytes, format_unlike, tensors, wrapped
+from memscale.hardware import knows_copies
 from memscale.history import Run, keep
+from memscale.legacy.assumed import any_loss, dense_gradients, or_adamw
 from memscale.legacy.huggingface import checkpointing_off, checkpointing_on
 from memscale.legacy.log import LOG, say
-from memscale.legacy.offloading import why_none_moves
+from memscale.legacy.terms import Terms, why_none_moves
 from memscale.optimizers import quantize_states
 from memscale.planning import DecisionEngine, planned, shorthands
-from memscale.runtime import Runtime
-from memscale.simulation import Loop, MemoryProfiler, Profile
+from memscale.simulation import Profile, Target, TrainingStep, profile_of
 
 _NO_BLOCKS = "no repeated blocks: nothing in the model is worth recomputing or moving"
-
-
-@dataclass(frozen=True, eq=False)
-class Terms:
-    """The settings of one `wrap`, the same for every batch.
-
-    Attributes:
-        config: the allowed techniques.
-        hardware: the model's device.
-        loop: the caller's loop.
-        runtime: the runtime if the caller asks for offloading by name; None leaves offloading to plans.
-        budget: the bytes that a step may take; None is the config's share of the device.
-        history: the file in which planned steps are recorded, or None.
-        unseen_bytes: what the real step was measured to take beyond the simulated one.
-    """
-
-    config: Config
-    hardware: Hardware
-    loop: Loop
-    runtime: Runtime | None = None
-    budget: int | None = None
-    history: str | None = None
-    unseen_bytes: int = 0
-
-    @property
-    def limit(self) -> tuple[int, str]:
-        """The bytes that a simulated step may take, and the name of the setting that says so."""
-        if self.budget is not None:
-            limit, said = self.budget, "the budget"
-        else:
-            share = self.config.target_gpu_utilization
-            limit = min(self.hardware.usable_bytes, int(share * self.hardware.memory_bytes))
-            said = f"target_gpu_utilization={share}"
-        if self.unseen_bytes:
-            said = f"{said}, less {format_bytes(self.unseen_bytes)} that no simulation shows,"
-            limit = max(1 << 20, limit - self.unseen_bytes)  # what else is on the card may take more than the limit
-        return limit, said
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,33 +63,8 @@ def decide(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None
     Warns:
         RuntimeWarning: the step is too large and could not be planned, so the rule applies.
     """
-    with _dense_gradients(model, batch, terms.config) if optimizer is None else nullcontext():
+    with dense_gradients(model, batch, terms.config) if optimizer is None else nullcontext():
         return _recorded(model, batch, optimizer, terms, _decided(model, batch, optimizer, terms))
-
-
-@contextmanager
-def _dense_gradients(model: nn.Module, batch: Any, config: Config) -> Iterator[None]:
-    """Within the body the embeddings of `model` have dense gradients: AdamW takes no sparse ones.
-
-    Tables with fewer rows than the batch has integers keep their sparse gradients, which take more memory than dense
-    ones; a step with such a table cannot be simulated.
-    """
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
-    picked = sum(tensor.numel() for tensor in tensors(batch) if not tensor.is_floating_point())
-    sparse = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, embeddings) and module.sparse and module.num_embeddings >= picked
-    }
-    if sparse:
-        say(config, f"sparse gradients count as dense ones, of AdamW: {', '.join(map(repr, sparse))}")
-    try:
-        for module in sparse.values():
-            module.sparse = False
-        yield
-    finally:
-        for module in sparse.values():
-            module.sparse = True
 
 
 def _recorded(
@@ -140,10 +75,10 @@ def _recorded(
         return verdict
     profile, plan = verdict.profile, verdict.plan
     try:
-        trained = _trainer(model, optimizer)
+        step = _step(model, batch, optimizer, terms)
         if plan:  # the planner's evidence has figures only; the record also needs what holds the memory
-            profile = _profiled(model, batch, trained, terms, plan)
-        run = keep(profile, terms.history, model, batch, plan=plan, optimizer=trained, config=terms.config)
+            profile = profile_of(step, plan, Target.of(terms.hardware), terms.config)
+        run = keep(profile, terms.history, model, batch, plan=plan, optimizer=step.optimizer, config=terms.config)
     except MemscaleError as error:  # a failure to record never stops training
         LOG.warning("this step is not recorded: %s", error)
         return verdict
@@ -216,13 +151,14 @@ def _simulated(
     trouble = "use_static_profiling=False"
     if terms.config.use_static_profiling:
         try:
-            engine = _engine(model, batch, optimizer, terms)
+            engine = _engine(_step(model, batch, optimizer, terms), terms, knows_optimizer=optimizer is not None)
             return engine, engine.plain, ""
         except MemscaleError as error:  # go on with what is known: the real step may differ from the simulated one
             trouble = _first_line(error)
             say(terms.config, f"the step cannot be planned: {trouble}")
     try:
-        return None, _profiled(model, batch, _trainer(model, optimizer), terms), trouble
+        step = _step(model, batch, optimizer, terms)
+        return None, profile_of(step, Plan(), Target.of(terms.hardware), terms.config), trouble
     except MemscaleError as error:  # with the model's own error; the caller warns about the consequences
         trouble = _first_line(error)
         LOG.warning(
@@ -233,42 +169,31 @@ def _simulated(
         return None, None, trouble
 
 
-def _engine(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms) -> DecisionEngine:
+def _step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms) -> TrainingStep:
+    loop, trained = terms.loop, or_adamw(model, optimizer)
+    return TrainingStep.of(
+        model, trained, loss=any_loss, accumulate=loop.passes, keeps_output=loop.keeps_output, caller="plan"
+    ).on(batch)
+
+
+def _engine(step: TrainingStep, terms: Terms, *, knows_optimizer: bool) -> DecisionEngine:
     config, moving = terms.config, terms.runtime is not None
+    assert step.module is not None
     may_offload = "offload" in config.eligible() and knows_copies(terms.hardware)
     if moving:
         config = dataclasses.replace(config, enable_offloading=True)
-    elif may_offload and (missing := why_none_moves(model, config)) is not None:
-        say(config, f"plans for this {type(model).__name__} offload nothing: {missing}")
+    elif may_offload and (missing := why_none_moves(step.module, config)) is not None:
+        say(config, f"plans for this {type(step.module).__name__} offload nothing: {missing}")
         config = dataclasses.replace(config, enable_offloading=False, async_offload=False)
     # A CPU step rounds differently from an accelerator's, so states move only if the caller asks for offloading.
     stepping = ("step_in_groups", "offload_states") if moving else ("step_in_groups",)
-    return DecisionEngine(
-        model,
-        batch,
-        optimizer=_trainer(model, optimizer),
-        loss=any_loss,
+    return DecisionEngine.of_step(
+        step,
         config=config,
         hardware=terms.hardware,
-        accumulate=terms.loop.passes,
-        keeps_output=terms.loop.keeps_output,
-        stepping=() if optimizer is None else stepping,
+        stepping=stepping if knows_optimizer else (),
         streams=False,  # `detach` would have to move streamed parameters and their optimizer states back
     )
-
-
-def _profiled(
-    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, terms: Terms, plan: Plan | None = None
-) -> Profile:
-    loop, hardware, config = terms.loop, terms.hardware, terms.config
-    profiler = MemoryProfiler(
-        model, optimizer, loss=any_loss, plan=plan, hardware=hardware, config=config, keeps_output=loop.keeps_output
-    )
-    return profiler.profile(batch, accumulate=terms.loop.passes)
-
-
-def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    return optimizer or torch.optim.AdamW(filter(lambda each: each.requires_grad, model.parameters()))
 
 
 def _rule(model: nn.Module, terms: Terms) -> Plan:
@@ -298,37 +223,6 @@ def _nothing_to_do(terms: Terms, trains: bool, rule: Plan) -> str | None:
     if not trains:
         return "nothing to train: no parameter requires a gradient"
     return _NO_BLOCKS if terms.config.force_optimize and not rule else None
-
-
-def hardware_of(model: nn.Module) -> Hardware:
-    """Returns the device of `model`; for a model on ``meta``, the device at hand."""
-    parameter = next(model.parameters(), None)
-    return Hardware.detect(None if parameter is None or parameter.is_meta else parameter.device)
-
-
-def any_loss(output: Any, _: Any) -> torch.Tensor:
-    """A loss for a model whose loss is unknown: the output's own loss, else a cross entropy of the largest output.
-
-    Usual losses take at most as much memory as a cross entropy in float32, which autocast makes of it: one more tensor
-    of the output's size in forward, and two in backward. All other outputs are summed.
-    """
-    own = batches.own_loss(output)
-    if isinstance(own, torch.Tensor) and own.numel() == 1:
-        return own
-    found = [tensor for tensor in tensors(output) if tensor.requires_grad]
-    largest = max(filter(_has_rows, found), key=torch.Tensor.numel, default=None)
-    return torch.stack([(_entropy if each is largest else torch.sum)(each).real.float() for each in found]).sum()
-
-
-def _has_rows(output: torch.Tensor) -> bool:
-    """Whether a cross entropy takes `output`: no scalar, no complex numbers, and no layout or class of its own."""
-    is_plain = type(output) is torch.Tensor and output.layout is torch.strided
-    return is_plain and output.dim() > 0 and output.numel() > 0 and not output.is_complex()
-
-
-def _entropy(output: torch.Tensor) -> torch.Tensor:
-    rows = output.reshape(-1, output.shape[-1]).float()
-    return functional.cross_entropy(rows, rows.new_zeros(len(rows), dtype=torch.long))
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

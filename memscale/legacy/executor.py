@@ -1,4 +1,4 @@
-"""`Executor`: the plans of one wrapped model: installs them, makes new ones for larger batches, and undoes all."""
+"""`Executor`: holds a wrapped model: installs its plan, makes another plan where one is due, and undoes all."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +15,17 @@ from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.core import TransformError, format_bytes, in_process_group, wrapped
 from memscale.hardware import Hardware
-from memscale.history import keep_measured
+from memscale.inspection import check_same_numbers
 from memscale.legacy.comparison import StepComparison
-from memscale.legacy.decision import Terms, Verdict, decide, hardware_of
-from memscale.legacy.headline import headline, planned_text
-from memscale.legacy.hooks import LoopWatch, idle, is_a_step_of_its_own, leave, listen
+from memscale.legacy.decision import Verdict, decide
 from memscale.legacy.huggingface import caches_off, caches_on
 from memscale.legacy.installation import Installation
 from memscale.legacy.log import LOG, announce, say
-from memscale.legacy.offloading import moved_text, runtime_of_plan
 from memscale.legacy.optimizing import Optimizing
-from memscale.legacy.shapes import MOST_PLANS, PlansByShapes, Shapes, as_batch, shapes_of, with_shapes
+from memscale.legacy.shapes import PlansByShapes, Shapes, as_batch, shapes_of, with_shapes
+from memscale.legacy.summary import headline, moved_text, planned_text, step_text
+from memscale.legacy.terms import Terms, hardware_of, new_runtime
+from memscale.legacy.training_loop import LoopWatch, is_a_step_of_its_own, leave, listen
 from memscale.observability import Metrics, Server, memory_keys, serve
 from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
@@ -38,7 +36,7 @@ ATTRIBUTE = "_memscale_executor"
 DETACHED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 # Attributes that `_begin` sets anew in a copy of the executor.
-_OF_PROCESS = {"_own", "_optimizing", "_headline", "_comparison", "_server", "_lock", "_planning_thread", "_watch"}
+_OF_PROCESS = {"_optimizing", "_headline", "_comparison", "_server", "_lock", "_planning_thread", "_watch"}
 
 
 class Executor:
@@ -90,18 +88,16 @@ class Executor:
         self._kind = type(model).__name__
         self._terms = terms
         self._caching: list[Any] = []
-        self._looked = False  # whether a step has shown which regions run
         self._moving = terms.runtime  # the one runtime of all plans that move tensors
-        self._plans = None if verdict.for_all else PlansByShapes()
+        self._plans = PlansByShapes()
+        self._follows = not verdict.for_all
         self._hook: Any = None  # the forward pre-hook through which a call asks for a plan
-        self._installation = Installation(follows=not verdict.for_all)
+        self._installation = Installation(self._follows)
         self._begin(optimizer)
         self._take(verdict, None if batch is None else shapes_of(batch))
 
     def _begin(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Sets the attributes that belong to this model in this process, and not to its copies."""
-        # Optimizers known to have parameters of the model: finding out takes 1 ms per step for 1,000 parameters.
-        self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._optimizing = Optimizing(self.config, optimizer)
         self._headline: str | None = None  # the last line that was printed
         self._comparison: StepComparison | None = None
@@ -113,8 +109,12 @@ class Executor:
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
         verdict = dataclasses.replace(self._verdict, profile=None, run=None)
-        plans = None if self._plans is None else PlansByShapes(present=self._plans.present)
-        return {**state, "_model": self.model, "_verdict": verdict, "_plans": plans}
+        return {
+            **state,
+            "_model": self.model,
+            "_verdict": verdict,
+            "_plans": PlansByShapes(present=self._plans.present),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -228,37 +228,42 @@ class Executor:
 
     def step_text(self) -> str:
         """Returns one line about the memory of the untransformed step."""
-        if self.profile is None:
-            return f"step without memscale: {format_bytes(self.step_bytes)} plus activations of unknown size"
-        return f"step without memscale: {format_bytes(self.step_bytes)} at its peak, {self.profile.moment}"
-
-    def idle_text(self) -> str | None:
-        """Returns which parts of the plan have not run although the model trains, or None if all have."""
-        if self._plans is None or self._plans.present is not None:
-            return idle(self._kind, self.plan, self._installation.seen)
-        return (
-            f"wrap() saw no call of this {self._kind} in a training step, so that nothing was planned; "
-            "call the model itself and not its forward, wrap the module that the loop calls, or pass sample_input=..."
-        )
+        return step_text(self._verdict)
 
     def __repr__(self) -> str:
         return f"Executor({self._kind}, {self.plan!r})"
 
     def __str__(self) -> str:
-        verdict = str(self.plan) if self.skipped is None else wrapped(f"unchanged: {self.skipped}")
         lines = [f"{self._kind} on {self.hardware}", wrapped(self.step_text())]
         lines += planned_text(self._verdict, self.config)
         if isinstance(self.plan, ProvenPlan) and self.plan.decision.decision_source != "user_config":
             lines.append(f"policy: {self.plan.decision}")
-        lines.append(verdict)
-        if self._looked:
-            lines += filter(None, (self.idle_text(), self._watch.text(self._kind)))
+        lines.append(str(self.plan) if self.skipped is None else wrapped(f"unchanged: {self.skipped}"))
+        if self._watch.steps:
+            lines += self._findings()
         lines += self._optimizing.text()
         if self._comparison is not None and self._comparison.text:
             lines.append(wrapped(self._comparison.text))
         if self.runtime is not None:
             lines.append(moved_text(self.runtime))
         return "\n".join(lines)
+
+    def _findings(self) -> list[str]:
+        """Returns what the steps so far showed: parts of the plan that did not run, and calls that share a backward."""
+        if self._waits:
+            idle: str | None = (
+                f"wrap() saw no call of this {self._kind} in a training step, so that nothing was planned; "
+                "call the model itself and not its forward, wrap the module that the loop calls, or pass "
+                "sample_input=..."
+            )
+        else:
+            idle = self._installation.idle(self._kind, self.plan)
+        return [text for text in (idle, self._watch.text(self._kind)) if text is not None]
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the first plan waits for a batch."""
+        return self._follows and self._plans.is_new
 
     def say(self, message: str) -> None:
         """Logs `message` if the config allows it."""
@@ -269,7 +274,7 @@ class Executor:
 
         The first training call of a model without a `sample_input` plans, so before that call no line is printed.
         """
-        if self._plans is not None and self._plans.present is None:
+        if self._waits:
             state = "stays unchanged" if self.skipped is not None else f"runs under {self.plan!r}"
             self.say(f"{self._kind} {state} until its first training call, which plans for its batch")
             return
@@ -279,40 +284,47 @@ class Executor:
             self._headline = line
         self.say(str(self))
 
-    def serve(self) -> None:
-        """Serves live figures if the config asks for it."""
-        if self.config.observability_port is not None and self._server is None:
-            self._server = serve(Metrics(self), self.config.observability_port)
-            if self._server is not None:
-                weakref.finalize(self, self._server.close)
-                self.say(f"live figures at {self._server.url}")
-
     # -- attach, install, detach ---------------------------------------------------------------------------------------
 
-    def follow(self, loop: Loop) -> None:
-        """Makes later plans for `loop`."""
-        self._terms = dataclasses.replace(self._terms, loop=loop)
+    def attach(self, batch: Any) -> None:
+        """Wraps the model, and verifies its numbers on `batch` if the config asks for it.
 
-    def attach(self) -> None:
-        """Registers the executor on the model and turns Hugging Face caches off."""
+        Raises:
+            CorrectnessError: a number differs; the model is left unwrapped, as after any error.
+        """
         model = self.model
         model.__dict__[ATTRIBUTE] = self
-        self._caching = caches_off(model, self.config)
-        if self._plans is not None:
-            self._hook = model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+        try:
+            self._caching = caches_off(model, self.config)
+            if self._follows:
+                self._hook = model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            if self.config.verify_correctness and self.skipped is None:
+                check_same_numbers(model, self._install, self._uninstall, batch)
+            else:
+                self._install()
+            self._install_optimizer()
+        except BaseException:
+            self.detach()
+            raise
+        self.report()
+        if self.config.observability_port is not None:
+            self._server = serve(Metrics(self), self.config.observability_port)
+        if self._server is not None:
+            weakref.finalize(self, self._server.close)
+            self.say(f"live figures at {self._server.url}")
 
-    def install(self) -> None:
+    def _install(self) -> None:
         """Installs the plan's regions on the model."""
         self._installation.put_on(self.model, self.plan, self.runtime, self.config)
         listen(self)
 
-    def install_optimizer(self) -> None:
+    def _install_optimizer(self) -> None:
         """Puts the plan's optimizer rules on the optimizer that trains the model, if it is known."""
         self._optimizing.follow(self.model, self.plan, self.runtime)
 
-    def uninstall(self) -> list[tuple[str, Callable[..., Any]]]:
-        """Removes the plan's regions, but not what `attach` did; returns others' forwards that stay, by path."""
-        return self._installation.take_off(self.model)
+    def _uninstall(self) -> None:
+        """Removes the plan's regions, but not what `attach` did."""
+        self._installation.take_off(self.model)
 
     def detach(self) -> None:
         """Undoes everything; a second call does nothing.
@@ -334,7 +346,7 @@ class Executor:
                 DETACHED[self.model] = text
 
     def _detach(self, model: nn.Module) -> None:
-        for path, on_top in self.uninstall():
+        for path, on_top in self._installation.take_off(model):
             # A forward that was seen to call the region is a wrapper around it, so its replacement changes nothing.
             LOG.log(
                 logging.INFO if self._installation.has_run(path) else logging.WARNING,
@@ -346,9 +358,9 @@ class Executor:
         self._installation = Installation(follows=False)
         self._optimizing.release()
         leave(self)
-        if self._plans is not None:
+        if self._hook is not None:
             self._hook.remove()
-            self._plans.known.clear()
+        self._plans.known.clear()
         if self._server is not None:
             self._server.close()
         self._server = None
@@ -363,24 +375,17 @@ class Executor:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after each step of any optimizer; for this model's, the next call may use another plan."""
         model = self._model()
-        if model is None:
+        if model is None or not self._optimizing.trains(model, optimizer):
             return
-        if optimizer not in self._own:
-            own = {id(parameter) for parameter in model.parameters()}
-            if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-                return
-            self._own.add(optimizer)
-        if self._plans is not None:
-            self._plans.between_steps = True
+        self._plans.between_steps = True
         self._optimizing.stepped(model, optimizer)
         if self._server is not None:
             self._server.metrics.after_step()
-        if not self._looked:
-            self._looked = True
-            for text in filter(None, (self.idle_text(), self._watch.text(self._kind))):
+        if not self._watch.steps:
+            for text in self._findings():
                 LOG.warning("%s", text)
         self._watch.after_step()
-        if self._comparison is not None and self._comparison.after_step(model, optimizer, self._own):
+        if self._comparison is not None and self._comparison.after_step(model, optimizer, self._optimizing.own):
             self._plan_beyond(self._comparison.peak_bytes)
 
     def before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -388,7 +393,6 @@ class Executor:
 
         A hook precedes wrappers around the forward, such as autocast's.
         """
-        assert self._plans is not None, "a verdict for all batches"
         if torch.compiler.is_compiling() or model is not self._model():
             return
         if self._planning_thread not in (None, threading.get_ident()):
@@ -399,30 +403,31 @@ class Executor:
         if self._watch.watches and is_a_step_of_its_own(model):
             self._watch.called(model)
             if self._watch.finds_gradients and self._plans.between_steps and self._terms.loop.accumulate == 1:
-                self._plan_with_gradients(self._plans)
+                self.follow(dataclasses.replace(self._terms.loop, accumulate=2))
+                announce(
+                    self.config,
+                    f"gradients are in memory as {self._kind} is called, so it is planned again for accumulate=2; "
+                    "zero_grad() before that call, if no pass accumulates, takes less memory",
+                )
         shapes = shapes_of((args, kwargs))
         if not self._plans.serves(shapes):
             if not is_a_step_of_its_own(model):
                 return
             with self._lock:
-                self._follow(self._plans, args, kwargs, shapes)
+                self._follow(args, kwargs, shapes)
         self._plans.between_steps = False
 
-    def _plan_with_gradients(self, plans: PlansByShapes) -> None:
-        """Makes this and all later plans for a loop whose gradients are in memory while the forward runs."""
-        self.follow(dataclasses.replace(self._terms.loop, accumulate=2))
-        plans.forget()
-        announce(
-            self.config,
-            f"gradients are in memory as {self._kind} is called, so it is planned again for accumulate=2; "
-            "zero_grad() before that call, if no pass accumulates, takes less memory",
-        )
+    def follow(self, loop: Loop) -> None:
+        """Makes this plan and later ones for `loop`."""
+        if loop != self._terms.loop:
+            self._terms = dataclasses.replace(self._terms, loop=loop)
+            self._plans.forget()
 
     def _plan_beyond(self, peak_bytes: int | None) -> None:
         """Makes later plans for less, once, if a step that was predicted to fit was measured to exceed the limit."""
         limit, said = self._terms.limit
         predicted = self.predicted
-        if self._plans is None or peak_bytes is None or not predicted or self._terms.unseen_bytes or in_process_group():
+        if peak_bytes is None or not predicted or self._terms.unseen_bytes or not self._follows or in_process_group():
             return
         unseen, taken = peak_bytes - predicted["allocated"], max(predicted.values())
         if taken <= limit < taken + unseen:
@@ -434,44 +439,39 @@ class Executor:
                 "planned again for that much less",
             )
 
-    def _follow(self, plans: PlansByShapes, args: Any, kwargs: Any, shapes: Shapes) -> None:
-        if not self.is_attached or (wanted := plans.due(shapes)) is None:
+    def _follow(self, args: Any, kwargs: Any, shapes: Shapes) -> None:
+        """Puts the plan for a call with `shapes` in force, if it is another one than the present."""
+        if not self.is_attached or (wanted := self._plans.due(shapes)) is None:
             return
-        found = plans.find(wanted)
-        if found is not None and found[0] is self._verdict:
-            self.say(f"{MOST_PLANS} plans for batches of different shapes are the most: the last plan stays")
-            plans.present = wanted
-            return
-        self.uninstall()
+        self._uninstall()
         self._planning_thread = threading.get_ident()
         try:
-            self._take(*(found or self._planned(plans, args, kwargs, wanted)))
+            self._take(*(self._plans.find(wanted) or self._planned(args, kwargs, wanted)))
         finally:
             self._planning_thread = None
-            self.install()
-            self.install_optimizer()
+            self._install()
+            self._install_optimizer()
         self.report()
 
-    def _planned(self, plans: PlansByShapes, args: Any, kwargs: Any, shapes: Shapes) -> tuple[Verdict, Shapes]:
+    def _planned(self, args: Any, kwargs: Any, shapes: Shapes) -> tuple[Verdict, Shapes]:
         """Returns the verdict for a call, and the shapes for which it was made."""
         batch = as_batch(self.model.forward, args, kwargs)
         self._terms = dataclasses.replace(self._terms, hardware=hardware_of(self.model))
-        for wanted in [shapes] if batch is None else plans.to_try(shapes):
+        for wanted in dict.fromkeys([shapes if batch is None else self._plans.widened(shapes), shapes]):
             self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
             given = None if batch is None else with_shapes(batch, wanted)
             verdict = decide(self.model, given, self._optimizing.plain(), self._terms)
             if verdict.profile is not None:
                 break
-            plans.refused.append(wanted)
+            self._plans.rounds_up = False
         return verdict, wanted
 
     def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
         """Puts `verdict`, made for a batch of `shapes`, in force."""
-        self._verdict = verdict
         if self._moving is None and any(rule.transform.moves for rule in verdict.plan):
-            self._moving = runtime_of_plan(self.model, self.config)
-        if self._plans is not None:
-            self._plans.take(verdict, shapes)
-        run, path = verdict.run, self._terms.history
-        keep = None if run is None or path is None else partial(keep_measured, run, path)
-        self._comparison = StepComparison(self.model, verdict, self.config, keep)
+            # For a plan that offloads without the caller's request, with overlap as planned.
+            overlaps = self.config.async_offload or "async_offload" not in self.config.given
+            self._moving = new_runtime(self.model, self.config, overlaps=overlaps)
+        self._verdict = verdict
+        self._plans.take(verdict, shapes)
+        self._comparison = StepComparison(self.model, verdict, self._terms)

@@ -9,9 +9,35 @@ from torch import nn
 
 from memscale.algebra import ForwardPatch, Plan, install, uninstall
 from memscale.config import Config
-from memscale.legacy.hooks import Seen
+from memscale.core import Assembled
 from memscale.legacy.huggingface import keep_checkpointing_off, let_checkpointing
 from memscale.runtime import Runtime
+
+
+class Seen(Assembled):
+    """The forward `fn` of a region, with a note of whether it has run. `transform` copies `fn` without this wrapper."""
+
+    fn: Callable[..., Any]
+    ran = False
+
+    def over(self, fn: Callable[..., Any]) -> Seen:
+        """Wraps another forward, and returns this object."""
+        self.fn = fn
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran = True  # set without reading it first: a compiler would guard on a value that it reads
+        return self.fn(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.fn
+
+    def parts(self) -> tuple[Any, ...]:
+        return (self.fn,)
+
+    def reassembled(self, remap: Callable[[Any], Any]) -> Any:
+        return remap(self.fn)
 
 
 class Installation:
@@ -61,3 +87,17 @@ class Installation:
         """Whether the forward at `path` has run since the plan was installed."""
         seen = self._root if not path and self._root is not None else self.seen.get(path)
         return seen is not None and seen.ran
+
+    def idle(self, kind: str, plan: Plan) -> str | None:
+        """Describes the patterns of `plan` of which no region has run; None if each has one."""
+        ran = [path for path, region in self.seen.items() if region.ran]
+        # A pattern is idle only if all its regions are: single experts, or layers dropped at random, may rest in any
+        # one step.
+        resting = [rule.pattern for rule in plan.of_functions() if not any(rule.matches(path) for path in ran)]
+        if not self.seen or not resting:
+            return None
+        return (
+            f"nothing ran of {', '.join(map(repr, resting))} in a training step of this {kind}, so that the plan "
+            "saves nothing there: the loop calls other modules, or another forward replaced theirs (a fused "
+            "loss uses lm_head.weight itself); wrap what is called, or turn the fused forward off"
+        )

@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import nn
 
-from memscale.algebra import Plan, rules_by_parameter
+from memscale.algebra import Plan, rules_by_parameter, trains
 from memscale.config import Config
 from memscale.core import MemscaleError, RuntimeUnavailable
 from memscale.legacy.log import LOG, say
@@ -21,6 +21,9 @@ class Optimizing:
     Args:
         config: says whether and where to log.
         optimizer: the optimizer that trains the model; None if it is to be found by its first step.
+
+    Attributes:
+        own: the optimizers that were seen to step parameters of the model.
     """
 
     def __init__(self, config: Config, optimizer: torch.optim.Optimizer | None) -> None:
@@ -29,7 +32,10 @@ class Optimizing:
         self._rules = Plan()
         self._runtime: Runtime | None = None
         self._under: list[InPlace] = []
-        self._left: set[int] = set()  # ids of optimizers that the rules cannot change, each warned about once
+        # Weak sets, because the id of a freed optimizer may become that of another one.
+        self._left: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # the rules cannot change these
+        # Optimizers known to have parameters of the model: finding out takes 1 ms per step for 1,000 parameters.
+        self.own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def follow(self, model: nn.Module, plan: Plan, runtime: Runtime | None) -> None:
         """Applies the rules of `plan` from now on; optimizers under other rules get their own step back first."""
@@ -39,6 +45,12 @@ class Optimizing:
         self._rules, self._runtime = rules, runtime
         if self._known is not None and (optimizer := self._known()) is not None:
             self._take(model, optimizer)
+
+    def trains(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `optimizer` has parameters of `model`."""
+        if optimizer not in self.own and trains(optimizer, model):
+            self.own.add(optimizer)
+        return optimizer in self.own
 
     def stepped(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Called when `optimizer` has stepped parameters of `model`: it trains the model unless another is known."""
@@ -53,13 +65,13 @@ class Optimizing:
 
     def _take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Puts `optimizer` under the rules; logs a warning if they cannot change it."""
-        if not self._rules or id(optimizer) in self._left or any(each.optimizer is optimizer for each in self._under):
+        if not self._rules or optimizer in self._left or any(each.optimizer is optimizer for each in self._under):
             return
         try:
             found = rules_by_parameter(model, self._rules, optimizer, self._runtime)
             self._under.append(InPlace(optimizer, found))
         except MemscaleError as error:
-            self._left.add(id(optimizer))
+            self._left.add(optimizer)
             LOG.warning("the optimizer stays unchanged, with its states in full: %s", error)
         else:
             say(self._config, f"the optimizer is under the plan:\n{optimizer!r}".partition(" (\n")[0])

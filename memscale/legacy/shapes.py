@@ -1,10 +1,11 @@
-"""`PlansByShapes`: which plan serves which shapes of a batch; a plan serves every batch that it covers."""
+"""`PlansByShapes`: which plan serves which shapes of a batch, and when another plan is due."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from memscale.legacy.decision import Verdict
 
 Shapes = tuple[tuple[int, ...], ...]
 
-MOST_PLANS = 8  # plans for one model
+#: Plans for one model, after which a plan for a larger batch also serves all batches that were planned for before.
+_MANY = 8
 
 
 def shapes_of(batch: Any) -> Shapes:
@@ -28,9 +30,18 @@ def covers(larger: Shapes, smaller: Shapes) -> bool:
     >>> covers(((4, 128), (4,)), ((4, 100), (3,))), covers(((4, 128),), ((8, 16),))
     (True, False)
     """
-    return _are_alike(larger, smaller) and all(
-        low <= high for most, least in zip(larger, smaller, strict=True) for high, low in zip(most, least, strict=True)
-    )
+    return _are_alike(larger, smaller) and merged(larger, smaller) == larger
+
+
+def merged(one: Shapes, other: Shapes) -> Shapes:
+    """Returns the smallest shapes that cover both batches; `other` if their tensors or dimensions differ in number.
+
+    >>> merged(((4, 128),), ((8, 16),)), merged(((4, 128),), ((8,),))
+    (((8, 128),), ((8,),))
+    """
+    if not _are_alike(one, other):
+        return other
+    return tuple(tuple(map(max, *pair)) for pair in zip(one, other, strict=True))
 
 
 def _are_alike(one: Shapes, other: Shapes) -> bool:
@@ -54,19 +65,25 @@ def rounded_up(shapes: Shapes, former: Shapes) -> Shapes:
 class PlansByShapes:
     """The plan for each shape of batch, as a state machine with two states and two events.
 
-    |                   | a batch that the plan covers | a larger batch                   |
-    |-------------------|------------------------------|----------------------------------|
-    | between two steps | continue                     | plan for it now                  |
-    | within a step     | continue                     | plan for it before the next step |
+    |                   | a batch that the plan covers | a larger batch                               |
+    |-------------------|------------------------------|----------------------------------------------|
+    | between two steps | continue                     | plan for it now                              |
+    | within a step     | continue                     | before the next step, plan for the step's    |
+    |                   |                              | batches together                             |
 
     Plans change between two steps only, because the graph of a step must be recomputed under the plan that made it.
     """
 
     known: dict[Shapes, Verdict] = field(default_factory=dict)
     present: Shapes | None = None  # the shapes for which the plan in force was made, or None if no batch was known
-    refused: list[Shapes] = field(default_factory=list)  # shapes whose step could not be simulated
     between_steps: bool = True
+    rounds_up: bool = True  # until the model does not take a batch that was rounded up
     _waiting: Shapes | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no plan was made for a batch, nor is due."""
+        return self.present is None and self._waiting is None
 
     def serves(self, shapes: Shapes) -> bool:
         """Whether the present plan covers `shapes` and no other plan is due."""
@@ -74,13 +91,9 @@ class PlansByShapes:
 
     def due(self, shapes: Shapes) -> Shapes | None:
         """Returns the shapes to plan for before a call with `shapes`, or None if the present plan stays."""
-        if not self.between_steps:
-            if self._waiting is None or covers(shapes, self._waiting):
-                self._waiting = shapes
-            return None
-        waited, self._waiting = self._waiting, None
-        wanted = waited if waited is not None and covers(waited, shapes) else shapes
-        return None if self._covers(wanted) else wanted
+        wanted = shapes if self._waiting is None else merged(self._waiting, shapes)
+        self._waiting = None if self.between_steps else wanted
+        return None if self._waiting is not None or self._covers(wanted) else wanted
 
     def forget(self) -> None:
         """Drops all plans: the next call plans for the shapes of the present plan, or for larger ones of its own."""
@@ -88,23 +101,21 @@ class PlansByShapes:
         self.known.clear()
 
     def find(self, shapes: Shapes) -> tuple[Verdict, Shapes] | None:
-        """Returns a verdict that covers `shapes`, with its shapes; after `MOST_PLANS`, the last verdict for any."""
-        for larger, verdict in self.known.items():
-            if covers(larger, shapes):
-                return verdict, larger
-        return (list(self.known.values())[-1], shapes) if len(self.known) >= MOST_PLANS else None
+        """Returns a verdict that covers `shapes`, with the shapes for which it was made."""
+        return next(((verdict, larger) for larger, verdict in self.known.items() if covers(larger, shapes)), None)
 
     def take(self, verdict: Verdict, shapes: Shapes | None) -> None:
         """Puts the plan of `verdict`, made for `shapes`, in force."""
         self.present = shapes
-        if shapes is not None and len(self.known) < MOST_PLANS:
+        if shapes is not None:
             self.known[shapes] = verdict
 
-    def to_try(self, shapes: Shapes) -> list[Shapes]:
-        """Returns the shapes to make a plan for: lengths that vary rounded up, unless the model refused them."""
-        alike = next((each for each in self.known if _are_alike(each, shapes)), shapes)
-        wide = rounded_up(shapes, alike)
-        return [shapes] if wide == shapes or wide in self.refused else [wide, shapes]
+    def widened(self, shapes: Shapes) -> Shapes:
+        """Returns the shapes to plan for in place of `shapes`, so that a loop with many shapes plans a few times."""
+        alike = [each for each in self.known if _are_alike(each, shapes)]
+        if alike and self.rounds_up:
+            shapes = rounded_up(shapes, alike[0])
+        return reduce(merged, alike, shapes) if len(self.known) >= _MANY else shapes
 
     def _covers(self, shapes: Shapes) -> bool:
         return self.present is not None and covers(self.present, shapes)

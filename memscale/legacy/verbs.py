@@ -12,25 +12,12 @@ import torch
 from torch import nn
 
 from memscale.algebra import Plan
-from memscale.config import Config, as_code, check_config
-from memscale.core import (
-    ConfigError,
-    Record,
-    RuntimeUnavailable,
-    TransformError,
-    batches,
-    budget_bytes,
-    check_count,
-    history_path,
-    takes_no,
-)
-from memscale.inspection import check_same_numbers
-from memscale.legacy.decision import Terms, Verdict, decide, hardware_of, resident_bytes
+from memscale.config import Config, as_code
+from memscale.core import ConfigError, Record, RuntimeUnavailable, TransformError, batches, check_count, takes_no
+from memscale.legacy.decision import Verdict, decide, resident_bytes
 from memscale.legacy.executor import ATTRIBUTE, DETACHED, Executor
 from memscale.legacy.log import LOG, say
-from memscale.legacy.offloading import with_runtime
-from memscale.legacy.optimizing import without_8_bits
-from memscale.observability import check_can_serve
+from memscale.legacy.terms import config_in_force, terms_of
 from memscale.planning import Budget
 from memscale.runtime import AsyncOffloadConfig
 from memscale.simulation import Loop
@@ -151,23 +138,15 @@ def wrap(
     >>> detach(model)
     """
     check_count(f"wrap(accumulate={accumulate!r})", accumulate)
+    config = config_in_force(config, async_offload, async_config)
     integration = _integration(target)
-    if integration is not None:
+    if integration is None:
+        model = _module_of(target, "wrap")
+        wrapped(model, config, sample_input=sample_input, budget=budget, record=record, loop=Loop(accumulate))
+    else:
         if sample_input is not None:
             batches.check_batch(sample_input)
-        config = _config_in_force(config, async_offload, async_config)
         integration.wrap_trainer(target, config, sample_input, record, budget)
-    else:
-        wrapped(
-            _module_of(target, "wrap"),
-            config,
-            sample_input=sample_input,
-            async_offload=async_offload,
-            async_config=async_config,
-            budget=budget,
-            record=record,
-            loop=Loop(accumulate),
-        )
     return target
 
 
@@ -286,22 +265,33 @@ def wrapped(
     sample_input: Any,
     plan: Plan | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    async_offload: bool | None = None,
-    async_config: AsyncOffloadConfig | None = None,
     budget: Budget | None = None,
     record: Record = None,
     loop: Loop = Loop(),  # noqa: B008  # immutable
 ) -> Executor:
     """Wraps a module, under `plan` if one is given; `optimizer` is the one that trains it, if known."""
-    history = history_path(record)
-    config = _config_in_force(config, async_offload, async_config)
+    config = config_in_force(config)
     if sample_input is not None:
         batches.check_call(model, sample_input)
-    if config.verify_correctness and sample_input is None:
+    elif config.verify_correctness:
         raise ConfigError(
             "Config(verify_correctness=True) compares real steps and needs a batch; pass sample_input=..."
         )
-    config, runtime = with_runtime(model, config, ask_environment=async_offload is None)
+    terms = terms_of(model, config, budget, record, loop)
+    _check_can_wrap(model)
+    if (previous := Executor.of(model)) is not None:
+        say(terms.config, f"{type(model).__name__} is wrapped already: detaching it to plan again")
+        previous.detach()
+    if plan is None:
+        verdict = decide(model, sample_input, optimizer, terms)
+    else:
+        verdict = Verdict(plan, None, resident_bytes(model, optimizer), for_all=True)
+    executor = Executor(model, terms, verdict, optimizer, sample_input)
+    executor.attach(sample_input)
+    return executor
+
+
+def _check_can_wrap(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise TransformError(
             "wrap(): the model is a torch.jit.ScriptModule, whose forward runs in C++; wrap the Python module"
@@ -313,34 +303,6 @@ def wrapped(
             # By name, because the class may not be imported, or may be a copy of PyTorch's.
             if type(module).__name__ == kind and len(getattr(module, "device_ids", (0, 1))) > 1:
                 raise RuntimeUnavailable(f"wrap(): the module {path!r} is a {kind}, {reason}")
-    if (previous := Executor.of(model)) is not None:
-        say(config, f"{type(model).__name__} is wrapped already: detaching it to plan again")
-        previous.detach()
-    hardware = hardware_of(model)
-    if budget is not None:
-        budget = budget_bytes(budget, hardware.usable_bytes)
-    if (missing := without_8_bits(config)) is not None:
-        LOG.warning("use_8bit_optimizer=True: states stay in full: %s", missing)
-        config = dataclasses.replace(config, use_8bit_optimizer=False)
-    terms = Terms(config, hardware, loop, runtime, budget, history)
-    if plan is None:
-        verdict = decide(model, sample_input, optimizer, terms)
-    else:
-        verdict = Verdict(plan, None, resident_bytes(model, optimizer), for_all=True)
-    executor = Executor(model, terms, verdict, optimizer, sample_input)
-    try:
-        executor.attach()
-        if config.verify_correctness and verdict.skipped is None:
-            check_same_numbers(model, executor.install, executor.uninstall, sample_input)
-        else:
-            executor.install()
-        executor.install_optimizer()
-    except BaseException:
-        executor.detach()
-        raise
-    executor.report()
-    executor.serve()
-    return executor
 
 
 def _integration(target: object) -> Any:
@@ -358,32 +320,3 @@ def _module_of(target: object, verb: str) -> nn.Module:
         f"{verb}() takes an nn.Module, or a trainer whose .model is one, got {type(target).__name__}; "
         f"pass the model itself"
     )
-
-
-def _config_in_force(
-    config: Config | None, async_offload: bool | None, async_config: AsyncOffloadConfig | None
-) -> Config:
-    """Returns the config with the arguments applied, after a check of all settings that cannot be honoured."""
-    check_config(config)
-    config = Config() if config is None else config
-    if async_offload is not None:
-        config = dataclasses.replace(config, async_offload=async_offload)
-    if async_config is not None:
-        config = dataclasses.replace(config, async_config=async_config)
-    if config.verify_correctness and config.use_mixed_precision:
-        raise ConfigError(
-            "Config(verify_correctness=True, use_mixed_precision=True) contradict each other: the first compares bit "
-            "for bit, and what the second allows rounds differently; leave one of the two unset"
-        )
-    if config.observability_port is not None:
-        check_can_serve()
-    if config.log_file is not None and config.enable_logging:
-        try:
-            with open(config.log_file, "a", encoding="utf-8"):
-                pass
-        except OSError as error:
-            raise ConfigError(
-                f"Config(log_file={config.log_file!r}) cannot be written ({error.strerror}); "
-                f"pass a path in a folder that exists and is yours"
-            ) from error
-    return config

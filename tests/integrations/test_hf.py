@@ -102,6 +102,16 @@ def test_a_run_gives_the_same_numbers(how: str, accumulate: int, tmp_path: Path)
         assert wrapped.model.config.use_cache is True
 
 
+def test_arguments_of_wrap_overrule_the_environment_for_a_trainer_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", "1")
+    for asked in (False, None):
+        run = ms.wrap(trainer(tmp_path), FORCE, async_offload=asked)
+        assert (ms.Executor.of(run.model).runtime is None) is (asked is False)
+        ms.detach(run)
+
+
 def test_a_new_run_that_is_planned_at_its_first_call_is_no_resumed_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

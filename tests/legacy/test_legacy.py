@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from memscale.config import Config
 from memscale.core.errors import ConfigError, CorrectnessError, TransformError
 from memscale.hardware.device import Hardware
-from memscale.legacy import verbs
+from memscale.legacy import executor as executor_module
 from memscale.legacy.executor import Executor
 from memscale.legacy.verbs import detach, optimize, wrap
 
@@ -253,7 +253,7 @@ def test_verify_correctness_leaves_no_trace(make, make_batch):
 
 @pytest.mark.parametrize("wrong", ["output 0", "gradient of 1.conv.weight", "buffer 1.norm.running_mean"])
 def test_verify_correctness_catches_a_difference(wrong, monkeypatch):
-    real = verbs.check_same_numbers
+    real = executor_module.check_same_numbers
 
     def spoiled(model, apply, undo, batch):
         def apply_and_spoil():
@@ -275,7 +275,7 @@ def test_verify_correctness_catches_a_difference(wrong, monkeypatch):
 
         real(model, apply_and_spoil, restore_and_undo, batch)
 
-    monkeypatch.setattr(verbs, "check_same_numbers", spoiled)
+    monkeypatch.setattr(executor_module, "check_same_numbers", spoiled)
     model = convnet()
     before = traces(model)
     with pytest.raises(CorrectnessError, match=rf"differs from the plain one in .*{wrong}.*left unwrapped"):

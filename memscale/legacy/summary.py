@@ -1,4 +1,4 @@
-"""`headline`: the one line that `wrap` prints about what it decided."""
+"""The text about a wrapped model: the one line that `wrap` prints, and parts of its report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from memscale.config import Config
 from memscale.core import format_bytes, format_unlike, matches, wrapped
 from memscale.legacy.decision import Verdict
 from memscale.planning import ProvenPlan, repeated_blocks
+from memscale.runtime import Runtime
 
 
 def headline(model: nn.Module, verdict: Verdict, regions: Iterable[str]) -> str | None:
@@ -35,6 +36,13 @@ def headline(model: nn.Module, verdict: Verdict, regions: Iterable[str]) -> str 
     return f"{format_bytes(verdict.step_bytes)} → {format_bytes(taken_bytes)}{above}{_times(plan)}: {done}"
 
 
+def step_text(verdict: Verdict) -> str:
+    """Returns one line about the memory of the untransformed step."""
+    if verdict.profile is None:
+        return f"step without memscale: {format_bytes(verdict.step_bytes)} plus activations of unknown size"
+    return f"step without memscale: {format_bytes(verdict.step_bytes)} at its peak, {verdict.profile.moment}"
+
+
 def planned_text(verdict: Verdict, config: Config) -> list[str]:
     """Returns the simulated step under the plan of `verdict`, and what may be faster; empty without a simulation."""
     if verdict.planned_bytes is None or verdict.limit_bytes is None:
@@ -46,6 +54,16 @@ def planned_text(verdict: Verdict, config: Config) -> list[str]:
         return [text]
     rounds = "" if "tile" in config.eligible() else ", enable_tiling=True (which rounds differently)"
     return [text, wrapped(f"faster: a larger budget, fewer rows a batch{rounds}")]
+
+
+def moved_text(runtime: Runtime) -> str:
+    """Returns one line about what a runtime has moved so far."""
+    # Engines of simulated devices count bytes without moving them.
+    engines = [stats for device, stats in runtime.stats().items() if not device.startswith("fake ")]
+    out_bytes = sum(sum(stats.out_bytes.values()) for stats in engines)
+    in_bytes = sum(sum(stats.in_bytes.values()) for stats in engines)
+    exposed_seconds = sum(stats.exposed_seconds for stats in engines)
+    return f"offloaded so far: {out_bytes} bytes out, {in_bytes} bytes in, {exposed_seconds:.3f} s exposed"
 
 
 def _times(plan: Plan) -> str:

@@ -1,59 +1,16 @@
-"""Observers of a wrapped model in training: which of its regions run, and every step of its optimizer."""
+"""What a wrapped model learns of its training loop: gradients in memory, calls before a backward, optimizer steps."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memscale.algebra import Plan
-from memscale.core import Assembled, in_process_group, simulating
+from memscale.core import in_process_group, simulating
 from memscale.regions import dispatch_modes, functorch_state
-
-
-class Seen(Assembled):
-    """The forward `fn` of a region, with a note of whether it has run. `transform` copies `fn` without this wrapper."""
-
-    fn: Callable[..., Any]
-    ran = False
-
-    def over(self, fn: Callable[..., Any]) -> Seen:
-        """Wraps another forward, and returns this object."""
-        self.fn = fn
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.ran = True  # set without reading it first: a compiler would guard on a value that it reads
-        return self.fn(*args, **kwargs)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.fn
-
-    def parts(self) -> tuple[Any, ...]:
-        return (self.fn,)
-
-    def reassembled(self, remap: Callable[[Any], Any]) -> Any:
-        return remap(self.fn)
-
-
-def idle(kind: str, plan: Plan, seen: Mapping[str, Seen]) -> str | None:
-    """Describes the patterns of `plan` of which no region in `seen` has run; None if each has one."""
-    ran = [path for path, region in seen.items() if region.ran]
-    # A pattern is idle only if all its regions are: single experts, or layers dropped at random, may rest in any one
-    # step.
-    resting = [rule.pattern for rule in plan.of_functions() if not any(rule.matches(path) for path in ran)]
-    if not seen or not resting:
-        return None
-    return (
-        f"nothing ran of {', '.join(map(repr, resting))} in a training step of this {kind}, so that the plan "
-        "saves nothing there: the loop calls other modules, or another forward replaced theirs (a fused "
-        "loss uses lm_head.weight itself); wrap what is called, or turn the fused forward off"
-    )
 
 
 def is_a_step_of_its_own(model: nn.Module) -> bool:
@@ -80,6 +37,7 @@ class LoopWatch:
         finds_gradients: whether gradients were in memory as a forward began.
         calls: the most calls of the model that began before a backward, by the parameters: no step has changed them
             between these calls, and no gradient was in memory.
+        steps: the steps of the model's optimizers.
     """
 
     _STEPS, _CALLS = 2, 64
@@ -87,13 +45,13 @@ class LoopWatch:
     def __init__(self) -> None:
         self.finds_gradients = False
         self.calls = 1
-        self._steps = self._watched = 0
+        self.steps = self._watched = 0
         self._version = self._alike = 0  # the sum of the parameters' versions, and the calls of this step with that sum
 
     @property
     def watches(self) -> bool:
         """Whether the loop is still observed."""
-        return self._steps < self._STEPS and self._watched < self._CALLS
+        return self.steps < self._STEPS and self._watched < self._CALLS
 
     def called(self, model: nn.Module) -> None:
         """Called before each call of `model` in a training step."""
@@ -109,7 +67,7 @@ class LoopWatch:
 
     def after_step(self) -> None:
         """Called after each step of the model's optimizer."""
-        self._steps += 1
+        self.steps += 1
         self._alike = 0
 
     def text(self, kind: str) -> str | None:
