@@ -99,18 +99,16 @@ class _InBackward(StepPart):
     in_backward: ClassVar[bool] = True
 
     def __init__(self, how: StepInBackward, optimizer: PartedOptimizer, inner: StepPart) -> None:
-        super().__init__(optimizer, inner)
-        self.how = how
+        super().__init__(how, optimizer, inner)
         self.stepped: set[int] = set()  # ids of the parameters that have stepped since the last `step`
         self._refused = False  # whether a backward has raised since the last `step`
-        self._parameters: list[torch.Tensor] = []
         self._hooks: dict[int, _Hook] = {}
         self._clip = None if how.max_norm is None else TwoPasses(how.max_norm)
         weakref.finalize(optimizer, _remove, self._hooks).atexit = False
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         self._check_norm(parameters)
-        self._parameters = parameters
+        super().attend(parameters)
         present = {id(parameter) for parameter in parameters}
         for key in [key for key in self._hooks if key not in present]:
             self._hooks.pop(key).handle.remove()
@@ -119,9 +117,6 @@ class _InBackward(StepPart):
             if parameter.requires_grad and id(parameter) not in self._hooks:  # a frozen parameter gets none yet
                 self._hooks[id(parameter)] = _Hook(self, parameter, *places[id(parameter)])
 
-    def ask(self, parameters: list[torch.Tensor]) -> bool:
-        return self.inner.ask(parameters)
-
     def before_step(self, closure: Any) -> None:
         optimizer = self.optimizer
         if closure is not None:
@@ -129,7 +124,7 @@ class _InBackward(StepPart):
                 f"{self.how!r}: step(closure) evaluates the loss inside step(), and parameters would step in its "
                 "backward; call backward yourself, then step()"
             )
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if isinstance(parameter.grad, SpentGradient) and id(parameter) not in self.stepped:
                 raise TransformError(
                     f"{self.how!r}: step() again, where the gradient of {parameter.grad.title} has had its step; "
@@ -153,7 +148,7 @@ class _InBackward(StepPart):
             self._clip.clear()
         for hook in self._hooks.values():
             hook.passes = 0
-        self.attend(self._parameters)
+        self.attend(self.parameters)
 
     def complete(self, hook: _Hook, parameter: torch.Tensor) -> None:
         """Called when this backward has completed the gradient of `parameter`."""
@@ -170,7 +165,7 @@ class _InBackward(StepPart):
                 self._clip.measure(parameter, gradient)
                 parameter.grad = None
                 return
-            self._clip.clip(parameter, gradient, self._parameters)
+            self._clip.clip(parameter, gradient, self.parameters)
         self.stepped.add(id(parameter))
         optimizer._advance_in_backward(hook.number, parameter)
         parameter.grad = SpentGradient(parameter, hook.title)
@@ -205,7 +200,7 @@ class _InBackward(StepPart):
 
         A loop that continues after an error calls `zero_grad`, which removes all gradients: this case is accepted.
         """
-        stepped = [parameter for parameter in self._parameters if id(parameter) in self.stepped]
+        stepped = [parameter for parameter in self.parameters if id(parameter) in self.stepped]
         wrong = [parameter for parameter in stepped if not isinstance(parameter.grad, SpentGradient)]
         replaced = [parameter for parameter in wrong if parameter.grad is not None]
         if replaced or 0 < len(wrong) < len(stepped):
@@ -218,7 +213,7 @@ class _InBackward(StepPart):
 
     def _check_passes(self) -> None:
         """Raises `TransformError` for a gradient that only one of the two passes has seen."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             hook = self._hooks.get(id(parameter))
             waits = hook is not None and hook.passes == 1
             if waits or (parameter.grad is not None and id(parameter) not in self.stepped):

@@ -35,15 +35,13 @@ class StepInFloat32(StepPart):
     """Steps bfloat16 parameters as temporary float32 ones; parameters of other types step as usual."""
 
     places_states: ClassVar[bool] = True
-    how: Any
+    works_after: ClassVar[bool] = True
     own_states: ClassVar[frozenset[str]] = frozenset()  # names of states that this transform adds to the optimizer's
 
     def __init__(self, how: Any, optimizer: PartedOptimizer, inner: StepPart) -> None:
         if isinstance(inner, StepInFloat32):
             raise TransformError(f"{inner.how!r} and {how!r} round the same numbers; choose one")
-        super().__init__(optimizer, inner)
-        self.how = how
-        self._parameters: list[torch.Tensor] = []
+        super().__init__(how, optimizer, inner)
 
     # --------------------------------------------------------------------------------------- what a subclass defines
 
@@ -72,9 +70,6 @@ class StepInFloat32(StepPart):
 
     # ------------------------------------------------------------------------------------------------------ stepping
 
-    def attend(self, parameters: list[torch.Tensor]) -> None:
-        self._parameters = parameters
-
     def advance(self, group: Group) -> None:
         options = options_of(group)
         narrow = [each for each in group["params"] if each.dtype == torch.bfloat16]
@@ -102,15 +97,15 @@ class StepInFloat32(StepPart):
         """Restores the types in which states were saved; PyTorch has cast all of them to the parameter's type."""
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         numbers = dict(zip(self.optimizer._places(), saved, strict=True))  # by the ids of the parameters
-        for parameter in (each for each in self._parameters if each.dtype == torch.bfloat16):
+        for parameter in (each for each in self.parameters if each.dtype == torch.bfloat16):
             states = self.optimizer.state.get(parameter, {})
             for key, value in (state_dict["state"].get(numbers[id(parameter)]) or {}).items():
                 if isinstance(value, torch.Tensor) and value.dtype != states[key].dtype:
                     states[key] = value.detach().to(states[key].device, copy=True)
 
     def report(self) -> list[str]:
-        count = sum(parameter.dtype == torch.bfloat16 for parameter in self._parameters)
-        others = len(self._parameters) - count
+        count = sum(parameter.dtype == torch.bfloat16 for parameter in self.parameters)
+        others = len(self.parameters) - count
         return [f"{self.how!r}: {count} parameters" + (f"; {others} are not in bfloat16" if others else "")]
 
     def _advance_pieces(self, pieces: list[_Piece], group: Group) -> None:
@@ -125,7 +120,7 @@ class StepInFloat32(StepPart):
             before.append({**copied(piece.small), **full})
         after = self.advance_twins(group, twins, before)
         for piece, twin, states in zip(pieces, twins, after, strict=True):
-            names = self._full_names(piece.parameter)
+            names = self.optimizer._evidence.full_names(piece.parameter)
             for name, value in states.items():
                 if name in names:
                     self.keep(piece.parameter, piece.of, name, value.detach())
@@ -133,17 +128,13 @@ class StepInFloat32(StepPart):
                     state[piece.parameter][name] = value
             self.narrow(piece.parameter, piece.of, twin)
 
-    def _full_names(self, parameter: torch.Tensor) -> set[str]:
-        """Returns the names of the states that have one number for each number of `parameter`."""
-        return {name for dims, name in self.optimizer._evidence.full if dims == parameter.dim()}
-
     def _in_pieces(self, parameters: list[torch.Tensor]) -> Iterator[list[_Piece]]:
         """Yields the pieces that are in float32 at the same time."""
         few: list[_Piece] = []
         total = 0
         for parameter in parameters:
             states = self.optimizer.state.get(parameter, {})
-            names = self._full_names(parameter)
+            names = self.optimizer._evidence.full_names(parameter)
             full = [name for name in states if name in names]
             apart = names | self.own_states
             small = {name: _widened(copied(value)) for name, value in states.items() if name not in apart}

@@ -61,13 +61,6 @@ def step_in_groups(*, group_bytes: int | str) -> OptimizerTransform:
 
 
 class _InGroups(StepPart):
-    def __init__(self, how: StepInGroups, optimizer: PartedOptimizer, inner: StepPart) -> None:
-        super().__init__(optimizer, inner)
-        self.how = how
-
-    def ask(self, parameters: list[torch.Tensor]) -> bool:
-        return self.inner.ask(parameters)
-
     def advance(self, group: Group) -> None:
         for now in in_turn(group, at_most(self.how.group_bytes, group["params"])):
             self.inner.advance(now)

@@ -11,12 +11,11 @@ from memscale.algebra import Transform
 from memscale.core import by_name, check_tier
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.on_disk import OnDisk
-from memscale.optimizers.on_host import Below, StepOnHost
+from memscale.optimizers.on_host import Below, StepOnHost, is_large
 from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied, in_turn
 from memscale.optimizers.transformed import OptimizerTransform
 from memscale.runtime import Runtime
 
-_LEAST_BYTES = 4096  # one page; smaller states, such as step counts, stay where they are
 _GROUP_BYTES = 2**22  # bytes of parameters per group; the next group's copies run while one group steps
 
 
@@ -41,12 +40,9 @@ class OffloadStates(OptimizerTransform):
         return self if runtime is None else _OffloadStatesOn(self.tier, runtime)
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
-        runtime = self.own_runtime()
-        below = Below(runtime, repr(OffloadStates(self.tier)))
-        on_host = StepOnHost(optimizer, inner, below)
-        if self.tier != "disk":
-            return _Offloaded(optimizer, on_host, below, self.tier)
-        return OnDisk(optimizer, on_host, runtime=runtime, least_bytes=_LEAST_BYTES, below=below)
+        below = Below(self.own_runtime(), repr(OffloadStates(self.tier)))
+        on_host = StepOnHost(self, optimizer, inner, below)
+        return (OnDisk if self.tier == "disk" else _Offloaded)(self, optimizer, on_host, below)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -116,23 +112,20 @@ class _Offloaded(StepPart):
 
     places_states: ClassVar[bool] = True
 
-    def __init__(self, optimizer: PartedOptimizer, inner: StepPart, below: Below, tier: str) -> None:
-        super().__init__(optimizer, inner)
-        self._below, self._tier = below, tier
+    def __init__(self, how: OffloadStates, optimizer: PartedOptimizer, inner: StepPart, below: Below) -> None:
+        super().__init__(how, optimizer, inner)
+        self._below = below
         self._placed: dict[int, dict[str, torch.Tensor]] = {}  # by the id of the parameter
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
+        super().attend(parameters)
         self._below.check(parameters, self.optimizer)
         present = {id(parameter) for parameter in parameters}
         self._placed = {key: states for key, states in self._placed.items() if key in present}
         self._place(parameters)
 
     def below(self) -> list[torch.Tensor]:
-        states_below = [tensor for states in self._placed.values() for tensor in states.values()]
-        return [tensor for tensor in states_below if tensor.nbytes >= _LEAST_BYTES]
-
-    def ask(self, parameters: list[torch.Tensor]) -> bool:
-        return self.inner.ask(parameters)
+        return [tensor for states in self._placed.values() for tensor in states.values() if is_large(tensor)]
 
     def advance(self, group: Group) -> None:
         few = list(at_most(_GROUP_BYTES, group["params"]))
@@ -150,7 +143,7 @@ class _Offloaded(StepPart):
                 continue
             placed = self._placed.setdefault(id(parameter), {})
             new = {key: value for key, value in states.items() if placed.get(key) is not value}
-            if id(parameter) in optimizer._shared or any(isinstance(value, torch.Tensor) for value in new.values()):
+            if any(isinstance(value, torch.Tensor) for value in new.values()):
                 optimizer._shared.discard(id(parameter))
                 moved = {key: self._moved(value, parameter, placed.get(key)) for key, value in new.items()}
                 optimizer.state[parameter] = {**states, **moved}
@@ -158,8 +151,8 @@ class _Offloaded(StepPart):
 
     def _moved(self, value: Any, parameter: torch.Tensor, room: torch.Tensor | None) -> Any:
         """Returns a state on its tier: written to `room` if that has its shape and type, else to new memory."""
-        if not isinstance(value, torch.Tensor) or value.nbytes < _LEAST_BYTES or value.layout is not torch.strided:
+        if not is_large(value):
             return copied(value, device="cpu")
         if room is not None and (room.shape, room.dtype) == (value.shape, value.dtype):
             return room.copy_(value.detach())
-        return self._below.moved(value, parameter, self._tier)
+        return self._below.moved(value, parameter, self.how.tier)

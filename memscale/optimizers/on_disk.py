@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from memscale.core import RuntimeUnavailable, device_type, simulating
-from memscale.optimizers.on_host import Below, laid_out
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied, in_turn
-from memscale.runtime import Runtime, runtime_for
+from memscale.optimizers.on_host import Below, is_large, laid_out
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, in_turn
 from memscale.runtime.backends import Buffer, Event
 from memscale.runtime.engine import Engine
 from memscale.runtime.storage import PAGE_BYTES, page_aligned_memory
@@ -70,20 +69,16 @@ class OnDisk(StepPart):
     """Keeps the states of each parameter on disk, and in memory only while the parameter steps.
 
     Args:
-        runtime: the runtime whose disk is used; None is the process's own.
-        least_bytes: smaller states stay in memory.
-        below: allocates the memory that states of an accelerator's parameters are read into.
+        below: the tiers; allocates the memory that states of an accelerator's parameters are read into.
     """
 
     writes_offloaded: ClassVar[bool] = True
     places_states: ClassVar[bool] = True
 
-    def __init__(
-        self, optimizer: PartedOptimizer, inner: StepPart, *, runtime: Runtime | None, least_bytes: int, below: Below
-    ) -> None:
-        super().__init__(optimizer, inner)
-        self._runtime, self._least_bytes, self._below = runtime, least_bytes, below
-        self._parameters: dict[int, torch.Tensor] = {}
+    def __init__(self, how: Any, optimizer: PartedOptimizer, inner: StepPart, below: Below) -> None:
+        super().__init__(how, optimizer, inner)
+        self._below = below
+        self._by_id: dict[int, torch.Tensor] = {}  # the parameters, by their ids
         self._stored: dict[int, _Stored] = {}  # by the id of the parameter
         self._written: deque[_Stored] = deque()  # states being written, oldest first
         self._spare: list[torch.Tensor] = []  # memory that became free in this step
@@ -93,22 +88,20 @@ class OnDisk(StepPart):
         weakref.finalize(self, _free_all, self._stored).atexit = False
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
+        super().attend(parameters)
         self._below.check(parameters, self.optimizer)
         for stored in self._stored.values():  # an exception may have ended a step with copies in flight
             self._wait(stored)
-        self._parameters = {id(parameter): parameter for parameter in parameters}
-        for key in [key for key in self._stored if key not in self._parameters]:
+        self._by_id = {id(parameter): parameter for parameter in parameters}
+        for key in [key for key in self._stored if key not in self._by_id]:
             self._stored.pop(key).free()
         if not parameters:
             self._kept.clear()
         for parameter in parameters:
-            if any(self._is_large(value) for value in self.optimizer.state.get(parameter, {}).values()):
+            if any(is_large(value) for value in self.optimizer.state.get(parameter, {}).values()):
                 self._leave(parameter)
                 self._finish_writing(AHEAD)
         self._end()
-
-    def ask(self, parameters: list[torch.Tensor]) -> bool:
-        return self.inner.ask(parameters)
 
     def advance(self, group: Group) -> None:
         parameters = group["params"]
@@ -143,12 +136,12 @@ class OnDisk(StepPart):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         state: Any = self.optimizer.state
-        before = {parameter: state.get(parameter) for parameter in self._parameters.values()}
+        before = {parameter: state.get(parameter) for parameter in self.parameters}
         try:
             for key in self._stored:
-                self._arrive(self._parameters[key])
+                self._arrive(self._by_id[key])
                 if not simulating():
-                    self._part(self._parameters[key])
+                    self._part(self._by_id[key])
             yield
         finally:
             for parameter, small in before.items():
@@ -172,9 +165,9 @@ class OnDisk(StepPart):
             return rest[:AHEAD]
         found: list[torch.Tensor] = []
         key = id(parameter)
-        while len(found) < AHEAD and (following := self._after.get(key)) in self._parameters:
+        while len(found) < AHEAD and (following := self._after.get(key)) in self._by_id:
             assert following is not None
-            found.append(self._parameters[following])
+            found.append(self._by_id[following])
             key = following
         return found
 
@@ -200,7 +193,7 @@ class OnDisk(StepPart):
         """Begins to write the states of `parameter`, and removes them from the optimizer's `state`."""
         optimizer = self.optimizer
         states = optimizer.state.get(parameter, {})
-        large = {name: value for name, value in states.items() if self._is_large(value)}
+        large = {name: value for name, value in states.items() if is_large(value)}
         if not large:
             return
         stored = self._stored_for(parameter, large)
@@ -212,11 +205,8 @@ class OnDisk(StepPart):
         stored.moving = stored.engine.backend.copy(memory, stored.buffer, "out", after=[])
         self._written.append(stored)
         stored.order = list(states)
-        small = {name: value for name, value in states.items() if name not in large}
-        if id(parameter) in optimizer._shared:  # another optimizer has the same tensors
-            optimizer._shared.discard(id(parameter))
-            small = copied(small, device="cpu")
-        optimizer.state[parameter] = small
+        optimizer.state[parameter] = {name: value for name, value in states.items() if name not in large}
+        optimizer._part_states([parameter])
 
     def _finish_writing(self, most: int) -> None:
         """Waits until at most `most` states are being written, and frees the memory of the others."""
@@ -244,10 +234,6 @@ class OnDisk(StepPart):
             ) from error
 
     # ------------------------------------------------------------------------------------------------------- memory
-
-    def _is_large(self, value: Any) -> bool:
-        is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        return is_plain and value.nbytes >= self._least_bytes
 
     def _stored_of(self, key: int) -> _Stored | None:
         """Returns where these states are; a simulation gets a buffer of its own, as the real one holds real states."""
@@ -279,7 +265,7 @@ class OnDisk(StepPart):
         return _Stored(engine, buffer, likes)
 
     def _engine(self) -> Engine:
-        return runtime_for(self._runtime).engine(torch.empty(0))
+        return self._below.runtime.engine(torch.empty(0))
 
     def _take_memory(self, stored: _Stored, parameter: torch.Tensor) -> torch.Tensor:
         nbytes = stored.buffer.nbytes

@@ -11,6 +11,7 @@ from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, in_turn
 from memscale.runtime import Runtime, host_parameter_of, runtime_for
 from memscale.runtime.parameters import HostCopy, Mapped, MappedTensors
 
+_LEAST_BYTES = 4096  # one page; smaller states, such as step counts, stay where they are
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # AdamW is a subclass of Adam
 
 
@@ -18,9 +19,14 @@ class Below:
     """Allocates memory of the tiers below a device, as CPU tensors."""
 
     def __init__(self, runtime: Runtime | None, title: str) -> None:
-        self._runtime = runtime
+        self._given = runtime
         self.title = title
         self._memories: dict[tuple[int, torch.device], MappedTensors] = {}
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime whose tiers are used."""
+        return runtime_for(self._given)
 
     def check(self, parameters: list[torch.Tensor], optimizer: PartedOptimizer) -> None:
         """Raises `TransformError` for parameters or states that are tensor subclasses, such as sharded ones."""
@@ -48,11 +54,11 @@ class Below:
 
     def copy_of(self, value: torch.Tensor, parameter: torch.Tensor) -> HostCopy:
         """Begins to copy `value` from the device of `parameter` to such memory, without padding."""
-        engine = runtime_for(self._runtime).engine(parameter)
+        engine = self.runtime.engine(parameter)
         return HostCopy(engine, *self._take(value.numel() * value.itemsize, parameter, "auto"), value)
 
     def _take(self, nbytes: int, parameter: torch.Tensor, tier: str) -> tuple[Mapped, torch.Tensor]:
-        runtime = runtime_for(self._runtime)
+        runtime = self.runtime
         host = host_parameter_of(parameter, runtime.by_storage)
         # A parameter that streams is a CPU tensor now; its tiers are those of the device that it streams to.
         like = parameter if host is None or host.like is None else host.like
@@ -74,6 +80,11 @@ class Below:
     def moved(self, value: torch.Tensor, parameter: torch.Tensor, tier: str) -> torch.Tensor:
         """Returns a copy of `value` on `tier` of the device of `parameter`, or on the next tier below that has room."""
         return laid_out(self.room(value.nbytes, parameter, tier), value).copy_(value.detach())
+
+
+def is_large(value: Any) -> bool:
+    """Whether `value` is a state to keep on a tier: a strided tensor of at least a page."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.nbytes >= _LEAST_BYTES
 
 
 def laid_out(contents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -98,8 +109,8 @@ class StepOnHost(StepPart):
         below: allocates the host memory for the copies.
     """
 
-    def __init__(self, optimizer: PartedOptimizer, inner: StepPart, below: Below) -> None:
-        super().__init__(optimizer, inner)
+    def __init__(self, how: Any, optimizer: PartedOptimizer, inner: StepPart, below: Below) -> None:
+        super().__init__(how, optimizer, inner)
         self._below = below
         self._coming: dict[int, _Coming] = {}  # copies to the host in flight, by the id of the parameter
         self._going: list[tuple[torch.Tensor, HostCopy]] = []  # copies back to the device in flight

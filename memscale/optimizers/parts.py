@@ -27,15 +27,23 @@ _NO_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_p
 
 
 class StepPart:
-    """A transform of an optimizer. A part holds the optimizer weakly, so that dropping the optimizer frees both."""
+    """A transform of an optimizer at work. A part holds the optimizer weakly, so dropping the optimizer frees both.
+
+    Attributes:
+        how: the transform.
+        parameters: the optimizer's parameters under this transform.
+    """
 
     writes_offloaded: ClassVar[bool] = False  # whether a step writes states that are outside the optimizer's `state`
     places_states: ClassVar[bool] = False  # whether states live in this part's own memory, in one place per parameter
     in_backward: ClassVar[bool] = False  # whether parameters step before `step` is called
+    works_after: ClassVar[bool] = False  # whether `advance` does work after that of the inner part
 
-    def __init__(self, optimizer: PartedOptimizer, inner: StepPart | None) -> None:
+    def __init__(self, how: Any, optimizer: PartedOptimizer, inner: StepPart | None) -> None:
+        self.how = how
         self._optimizer = weakref.ref(optimizer)
         self._inner = inner
+        self.parameters: list[torch.Tensor] = []
 
     @property
     def optimizer(self) -> PartedOptimizer:
@@ -76,10 +84,9 @@ class StepPart:
     def ask(self, parameters: list[torch.Tensor]) -> bool:
         """Begins the copies that `advance` will need for `parameters`; returns whether a copy is in flight.
 
-        A part may forward this call only if it does nothing after the inner part's `advance`: that may be called later,
-        with the gradients of now.
+        The copies are of the gradients of now, and `advance` is called later. So a part that `works_after` begins none.
         """
-        return False
+        return self._inner is not None and not self.works_after and self._inner.ask(parameters)
 
     def settle(self) -> None:
         """Waits for all copies to the parameters, and drops copies that were begun and not used."""
@@ -93,7 +100,8 @@ class StepPart:
         return states
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
-        """Called when the optimizer's parameters become `parameters`."""
+        """Called when the parameters under this transform become `parameters`."""
+        self.parameters = parameters
 
     def loaded(self, state_dict: dict[str, Any]) -> None:
         """Called after `load_state_dict`, with states in the types to which PyTorch has cast them."""

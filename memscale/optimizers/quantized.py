@@ -93,15 +93,12 @@ def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
 
 
 class _Quantized(StepPart):
-    def __init__(self, how: QuantizeStates, optimizer: PartedOptimizer, inner: StepPart) -> None:
-        super().__init__(optimizer, inner)
-        self.how = how
-        self._parameters: list[torch.Tensor] = []
-        self._at_once = _MOST_BYTES
+    works_after: ClassVar[bool] = True
+    _at_once = _MOST_BYTES
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         check_whole(repr(self.how), parameters)
-        self._parameters = parameters
+        super().attend(parameters)
         nbytes = sum(parameter.nbytes for parameter in parameters)
         self._at_once = min(max(nbytes // _SHARE, min(_LEAST_BYTES, nbytes // _FEWEST)), _MOST_BYTES)
         for device in {parameter.device for parameter in parameters}:
@@ -120,7 +117,7 @@ class _Quantized(StepPart):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         state: Any = self.optimizer.state
-        before = {parameter: state[parameter] for parameter in self._parameters if parameter in state}
+        before = {parameter: state[parameter] for parameter in self.parameters if parameter in state}
         try:
             for parameter in before:
                 self._restore(parameter)
@@ -132,7 +129,7 @@ class _Quantized(StepPart):
         optimizer, places = self.optimizer, self.optimizer._places()
         before = after = number = 0
         stay: dict[str, list[str]] = {}
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             states = optimizer.state.get(parameter, {})
             codes = {name: value for name, value in states.items() if f"{name}{_LARGEST}" in states}
             number += bool(codes)
@@ -171,7 +168,7 @@ class _Quantized(StepPart):
             and not any(part.places_states for part in self.inner.with_inner())
             and parameter.numel() >= _LEAST
             and bool(moments)
-            and {name for dims, name in evidence.full if dims == parameter.dim()} == moments.keys()
+            and evidence.full_names(parameter) == moments.keys()
             and (not states or all(f"{name}{_LARGEST}" in states for name in moments))  # every moment is quantized
             and all(each.is_contiguous() for each in (parameter, parameter.grad) if each is not None)
         )
@@ -215,11 +212,7 @@ class _Quantized(StepPart):
 
     def _moments(self, parameter: torch.Tensor) -> dict[str, MomentState]:
         """Returns the states of `parameter` that are moments, by name."""
-        return {
-            moment.name: moment
-            for moment in self.optimizer._evidence.moments
-            if (moment.dims, moment.of) == (parameter.dim(), self.inner.states_like(parameter))
-        }
+        return self.optimizer._evidence.moments_of(parameter, self.inner.states_like(parameter))
 
     def _shrink(self, parameter: torch.Tensor) -> None:
         """Quantizes those moments of `parameter` that are not quantized yet."""
@@ -227,20 +220,17 @@ class _Quantized(StepPart):
         states = optimizer.state.get(parameter)
         if not isinstance(states, dict) or parameter.numel() < _LEAST:
             return
-        made: set[str] = set()
+        made: dict[str, torch.Tensor] = {}
         for name, moment in self._moments(parameter).items():
             value = states.get(name)
             if isinstance(value, torch.Tensor) and value.dtype == moment.dtype and _is_dense(value, parameter):
-                if not made:
-                    states = optimizer.state[parameter] = dict(states)
                 flat = value.detach().as_strided((value.numel(),), (1,))
                 codes, largest = quantized(flat, self.how.block, signed=moment.signed)
-                states.update({name: codes.as_strided(value.shape, value.stride()), f"{name}{_LARGEST}": largest})
-                made |= {name, f"{name}{_LARGEST}"}
+                made |= {name: codes.as_strided(value.shape, value.stride()), f"{name}{_LARGEST}": largest}
+                states = optimizer.state[parameter] = {**states, **made}
                 del value, flat  # free this moment before the next one's codes are allocated
-        if made and id(parameter) in optimizer._shared:  # another optimizer has the same tensors
-            optimizer._shared.discard(id(parameter))
-            states.update({name: copied(value) for name, value in states.items() if name not in made})
+        if made:
+            optimizer._part_states([parameter])
 
     def _restore(self, parameter: torch.Tensor) -> None:
         """Replaces the codes in the states of `parameter` by restored moments."""

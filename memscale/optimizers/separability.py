@@ -64,6 +64,14 @@ class Separability:
     elementwise: bool
     composed: frozenset[str]
 
+    def full_names(self, parameter: torch.Tensor) -> set[str]:
+        """Returns the names of the states of `parameter` that have one number for each of its numbers."""
+        return {name for dims, name in self.full if dims == parameter.dim()}
+
+    def moments_of(self, parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, MomentState]:
+        """Returns the moments of `parameter`, by name, as they would be if it were of `dtype`."""
+        return {each.name: each for each in self.moments if (each.dims, each.of) == (parameter.dim(), dtype)}
+
 
 def own_step(own_class: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """Returns the step of a class without the wrapper by which PyTorch calls hooks."""

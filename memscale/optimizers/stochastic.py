@@ -104,12 +104,8 @@ class _Stochastic(StepInFloat32):
         of(parameter).copy_(self._rounded(parameter, values))
 
     def keep(self, parameter: torch.Tensor, of: Any, name: str, values: torch.Tensor) -> None:
-        known = {
-            moment.dtype
-            for moment in self.optimizer._evidence.moments
-            if (moment.dims, moment.of, moment.name) == (parameter.dim(), parameter.dtype, name)
-        }
-        if known == {torch.bfloat16}:
+        moment = self.optimizer._evidence.moments_of(parameter, parameter.dtype).get(name)
+        if moment is not None and moment.dtype == torch.bfloat16:
             of(self.room(parameter, name, torch.bfloat16)).copy_(self._rounded(parameter, values))
         else:
             of(self.room(parameter, name, values.dtype)).copy_(values)

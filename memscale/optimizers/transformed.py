@@ -65,7 +65,7 @@ class TransformedOptimizer(PartedOptimizer):
         self._options, self._changes, self._due, self._twins = {}, {}, deque(), {}
         self.parts, self._tops = [], []
         for how in assigned.hows:
-            part: StepPart = OwnStep(self, None)
+            part: StepPart = OwnStep(how, self, None)
             self.parts.append(part)
             inside_out = list(reversed(chain(how)))
             inside_out.sort(key=lambda each: not getattr(each, "innermost", False))
@@ -174,7 +174,7 @@ class TransformedOptimizer(PartedOptimizer):
             f"{key!r} of {title} has shape {list(value.shape)}"
             for number, parameter, title in zip(saved, parameters, titles, strict=False)
             for key, value in (state_dict["state"].get(number) or {}).items()
-            if (parameter.dim(), key) in self._evidence.full and value.shape != parameter.shape
+            if key in self._evidence.full_names(parameter) and value.shape != parameter.shape
         ]
         if wrong:
             raise TransformError(
@@ -200,12 +200,14 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform | Assigned) -> 
         own_class, evidence = type(optimizer), check_separable(optimizer, how)
     taken = _shareable(optimizer)
     hooks = {key: OrderedDict(value) for key, value in taken.items() if isinstance(value, OrderedDict)}
-    groups = [
-        {**{key: copied(value) for key, value in options_of(group).items()}, "params": list(group["params"])}
-        for group in optimizer.param_groups
-    ]
+    known: dict[int, Any] = {}  # by the id of an option: groups share a learning rate that is a tensor, with each other
+
+    def own_options(options: dict[str, Any]) -> dict[str, Any]:
+        return {key: known.setdefault(id(value), copied(value)) for key, value in options.items()}
+
+    groups = [{**own_options(options_of(group)), "params": list(group["params"])} for group in optimizer.param_groups]
     state = {key: dict(value) for key, value in optimizer.__getstate__()["state"].items()}
-    own = {"defaults": dict(optimizer.defaults), "param_groups": groups, "state": defaultdict(dict, state)}
+    own = {"defaults": own_options(optimizer.defaults), "param_groups": groups, "state": defaultdict(dict, state)}
     made = made_of(class_for(own_class), taken, **hooks, **own, _origins=origins, _shared=set(map(id, state)))
     made._begin(assigned, evidence)
     return made  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.optimizers import offloaded, on_host
+from memscale.optimizers import on_host
 from memscale.runtime import Runtime
 from memscale.runtime.backends.host import HostBackend
 from memscale.simulation.measured import training_roles
@@ -20,7 +20,7 @@ SIZE = 64
 
 @pytest.fixture(autouse=True)
 def _small_states_move_too(monkeypatch):
-    monkeypatch.setattr(offloaded, "_LEAST_BYTES", 16)
+    monkeypatch.setattr(on_host, "_LEAST_BYTES", 16)
 
 
 def on_disk(runtime):

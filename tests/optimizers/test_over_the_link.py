@@ -32,7 +32,7 @@ def adamw(parameters, **how):
 @pytest.fixture(autouse=True)
 def _an_accelerator(monkeypatch):
     monkeypatch.setattr(on_host, "device_type", lambda _: "cuda")
-    monkeypatch.setattr(offloaded, "_LEAST_BYTES", 16)
+    monkeypatch.setattr(on_host, "_LEAST_BYTES", 16)
     monkeypatch.setattr(offloaded, "_GROUP_BYTES", 400)
 
 

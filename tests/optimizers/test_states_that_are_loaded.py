@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.optimizers import offloaded, quantized
+from memscale.optimizers import on_host, quantized
 from tests.support.coverings import pairwise
 from tests.support.optimizers import numbers
 
@@ -29,7 +29,7 @@ MAKERS = {
 
 @pytest.fixture(autouse=True)
 def _small_states_move_and_shrink_too(monkeypatch):
-    monkeypatch.setattr(offloaded, "_LEAST_BYTES", 16)
+    monkeypatch.setattr(on_host, "_LEAST_BYTES", 16)
     monkeypatch.setattr(quantized, "_LEAST", 16)
 
 

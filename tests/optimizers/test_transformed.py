@@ -10,7 +10,7 @@ from torch import nn
 from transformers.optimization import Adafactor as HFAdafactor
 
 import memscale as ms
-from memscale.optimizers import offloaded, quantized
+from memscale.optimizers import on_host, quantized
 from tests.support.checks import bits
 from tests.support.coverings import in_turn, taking_turns
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
@@ -31,7 +31,7 @@ in_turns = taking_turns(make=OPTIMIZERS, how=TRANSFORMS)
 
 @pytest.fixture(autouse=True)
 def _small_states_move_too(monkeypatch):
-    monkeypatch.setattr(offloaded, "_LEAST_BYTES", 16)  # not the counts of steps
+    monkeypatch.setattr(on_host, "_LEAST_BYTES", 16)  # not the counts of steps
     monkeypatch.setattr(quantized, "_LEAST", 1)
     monkeypatch.setattr(quantized, "_LEAST_BYTES", 1)
 
@@ -438,3 +438,19 @@ def test_a_norm_over_all_gradients_is_found_also_where_no_parameter_of_this_type
     optimizer = SharesOneNorm(network().to(dtype).parameters(), lr=rate)
     with pytest.raises(ms.TransformError, match="does not treat each parameter alone"):
         ms.step_in_backward()(optimizer)
+
+
+def test_groups_share_a_learning_rate_that_is_a_tensor_as_they_did():
+    """Each group had a copy, so that a rate that was changed in place reached neither the others nor a later group."""
+
+    def rates(how):
+        first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
+        plain = torch.optim.Adam([{"params": [first]}, {"params": [second]}], lr=torch.tensor(0.5))
+        optimizer = how(plain)
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        optimizer.add_param_group({"params": [third]})
+        return [float(group["lr"]) for group in optimizer.param_groups], float(plain.param_groups[0]["lr"])
+
+    own = rates(lambda optimizer: optimizer)
+    assert own == ([0.25] * 3, 0.25)
+    assert rates(ms.step_in_groups(group_bytes=1)) == (own[0], 0.5), "and the plain optimizer keeps its own"
