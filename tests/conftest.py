@@ -1,6 +1,7 @@
 """Settings of the whole suite: hypothesis profiles, seeds, and the skip of what needs a GPU."""
 
 import gc
+import logging
 import os
 import random
 import sys
@@ -20,6 +21,11 @@ gc.disable()
 
 # The tests' tensors are tiny, and on a busy machine threads wait for each other longer than they compute.
 torch.set_num_threads(1)
+
+# pytest puts two handlers on each logger that does not propagate, three times a test: PyTorch's forty took a millisecond.
+for _logger in list(logging.root.manager.loggerDict.values()):
+    if isinstance(_logger, logging.Logger):
+        _logger.propagate = True
 
 # `ci` finds the same examples at every run; `deep` (HYPOTHESIS_PROFILE=deep) looks for new ones;
 # `fuzz` is `make fuzz`.
