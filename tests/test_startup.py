@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -52,14 +53,65 @@ print(gc.isenabled())
 """
 
 
+READ = """
+from memscale.algebra import Plan
+print(Plan.from_json(arguments))
+"""
+COMMANDS = """
+import contextlib, io, sys
+from memscale.cli import main
+for words in arguments.splitlines():
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        status = main(words.split())
+    folders = {".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("memscale.")}
+    print(status, "torch" in sys.modules, *sorted(folders))
+"""
+FORKED = """
+import json, os, sys, traceback
+for before, source, arguments in json.loads(sys.argv[1]):
+    if before:
+        import torch  # three seconds, once for all programs behind it
+    print("---", flush=True)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            exec(source, {"arguments": arguments})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+PLAN = ms.Plan(
+    [
+        ("a", ms.compose(ms.checkpoint(policy=ms.policies.nothing_saveable), ms.offload())),
+        ("", ms.step_in_backward()),
+    ]
+)
+AT_ONCE = ("--help", "--version", "pln")
+WRONG = [f"{name} --nope" for name in ("plan", "frontier", "predict", "tune", "explain", "demo", "telemetry")]
+
+
 @pytest.fixture(scope="module")
-def loaded():
-    """What a fresh interpreter has loaded after the import, after two names that need more, and after a profile.
+def programs():
+    """What programs print that are the first in their process to import memscale, all but one after PyTorch."""
+    asked = [(False, COMMANDS, AT_ONCE), (True, FOUND, ()), (True, READ, [PLAN.to_json()]), (True, COMMANDS, WRONG)]
+    given = json.dumps([(before, source, "\n".join(arguments)) for before, source, arguments in asked])
+    run = subprocess.run([sys.executable, "-W", "error", "-c", FORKED, given], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    _, at_once, found, read, wrong = run.stdout.split("---\n")
+    return {"at once": at_once, "found": found, "read": read, "wrong": wrong}
+
+
+@pytest.fixture(scope="module")
+def loaded(programs):
+    """What is loaded after the import, after two names that need more, and after a profile.
 
     Then `memscale` is imported once more, without a collector.
     """
-    run = subprocess.run([sys.executable, "-W", "error", "-c", FOUND], check=True, capture_output=True, text=True)
-    return [line.split() for line in run.stdout.splitlines()]
+    return [line.split() for line in programs["found"].splitlines()]
 
 
 @pytest.mark.parametrize("folder", LATER)
@@ -77,12 +129,8 @@ def test_the_command_that_serves_loads_no_pytorch_and_the_drawing_of_charts_does
     assert run.stdout.split() == ["2", "set()"]
 
 
-def test_a_plan_that_is_read_first_of_all_may_name_any_transform():
-    rules = [("a", ms.compose(ms.checkpoint(policy=ms.policies.nothing_saveable), ms.offload()))]
-    plan = ms.Plan([*rules, ("", ms.step_in_backward())])
-    code = f"from memscale.algebra import Plan; print(Plan.from_json({plan.to_json()!r}))"
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
-    assert run.stdout.strip() == str(plan)
+def test_a_plan_that_is_read_first_of_all_may_name_any_transform(programs):
+    assert programs["read"].strip() == str(PLAN)
 
 
 def test_nothing_loads_the_libraries_that_memscale_fits_into(loaded):
@@ -121,25 +169,8 @@ def test_no_full_collection_runs_and_the_collector_is_left_as_it_was(loaded):
     assert loaded[5] == ["False"]
 
 
-COMMANDS = """
-import contextlib, io, sys
-from memscale.cli import main
-for words in sys.argv[1:]:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        status = main(words.split())
-    folders = {".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("memscale.")}
-    print(status, "torch" in sys.modules, *sorted(folders))
-"""
-
-
-def test_help_and_a_wrong_option_load_no_planner():
-    at_once, wrong = (
-        ["--help", "--version", "pln"],
-        ("plan", "frontier", "predict", "tune", "explain", "demo", "telemetry"),
-    )
-    commands = [*at_once, *(f"{name} --nope" for name in wrong)]
-    run = subprocess.run([sys.executable, "-c", COMMANDS, *commands], check=True, capture_output=True, text=True)
-    found = [line.split() for line in run.stdout.splitlines()]
-    assert [status for status, *_ in found] == ["0", "0"] + ["2"] * 8
-    assert [loaded for _, loaded, *_ in found[:3]] == ["False"] * 3
-    assert not {f"memscale.{each}" for each in ("planning", "simulation", "transforms", "runtime")} & set(found[-1])
+def test_help_and_a_wrong_option_load_no_planner(programs):
+    at_once, wrong = ([line.split() for line in programs[which].splitlines()] for which in ("at once", "wrong"))
+    assert [each[:2] for each in at_once] == [["0", "False"], ["0", "False"], ["2", "False"]]
+    assert [status for status, *_ in wrong] == ["2"] * len(WRONG)
+    assert not {f"memscale.{each}" for each in ("planning", "simulation", "transforms", "runtime")} & set(wrong[-1])

@@ -1,6 +1,7 @@
 """Exactness: every transform × model kind × call pattern leaves what the untransformed model leaves, bit for bit."""
 
 import gc
+import itertools
 import types
 import weakref
 from typing import ClassVar
@@ -14,7 +15,7 @@ from memscale import checkpoint, compose, offload, policies
 from memscale.transforms.checkpoint import recompute
 from tests.support.checks import bits, check_same
 from tests.support.coverings import DEEP, in_turn, pairwise
-from tests.support.models import CONVNET, KINDS, MLP, SMALL, TRANSFORMER, mlp, numbers
+from tests.support.models import CONVNET, KINDS, LARGE, MLP, SMALL, TRANSFORMER, mlp, numbers
 from tests.support.patterns import ALL, autocast, autocast_without_cache
 
 BOTH = policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names("kept"))
@@ -64,22 +65,17 @@ def fit_for(pattern, name):
 
 
 PLANS = {kind: plans(kind) for kind in KINDS}
-# Hugging Face models are slow to run, so they meet one transform of each sort.
-PRODUCT = [
-    (kind, pattern, name)
-    for kind in KINDS
-    for pattern in ALL
-    for name in PLANS[kind]
-    if kind in SMALL or name in ("checkpoint", "dots", "nested policies", "offload", "offload checkpoint", "params")
-]
 # Each pair of a call pattern and one transform of each sort; the others in turn.
 SORTS = ("checkpoint", "dots", "offload", "checkpoint offload", "params", "params checkpoint", "nested policies")
+# Hugging Face models are slow to run: each meets call patterns and transforms in turn.
+SLOW_SORTS = ("checkpoint", "dots", "nested policies", "offload", "offload checkpoint", "params")
 CASES = [
     pytest.param(kind, fit_for(pattern, name), PLANS[kind][name], id=f"{kind}-{pattern.__name__}-{name}")
     for kind, pattern, name in dict.fromkeys(
         [
-            *pairwise(PRODUCT if DEEP else [case for case in PRODUCT if case[2] in SORTS]),
+            *pairwise(itertools.product(SMALL, ALL, PLANS[MLP] if DEEP else SORTS)),
             *in_turn(SMALL, ALL, PLANS[MLP]),
+            *in_turn(LARGE, ALL, SLOW_SORTS),
         ]
     )
 ]

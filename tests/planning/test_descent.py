@@ -67,10 +67,8 @@ CASES = {
 }
 
 
-QUICK = ("evaluated norms",)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.deep] * (name not in QUICK)) for name in CASES])
+@pytest.mark.deep
+@pytest.mark.parametrize("name", CASES)
 def test_the_smallest_plan_takes_as_little_as_one_by_hand(name):
     make, batch, rules = CASES[name]
     torch.manual_seed(0)

@@ -57,6 +57,7 @@ def test_a_plan_takes_no_more_than_what_one_writes_by_hand():
     assert cut >= {"mlp", "input_layernorm", "post_attention_layernorm"}
 
 
+@pytest.mark.deep
 def test_the_gradients_of_what_is_cut_together_are_those_of_the_model(monkeypatch):
     monkeypatch.setattr(candidates, "_MOST_POSITIONS", 16)
     model, batch = _llama(layers=2).double(), _tokens(96)

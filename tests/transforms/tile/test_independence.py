@@ -265,10 +265,9 @@ def _tiles(engine):
 
 
 def _planned(coupled, numbered=False):
-    model = nn.Sequential(*[_Block(coupled, numbered) for _ in range(2)])
     return ms.DecisionEngine(
-        model,
-        torch.ones(16, 32, 32),
+        nn.Sequential(_Block(coupled, numbered)),
+        torch.ones(4, 32, 32),
         loss=lambda y, _: y.square().mean(),
         hardware="cpu",
         config=ms.Config(mode="aggressive"),
