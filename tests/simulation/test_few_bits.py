@@ -25,7 +25,13 @@ pytestmark = [
 ]
 # bitsandbytes makes a table of codes when the first weight is packed doubly, and keeps it.
 bnb.nn.Params4bit(torch.ones(64, 64), requires_grad=False).to("cpu")
-SIZES = {"num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 61, "hidden_size": 64, "use_cache": False}
+SIZES = {
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2 if DEEP else 1,
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "use_cache": False,
+}
 WIDE = {"intermediate_size": 192, "max_position_embeddings": 32}
 MODELS = {
     "llama": ("LlamaForCausalLM", {**WIDE, "num_key_value_heads": 1}),
