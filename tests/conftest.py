@@ -22,7 +22,7 @@ gc.disable()
 # The tests' tensors are tiny, and on a busy machine threads wait for each other longer than they compute.
 torch.set_num_threads(1)
 
-# pytest puts two handlers on each logger that does not propagate, three times a test: PyTorch's forty took a millisecond.
+# pytest adds two handlers to each logger that does not propagate, three times a test: PyTorch's 40 took a millisecond.
 for _logger in list(logging.root.manager.loggerDict.values()):
     if isinstance(_logger, logging.Logger):
         _logger.propagate = True
