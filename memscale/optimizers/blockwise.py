@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 
-from memscale.core import RuntimeUnavailable, device_type
+from memscale.core import RuntimeUnavailable, device_type, simulating
+
+#: The suffix of the state that holds the largest magnitude of each block of a moment.
+LARGEST = ".largest"
 
 
 def kernels() -> Any:
@@ -49,10 +52,30 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
+@contextmanager
+def in_stream_order(tensor: torch.Tensor) -> Iterator[None]:
+    """Runs the body, a kernel of bitsandbytes that runs on the default stream, in order with the current stream.
+
+    bitsandbytes 0.50.2 passes the current stream to some of its kernels only. PyTorch's other streams do not wait for
+    the default stream by themselves.
+    """
+    if not tensor.is_cuda or simulating():
+        yield
+        return
+    current = torch.cuda.current_stream(tensor.device)
+    if current.cuda_stream == 0:
+        yield
+        return
+    default = torch.cuda.default_stream(tensor.device)
+    default.wait_stream(current)
+    yield
+    current.wait_stream(default)
+
+
 def prepare(device: torch.device) -> None:
-    """Fills the caches of `_codes` and `_table` for `device`; a simulation would fill them without values."""
+    """Fills the caches of `codes_of` and `_table` for `device`; a simulation would fill them without values."""
     for signed in (True, False):
-        _codes(device, signed)
+        codes_of(device, signed)
         _table(signed)
 
 
@@ -69,7 +92,8 @@ def quantized(values: torch.Tensor, block: int, *, signed: bool) -> tuple[torch.
         uint8 codes of shape [n], and float32 magnitudes of shape [ceil(n / block)].
     """
     if device_type(values) != "cpu":
-        found, largest = kernels().quantize_blockwise(values, _codes(values.device, signed), block)
+        with in_stream_order(values):
+            found, largest = kernels().quantize_blockwise(values, codes_of(values.device, signed), block)
         if not signed:
             torch.maximum(found, (values > 0).view(torch.uint8), out=found)
         return found, largest
@@ -86,7 +110,7 @@ def restored(
     codes: torch.Tensor, largest: torch.Tensor, block: int, dtype: torch.dtype, *, signed: bool
 ) -> torch.Tensor:
     """Returns the numbers of shape [n] and type `dtype` that `codes` and `largest` stand for."""
-    made: torch.Tensor = kernels().dequantize_blockwise(codes, largest, _codes(codes.device, signed), block, dtype)
+    made: torch.Tensor = kernels().dequantize_blockwise(codes, largest, codes_of(codes.device, signed), block, dtype)
     return made
 
 
@@ -105,7 +129,7 @@ def _by_table(rows: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Ten
 
 
 @functools.lru_cache(maxsize=32)
-def _codes(device: torch.device, signed: bool) -> torch.Tensor:
+def codes_of(device: torch.device, signed: bool) -> torch.Tensor:
     """Returns the number of each of the 256 codes, as a share of its block's largest magnitude."""
     kernels()
     from bitsandbytes import functional
@@ -121,7 +145,7 @@ def _codes(device: torch.device, signed: bool) -> torch.Tensor:
 @functools.lru_cache(maxsize=2)
 def _table(signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the code of each bfloat16, indexed by its bits, and the 257 ends of the intervals of the 256 codes."""
-    codes = _codes(torch.device("cpu"), signed)
+    codes = codes_of(torch.device("cpu"), signed)
     between = (codes[1:] + codes[:-1]) / 2
     if not signed:
         between[0] = 0.0

@@ -11,9 +11,10 @@ import torch
 
 from memscale.algebra import Numbers
 from memscale.core import ConfigError, TransformError, by_name, format_bytes
-from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
+from memscale.optimizers.blockwise import LARGEST, kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, check_whole, copied, in_turn
+from memscale.optimizers.kernel_step import KernelStep
+from memscale.optimizers.parts import Group, OwnStep, PartedOptimizer, StepPart, check_whole, copied, in_turn
 from memscale.optimizers.separability import MomentState
 from memscale.optimizers.transformed import OptimizerTransform
 
@@ -21,7 +22,6 @@ _LEAST = 4096  # states of fewer numbers stay in full: the saving would not be w
 # Bytes of parameters whose moments are restored at once: 1/_SHARE of all, within [_LEAST_BYTES, _MOST_BYTES], and at
 # most 1/_FEWEST of all for small models.
 _LEAST_BYTES, _MOST_BYTES, _SHARE, _FEWEST = 2**20, 2**24, 64, 4
-_LARGEST = ".largest"  # the suffix of the state that holds the largest magnitude of each block of a moment
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -107,7 +107,7 @@ class _Quantized(StepPart):
             self._shrink(parameter)
 
     def advance(self, group: Group) -> None:
-        for now in in_turn(group, at_most(self._at_once, group["params"])):
+        for now in in_turn(group, at_most(self._at_once, self._after_kernel(group))):
             first, *others = now["params"]
             if not others and first.nbytes > self._at_once and self._cuts(first):
                 self._advance_in_slices(first, now)
@@ -131,11 +131,11 @@ class _Quantized(StepPart):
         stay: dict[str, list[str]] = {}
         for parameter in self.parameters:
             states = optimizer.state.get(parameter, {})
-            codes = {name: value for name, value in states.items() if f"{name}{_LARGEST}" in states}
+            codes = {name: value for name, value in states.items() if f"{name}{LARGEST}" in states}
             number += bool(codes)
             for name, value in codes.items():
                 before += value.numel() * self._moments(parameter)[name].dtype.itemsize
-                after += value.nbytes + states[f"{name}{_LARGEST}"].nbytes
+                after += value.nbytes + states[f"{name}{LARGEST}"].nbytes
             if not codes:
                 stay.setdefault(self._why_not(parameter, states), []).append(places[id(parameter)][1])
         lines = [f"{self.how!r}: moments of {number} parameters, {format_bytes(before)} in {format_bytes(after)}"]
@@ -149,6 +149,23 @@ class _Quantized(StepPart):
         return f"since they have fewer than {_LEAST} numbers" if parameter.numel() < _LEAST else "by type or layout"
 
     # ------------------------------------------------------------------------------------------------------ stepping
+
+    def _after_kernel(self, group: Group) -> list[torch.Tensor]:
+        """Steps those parameters of `group` that one kernel can step, and returns the others."""
+        optimizer = self.optimizer
+        scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+        is_own = isinstance(self.inner, OwnStep) and not scaled
+        step = KernelStep.of(optimizer._own_class, group, self.how.block) if is_own else None
+        if step is None:
+            return list(group["params"])
+        rest = []
+        for parameter in group["params"]:
+            if step.takes(parameter, optimizer.state.get(parameter, {})):
+                optimizer._part_states([parameter])
+                step.run(parameter, optimizer.state[parameter], self._at_once)
+            else:
+                rest.append(parameter)
+        return rest
 
     def _advance_whole(self, group: Group) -> None:
         for parameter in group["params"]:
@@ -169,7 +186,7 @@ class _Quantized(StepPart):
             and parameter.numel() >= _LEAST
             and bool(moments)
             and evidence.full_names(parameter) == moments.keys()
-            and (not states or all(f"{name}{_LARGEST}" in states for name in moments))  # every moment is quantized
+            and (not states or all(f"{name}{LARGEST}" in states for name in moments))  # every moment is quantized
             and all(each.is_contiguous() for each in (parameter, parameter.grad) if each is not None)
         )
 
@@ -181,18 +198,18 @@ class _Quantized(StepPart):
         before, moments = dict(state.get(parameter, {})), self._moments(parameter)
         flat, flat_gradient, block = parameter.detach().view(-1), gradient.detach().view(-1), self.how.block
         width = max(1, self._at_once // parameter.itemsize // _BLOCKS[-1]) * _BLOCKS[-1]
-        found = {name: value for name, value in before.items() if name in moments or name.endswith(_LARGEST)}
+        found = {name: value for name, value in before.items() if name in moments or name.endswith(LARGEST)}
         small: dict[str, Any] = {}
         for start in range(0, parameter.numel(), width):
             part, blocks = slice(start, start + width), slice(start // block, (start + width) // block)
             twin = flat[part]
             twin.grad = flat_gradient[part]
             numbers = {
-                name: self._numbers(value.view(-1)[part], before[f"{name}{_LARGEST}"][blocks], moments[name])
+                name: self._numbers(value.view(-1)[part], before[f"{name}{LARGEST}"][blocks], moments[name])
                 if name in found
                 else copied(value)
                 for name, value in before.items()
-                if not name.endswith(_LARGEST)
+                if not name.endswith(LARGEST)
             }
             now = {**options, "params": [parameter]}
             [after] = self.advance_twins(now, [twin], [numbers])
@@ -200,10 +217,10 @@ class _Quantized(StepPart):
                 if name not in found:
                     count = -(-parameter.numel() // block)
                     found[name] = parameter.new_empty(parameter.shape, dtype=torch.uint8)
-                    found[f"{name}{_LARGEST}"] = parameter.new_empty(count, dtype=torch.float32)
+                    found[f"{name}{LARGEST}"] = parameter.new_empty(count, dtype=torch.float32)
                 codes, largest = quantized(after.pop(name).detach().view(-1), block, signed=moment.signed)
                 found[name].view(-1)[part] = codes
-                found[f"{name}{_LARGEST}"][blocks] = largest
+                found[f"{name}{LARGEST}"][blocks] = largest
             small = {name: value for name, value in after.items() if name not in moments}
             group.update(now)
         state[parameter] = {**small, **found}
@@ -226,7 +243,7 @@ class _Quantized(StepPart):
             if isinstance(value, torch.Tensor) and value.dtype == moment.dtype and _is_dense(value, parameter):
                 flat = value.detach().as_strided((value.numel(),), (1,))
                 codes, largest = quantized(flat, self.how.block, signed=moment.signed)
-                made |= {name: codes.as_strided(value.shape, value.stride()), f"{name}{_LARGEST}": largest}
+                made |= {name: codes.as_strided(value.shape, value.stride()), f"{name}{LARGEST}": largest}
                 states = optimizer.state[parameter] = {**states, **made}
                 del value, flat  # free this moment before the next one's codes are allocated
         if made:
@@ -236,17 +253,17 @@ class _Quantized(StepPart):
         """Replaces the codes in the states of `parameter` by restored moments."""
         states = self.optimizer.state.get(parameter, {})
         moments = self._moments(parameter)
-        codes = {name: value for name, value in states.items() if f"{name}{_LARGEST}" in states}
+        codes = {name: value for name, value in states.items() if f"{name}{LARGEST}" in states}
         if not codes:
             return
         numbers = {
             name: self._numbers(
-                value.as_strided((value.numel(),), (1,)), states[f"{name}{_LARGEST}"], moments[name]
+                value.as_strided((value.numel(),), (1,)), states[f"{name}{LARGEST}"], moments[name]
             ).as_strided(value.shape, value.stride())
             for name, value in codes.items()
         }
         self.optimizer.state[parameter] = {
-            name: numbers.get(name, value) for name, value in states.items() if not name.endswith(_LARGEST)
+            name: numbers.get(name, value) for name, value in states.items() if not name.endswith(LARGEST)
         }
 
     def _numbers(self, codes: torch.Tensor, largest: torch.Tensor, moment: MomentState) -> torch.Tensor:

@@ -177,8 +177,10 @@ def test_a_profile_counts_a_quarter_of_the_states_and_leaves_everything(hardware
         for how in ({"optimizer": plain}, {"optimizer": HOW(plain)}, {"optimizer": plain, "plan": {"": HOW}})
     )
     states = before.by_category["optimizer state"]
-    # What is left is a quarter of them, and those of a layer in full with what the step makes.
-    assert 0.73 - 3 / 12 <= (before.peak_bytes - after.peak_bytes) / states <= 0.75
+    # What is left is a quarter of them. On a CPU those of a layer are in full, too, with what the step makes; on a card
+    # the step makes neither, but a flag for each number of a layer.
+    least, most = (0.73 - 3 / 12, 0.75) if hardware is None else (0.75, 0.75 + 1 / 12)
+    assert least <= (before.peak_bytes - after.peak_bytes) / states <= most
     assert by_plan.peak_bytes == after.peak_bytes
     assert not plain.state
     optimizer = HOW(plain)

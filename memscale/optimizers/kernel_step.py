@@ -1,0 +1,135 @@
+"""The step of Adam, AdamW and SGD with momentum on quantized moments, in one kernel of bitsandbytes on a card.
+
+The kernel restores the moments of a block, steps its numbers and quantizes the moments again, so that no moment is ever
+in full. It checks neither shapes nor dtypes; `KernelStep.takes` does. Where the kernel differs from PyTorch's step,
+`KernelStep.run` makes up for it:
+
+- The kernel leaves out numbers with a gradient that is NaN or infinite. These numbers become NaN, as in PyTorch.
+- The kernel decays weights after the update. AdamW's decay comes before it.
+- The kernel may give a small second moment the code of zero, so that the next update would divide by `eps`. A moment
+  that has seen a gradient other than zero gets the next code.
+
+Source: bitsandbytes 0.50.2, ``csrc/kernels.cu``, `kOptimizerStatic8bit2StateBlockwise` and
+`kOptimizerStatic8bit1StateBlockwise`; ``bitsandbytes/optim/optimizer.py`` for the arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from memscale.core import device_type, simulating
+from memscale.optimizers.blockwise import LARGEST, codes_of, in_stream_order, kernels
+
+_BLOCK = 256  # the kernel's only block
+_MOST_NUMBERS = 2**31 - 1  # it counts them in 32 bits
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # a subclass may step otherwise
+_OTHER_STEPS = ("amsgrad", "maximize", "differentiable", "capturable", "nesterov", "dampening")
+
+
+class KernelStep(NamedTuple):
+    """A step with the options of a group.
+
+    Attributes:
+        name: bitsandbytes' name of the optimizer.
+        moments: the names of its moments; the second one has no sign.
+        betas: how much of each moment stays.
+        eps: what is added to the divisor.
+        rate: the learning rate.
+        decay: the factor of the weights before the update.
+        penalty: the factor of the weights in the gradient.
+        is_fused: whether PyTorch's step would be its fused kernel.
+    """
+
+    name: str
+    moments: tuple[str, ...]
+    betas: tuple[float, float]
+    eps: float
+    rate: float
+    decay: float = 1.0
+    penalty: float = 0.0
+    is_fused: bool = False
+
+    @classmethod
+    def of(cls, own_class: type[torch.optim.Optimizer], group: dict[str, Any], block: int) -> KernelStep | None:
+        """Returns the step of `own_class` with the options of `group`; `None` if the kernel has no such step."""
+        if own_class not in _CLASSES or block != _BLOCK or any(group.get(name) for name in _OTHER_STEPS):
+            return None
+        rate, decay = group["lr"], group["weight_decay"]
+        betas: tuple[Any, Any] = group.get("betas") or (group["momentum"], 0.0)
+        if not all(isinstance(number, (int, float)) for number in (rate, decay, *betas)):  # but tensors on the device
+            return None
+        if own_class is torch.optim.SGD:
+            return cls("momentum", ("momentum_buffer",), betas, 0.0, rate, penalty=decay) if betas[0] else None
+        if decay and not group["decoupled_weight_decay"]:  # Adam adds the decay to the gradient
+            return None
+        moments, share = ("exp_avg", "exp_avg_sq"), 1.0 - rate * decay
+        return cls("adam", moments, betas, group["eps"], rate, share, is_fused=bool(group["fused"]))
+
+    def takes(self, parameter: torch.Tensor, states: dict[str, Any]) -> bool:
+        """Whether the kernel can step `parameter`, whose moments `states` has quantized by an earlier step."""
+        gradient, codes = parameter.grad, [states.get(name) for name in self.moments]
+        if gradient is None or not all(f"{name}{LARGEST}" in states for name in self.moments):
+            return False
+        if ("step" in states) != (self.name == "adam"):
+            return False
+        return (
+            device_type(parameter) == "cuda"
+            and parameter.dtype in _DTYPES
+            and (gradient.dtype, gradient.shape) == (parameter.dtype, parameter.shape)
+            and parameter.numel() <= _MOST_NUMBERS
+            and all(
+                each is not None and each.layout is torch.strided and each.is_contiguous()
+                for each in (parameter, gradient, *codes)
+            )
+            and hasattr(kernels(), "optimizer_update_8bit_blockwise")
+        )
+
+    def run(self, parameter: torch.Tensor, states: dict[str, Any], at_once: int) -> None:
+        """Steps `parameter` in slices with temporaries of at most `at_once` bytes; changes `states` in place."""
+        gradient = parameter.grad
+        assert gradient is not None, "`takes` was true"
+        codes = [states[name].view(-1) for name in self.moments]
+        largest = [states[f"{name}{LARGEST}"] for name in self.moments]
+        count = 2  # of steps, with this one; SGD keeps no count, and its first step was another
+        if "step" in states:
+            states["step"] += 1
+            count = 2 if simulating() else int(states["step"])
+        numbers, gradients = parameter.detach().view(-1), gradient.detach().view(-1)
+        # PyTorch's fused step rounds half precision once, at its end.
+        in_float32 = self.is_fused and self.decay != 1.0 and parameter.dtype != torch.float32
+        width = max(1, at_once // (9 if in_float32 else 1) // _BLOCK) * _BLOCK
+        with torch.no_grad():
+            for start in range(0, numbers.numel(), width):
+                part, blocks = slice(start, start + width), slice(start // _BLOCK, (start + width) // _BLOCK)
+                given = numbers[part], gradients[part]
+                now = (given[0].float(), given[1].float()) if in_float32 else given
+                self._run(*now, [each[part] for each in codes], [each[blocks] for each in largest], count)
+                if in_float32:
+                    given[0].copy_(now[0])
+            numbers.add_(gradients, alpha=0)  # NaN where a gradient is NaN or infinite
+        # A kernel from outside of PyTorch changes no version.
+        torch.autograd.graph.increment_version([parameter, *codes, *largest])
+
+    def _run(
+        self,
+        numbers: torch.Tensor,
+        gradients: torch.Tensor,
+        codes: list[torch.Tensor],
+        largest: list[torch.Tensor],
+        count: int,
+    ) -> None:
+        shares: list[torch.Tensor | None] = [codes_of(numbers.device, signed) for signed in (True, False)]
+        second: tuple[Any, Any] = (codes[1], largest[1]) if len(codes) == 2 else (None, None)
+        alive = None if second[0] is None else second[0].bool().logical_or_(gradients)
+        if self.decay != 1.0:
+            numbers.mul_(self.decay)
+        with in_stream_order(numbers):
+            kernels().optimizer_update_8bit_blockwise(
+                self.name, gradients, numbers, codes[0], second[0], *self.betas, 0.0, 0.0, self.eps, count, self.rate,
+                shares[0], shares[1] if alive is not None else None, largest[0], second[1], self.penalty, 1.0, False,
+            )  # fmt: skip
+        if alive is not None:
+            torch.maximum(second[0], alive.view(torch.uint8), out=second[0])

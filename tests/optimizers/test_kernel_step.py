@@ -1,0 +1,178 @@
+"""The kernel of bitsandbytes that steps quantized moments on a card: numbers on a CPU's kernel, bytes on a card."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.optimizers import kernel_step
+from memscale.optimizers.kernel_step import KernelStep
+from tests.ghost.record import tried_on_the_cpu  # noqa: F401
+
+HOW = ms.quantize_states()
+LARGEST_ERROR = {"exp_avg": 0.012, "momentum_buffer": 0.012, "exp_avg_sq": 0.006}  # of a block's largest magnitude
+MAKERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.5, 0.9), eps=1e-3),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1),
+}
+NUMBERS = 20 * 256 + 17
+
+
+@pytest.fixture
+def on_a_card(monkeypatch):
+    """CPU tensors count as a card's; bitsandbytes has the kernel for CPUs as well. Returns the runs of the kernel."""
+    runs = []
+    own = KernelStep.run
+    monkeypatch.setattr(kernel_step, "device_type", lambda _: "cuda")
+    monkeypatch.setattr(KernelStep, "run", lambda step, *args: (runs.append(step), own(step, *args))[1])
+    return runs
+
+
+def gradient(seed, dtype=torch.float32):
+    random = torch.Generator().manual_seed(seed)
+    return (torch.randn(NUMBERS, generator=random) * torch.logspace(-4, 0, NUMBERS)).to(dtype)
+
+
+def stepped(weight, optimizer, seeds):
+    for seed in seeds:
+        weight.grad = gradient(seed, weight.dtype)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_each_step_is_that_of_the_optimizer_over_what_the_codes_say(make, dtype, tolerance, on_a_card):
+    weight = nn.Parameter(torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0)).to(dtype))
+    optimizer = stepped(weight, HOW(make([weight])), [0])
+    assert not on_a_card  # the class makes the states, in its own first step
+    for seed in range(1, 5):
+        other = nn.Parameter(weight.detach().clone())
+        reference = make([other])
+        reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        version = weight._version
+        stepped(weight, optimizer, [seed])
+        stepped(other, reference, [seed])
+        assert weight._version > version
+        assert torch.allclose(weight, other, rtol=tolerance, atol=tolerance * 1e-2)
+        states, expected = optimizer.state_dict()["state"][0], reference.state_dict()["state"][0]
+        assert states.keys() == expected.keys()
+        for name, value in expected.items():
+            if name == "step":
+                assert states[name] == value
+                continue
+            blocks = torch.cat([value.float(), torch.zeros(-NUMBERS % 256)]).view(-1, 256).abs().amax(1)
+            room = LARGEST_ERROR[name] * blocks.repeat_interleave(256)[:NUMBERS]
+            room += 2 * torch.finfo(dtype).eps * value.float().abs() + torch.finfo(dtype).tiny
+            assert ((states[name].float() - value.float()).abs() <= room).all()
+            if name == "exp_avg_sq":
+                assert (optimizer.state[weight][name][weight.grad != 0] != 0).all()  # codes
+    assert len(on_a_card) == 4
+
+
+def test_a_gradient_without_a_number_leaves_a_parameter_without_one(on_a_card):
+    weight = nn.Parameter(torch.ones(NUMBERS))
+    optimizer = stepped(weight, HOW(torch.optim.AdamW([weight])), [0])
+    weight.grad = gradient(1)
+    weight.grad[3], weight.grad[-1] = float("nan"), float("inf")
+    optimizer.step()
+    assert weight.isnan().nonzero().flatten().tolist() == [3, NUMBERS - 1]
+    assert len(on_a_card) == 1
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_slices_step_to_the_same_numbers(make, on_a_card, monkeypatch):
+    def run(at_once):
+        weight = nn.Parameter(torch.ones(NUMBERS, dtype=torch.bfloat16))
+        optimizer = HOW(make([weight]))
+        for part in optimizer.parts:
+            part._at_once = at_once
+        stepped(weight, optimizer, range(4))
+        return weight.detach(), optimizer.state_dict()["state"][0]
+
+    (weight, states), (sliced, sliced_states) = run(2**24), run(9 * 512)
+    assert torch.equal(weight, sliced)
+    assert all(torch.equal(torch.as_tensor(states[name]), torch.as_tensor(sliced_states[name])) for name in states)
+
+
+class Own(torch.optim.AdamW):
+    pass
+
+
+OTHERS = {
+    "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "maximize": lambda p: torch.optim.AdamW(p, maximize=True),
+    "a rate on the device": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), foreach=False),
+    "decay in the gradient": lambda p: torch.optim.Adam(p, weight_decay=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "dampening": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.5),
+    "no momentum": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "a class of users": Own,
+    "RMSprop": torch.optim.RMSprop,
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_other_steps_are_the_class_s_own(make, on_a_card):
+    weight = nn.Parameter(torch.ones(NUMBERS))
+    stepped(weight, HOW(make([weight])), [0, 1])
+    assert not on_a_card
+
+
+def test_blocks_gradients_and_scales_that_the_kernel_does_not_know_are_left_to_the_class(on_a_card):
+    weight = nn.Parameter(torch.ones(NUMBERS))
+    stepped(weight, ms.quantize_states(block=128)(torch.optim.AdamW([weight])), [0, 1])
+    optimizer = stepped(weight, HOW(torch.optim.AdamW([weight], fused=True)), [0])
+    weight.grad = torch.ones(2 * NUMBERS)[::2]
+    optimizer.step()
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
+    stepped(weight, optimizer, [1])
+    assert not on_a_card
+    optimizer.grad_scale = optimizer.found_inf = None
+    stepped(weight, optimizer, [1])
+    assert len(on_a_card) == 1
+
+
+def test_a_simulated_card_keeps_no_moment_in_full():
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(2)])
+    optimizer = HOW(torch.optim.AdamW(model.parameters(), foreach=False))
+    found = ms.profile(model, torch.ones(1, 1024), loss=lambda y, _: y.sum(), hardware="h100", optimizer=optimizer)
+    assert 0.25 <= found.by_category["optimizer state"] / (2 * 2 * 2**22) <= 0.255
+    assert found.by_category["temporary"] <= 2**20  # a flag for each number of a weight
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("tried_on_the_cpu")
+def test_on_a_card_a_step_takes_what_is_predicted_and_no_moment_in_full():
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(4)]).cuda()
+    optimizer = HOW(torch.optim.AdamW(model.parameters(), foreach=False))
+    x, loss = torch.ones(1, 1024, device="cuda"), lambda y, _: y.sum()
+    predicted = ms.profile(model, x, loss=loss, optimizer=optimizer)
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        output = model(x)
+        loss(output, None).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.cuda.max_memory_allocated() == pytest.approx(predicted.peak_bytes, rel=1e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.values
+def test_on_another_stream_the_kernels_of_the_default_stream_come_in_order():
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.ones(2**20, device="cuda")) for _ in range(2)]
+    gradients = [torch.randn(2**20, device="cuda") for _ in range(3)]
+    torch.cuda.synchronize()
+    for weight, stream in zip(weights, (torch.cuda.current_stream(), torch.cuda.Stream()), strict=True):
+        optimizer = HOW(torch.optim.AdamW([weight]))
+        with torch.cuda.stream(stream):
+            for each in gradients:
+                weight.grad = each.clone()
+                optimizer.step()
+        stream.synchronize()
+    assert torch.equal(*weights)
