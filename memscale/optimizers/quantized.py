@@ -22,6 +22,7 @@ _LEAST = 4096  # states of fewer numbers stay in full: the saving would not be w
 # Bytes of parameters whose moments are restored at once: 1/_SHARE of all, within [_LEAST_BYTES, _MOST_BYTES], and at
 # most 1/_FEWEST of all for small models.
 _LEAST_BYTES, _MOST_BYTES, _SHARE, _FEWEST = 2**20, 2**24, 64, 4
+_KINDS = (torch.float32, torch.bfloat16, torch.float16)  # the types of moments that the kernels take
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -185,6 +186,7 @@ class _Quantized(StepPart):
             and not any(part.places_states for part in self.inner.with_inner())
             and parameter.numel() >= _LEAST
             and bool(moments)
+            and all(moment.dtype in _KINDS for moment in moments.values())
             and evidence.full_names(parameter) == moments.keys()
             and (not states or all(f"{name}{LARGEST}" in states for name in moments))  # every moment is quantized
             and all(each.is_contiguous() for each in (parameter, parameter.grad) if each is not None)
@@ -274,6 +276,5 @@ def _is_dense(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether `value` has the parameter's shape and a layout without gaps."""
     if value.layout is not torch.strided or value.shape != parameter.shape or not value.dtype.is_floating_point:
         return False
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return value.dtype in kinds and last + 1 == value.numel()
+    return value.dtype in _KINDS and last + 1 == value.numel()

@@ -113,6 +113,15 @@ def test_what_is_small_or_no_moment_stays_and_the_report_says_which():
     }
 
 
+def test_moments_in_float64_stay_in_full_however_large_their_parameter_is():
+    """The kernels take none: a parameter of half the optimizer's numbers steps in slices, whose moments were rounded."""
+    optimizer = HOW(torch.optim.Adam([weight := nn.Parameter(torch.ones(128, 128, dtype=torch.float64))]))
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].dtype == torch.float64
+    assert "in full, by type or layout: parameter 0 of group 0" in optimizer.report()
+
+
 @pytest.mark.parametrize(("dtype", "last_place"), [(torch.float32, 0.0), (torch.bfloat16, 2**-8)])
 def test_states_that_an_optimizer_has_in_8_bits_itself_stay_as_they_are(dtype, last_place, monkeypatch):
     monkeypatch.setattr(quantized, "_LEAST_BYTES", 1)  # else in one piece
