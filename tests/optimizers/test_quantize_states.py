@@ -114,7 +114,7 @@ def test_what_is_small_or_no_moment_stays_and_the_report_says_which():
 
 
 def test_moments_in_float64_stay_in_full_however_large_their_parameter_is():
-    """The kernels take none: a parameter of half the optimizer's numbers steps in slices, whose moments were rounded."""
+    """The kernels take none. A large share of the numbers steps in slices, whose moments were rounded all the same."""
     optimizer = HOW(torch.optim.Adam([weight := nn.Parameter(torch.ones(128, 128, dtype=torch.float64))]))
     weight.grad = torch.ones_like(weight)
     optimizer.step()
