@@ -67,12 +67,11 @@ memscale.policy: Artifact FEATURES StrategyContext StrategyDecision TECHNIQUES e
     widenings
 memscale.regions: ArgumentSpec Attributes CONSTANT Captures Content Environment NOWHERE Names Note OperatorWatch Origin
     PATIENCE_SECONDS PacksSeveral RegionEffects Replay SharedCaptures Snapshot StateSlot Streams accelerators
-    cached_by_class closed_over code_names copying_ahead counted_states differing dispatch_modes floats_as_constants
-    function_of
-    functorch_state hidden_changes holds hooks_around in_recompute is_stand_in is_unrecorded memory_of moved
-    name_refused_hooks never_compiled origin_of pack_all read recomputes recomputing refuse_iterators refused restore
-    running_statistics stand_for storages takes_batch_statistics uncompiled unrecorded unrecorded_depth
-    wait_for_recomputes without_dynamo without_side_effects write
+    assigned_globals cached_by_class closed_over code_names copying_ahead counted_states differing dispatch_modes
+    floats_as_constants function_of functorch_state global_names hidden_changes holds hooks_around in_recompute
+    is_stand_in is_unrecorded memory_of moved name_refused_hooks never_compiled origin_of pack_all read recomputes
+    recomputing refuse_iterators refused restore running_statistics stand_for storages takes_batch_statistics uncompiled
+    unrecorded unrecorded_depth wait_for_recomputes without_dynamo without_side_effects write
 memscale.reports: Axis COLOURS DrawnPoint PAGES PartOfPlan Price TriedSize byte_scale checked_target columns diff_text
     module_text outlines placed plot_frontier plot_profile plot_sizes plot_timelines profile_text time_scale
     write_frontier write_html write_page write_sizes write_trace

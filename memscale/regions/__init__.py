@@ -4,7 +4,7 @@ from memscale.regions import functorch_state, hidden_changes
 from memscale.regions.argument_spec import ArgumentSpec, refuse_iterators, restore
 from memscale.regions.captures import NOWHERE, Captures, SharedCaptures
 from memscale.regions.class_cache import cached_by_class
-from memscale.regions.code import closed_over, code_names, function_of
+from memscale.regions.code import assigned_globals, closed_over, code_names, function_of, global_names
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import (
     memory_of,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import sys
 import types
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -109,15 +111,47 @@ _CODE = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, 
 
 @functools.lru_cache(maxsize=4096)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names of globals in `code` and in code nested in it; names of attributes can be among them."""
-    names = {each.argval: None for each in dis.get_instructions(code) if each.opname.endswith(_OF_GLOBALS)}
+    """Returns the names of globals in `code` and in code nested in it, those that it only assigns included.
+
+    >>> global_names((lambda x: math.pi * x.real).__code__)
+    ('math',)
+    """
+    return _names_of(code, global_names, _OF_GLOBALS)
+
+
+@functools.lru_cache(maxsize=4096)
+def assigned_globals(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names of globals that `code`, or code nested in it, assigns."""
+    return _names_of(code, assigned_globals, _ASSIGNS)
+
+
+def _names_of(
+    code: types.CodeType, nested: Callable[[types.CodeType], tuple[str, ...]], operations: Collection[int]
+) -> tuple[str, ...]:
+    """Returns the names in the instructions of `code` among `operations`, and `nested` of the code nested in it."""
+    names: dict[str, None] = {}
+    extension = 0
+    for operation, argument in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument |= extension
+        extension = argument << 8 if operation == dis.EXTENDED_ARG else 0
+        if operation in operations:
+            names[code.co_names[argument >> 1 if operation in _SHIFTED else argument]] = None
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(global_names(constant)))
+            names.update(dict.fromkeys(nested(constant)))
     return tuple(names)
 
 
-_OF_GLOBALS = ("_GLOBAL", "_GLOBALS", "_NAME")
+def _numbers(*operations: str) -> frozenset[int]:
+    return frozenset(dis.opmap[each] for each in operations if each in dis.opmap)
+
+
+# `dis.get_instructions` takes a second for the code of a model of transformers, mostly for line numbers.
+_ASSIGNS = _numbers("STORE_GLOBAL")
+_OF_GLOBALS = _ASSIGNS | _numbers(
+    "LOAD_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_NAME", "STORE_NAME"
+)
+_SHIFTED = _numbers("LOAD_GLOBAL") if sys.version_info >= (3, 11) else frozenset()  # by a flag in the lowest bit
 
 
 @functools.lru_cache(maxsize=4096)

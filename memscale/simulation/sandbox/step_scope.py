@@ -5,8 +5,6 @@ During a simulation the caller's tensors keep their identity, and have contents 
 
 from __future__ import annotations
 
-import dis
-import functools
 import sys
 import types
 from collections import deque
@@ -26,10 +24,12 @@ from memscale.regions import (
     Attributes,
     Captures,
     Names,
+    assigned_globals,
     closed_over,
     code_names,
     differing,
     function_of,
+    global_names,
     holds,
     read,
 )
@@ -213,9 +213,9 @@ def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | ty
             continue
         seen.add(id(function))
         followed += 1
-        names, assigned = code_names(function.__code__), _named_by(function.__code__, ("STORE_GLOBAL",))
+        names, assigned = code_names(function.__code__), assigned_globals(function.__code__)
         # An attribute `self.head` does not read a global `head` of the user, which can be another model.
-        of_globals = _named_by(function.__code__, ("_GLOBAL", "_GLOBALS", "_NAME"))
+        of_globals = global_names(function.__code__)
         attributes = {name for name in names if not name.startswith("__")}
         pending += closed_over(function)
         yield function.__dict__, "", function.__dict__
@@ -245,16 +245,6 @@ def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | ty
 def _may_keep(value: Any) -> bool:
     """Whether `value` is a tensor, or can hold one."""
     return isinstance(value, (torch.Tensor, *_CONTAINERS)) or not _is_others(type(value).__module__)
-
-
-@functools.lru_cache(maxsize=4096)
-def _named_by(code: types.CodeType, operations: tuple[str, ...]) -> frozenset[str]:
-    """Returns the names in the instructions of `code`, and of code nested in it, that end in one of `operations`."""
-    found = {each.argval for each in dis.get_instructions(code) if each.opname.endswith(operations)}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _named_by(constant, operations)
-    return frozenset(found)
 
 
 def _is_others(module: Any) -> bool:
