@@ -48,7 +48,7 @@ class Queries(nn.Module):
 
 
 def blocks():
-    return nn.Sequential(*[TransformerBlock(16, dropout=0.0) for _ in range(2)])
+    return nn.Sequential(TransformerBlock(16, dropout=0.0))
 
 
 again = ms.checkpoint()

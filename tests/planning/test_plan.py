@@ -382,7 +382,7 @@ def test_a_budget_holds_for_a_loop_that_keeps_its_output():
     class Head(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks, self.head = _mlps(), torch.nn.Linear(64, 200)
+            self.blocks, self.head = _mlps(2), torch.nn.Linear(64, 200)
 
         def forward(self, x):
             logits = self.head(self.blocks(x))
@@ -408,7 +408,7 @@ def test_a_budget_holds_for_a_loop_that_keeps_its_output():
 
 def test_an_interrupted_search_gives_the_best_that_it_has_simulated(monkeypatch):
     monkeypatch.setenv("MEMSCALE_CACHE", "")
-    model = _mlps()
+    model = _mlps(2)
     # A card's allocator reserves segments: the search goes on behind the first plan that fits.
     step, said = {**_step(model, torch.ones(65536, 64, device="meta")), "hardware": "rtx-4090"}, []
     budget = ms.profile(model, **step).taken_bytes * 3 // 4

@@ -47,10 +47,10 @@ def rows(n):
 class Speaker(nn.Module):
     """Blocks between an embedding and a head with many classes."""
 
-    def __init__(self, words=2000, width=32):
+    def __init__(self, words=2000, width=32, layers=3):
         super().__init__()
         self.embed = nn.Embedding(words, width)
-        self.layers = blocks(3, width)
+        self.layers = blocks(layers, width)
         self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, tokens):
@@ -184,7 +184,7 @@ def test_json_keeps_everything_and_says_the_verdict(critical):
 
 
 def test_the_recommended_plan_is_the_planners_and_frees_by_the_allocator_what_it_says():
-    model, batch = Speaker(), tokens(8)
+    model, batch = Speaker(layers=1), tokens(8)
     before = truth(model, batch, loss=next_token)
     capacity = before * 8 // 10
     step = {
@@ -219,7 +219,7 @@ def test_accumulation_takes_as_few_parts_as_fit():
     whole, half, quarter = (truth(model, batch, parts=parts) for parts in (1, 2, 4))
     assert whole > half > quarter
     for capacity, parts, peak in ((half, 2, half), (half - 1, 4, quarter)):
-        predictor = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(2 * whole))
+        predictor = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(2 * whole), config=FEW)
         prediction = predictor.predict(batch, budget=capacity)
         advice = next(each for each in prediction.recommendations if each.plan is None and each.parts > 1)
         assert advice.action == f"accumulate the gradients of {parts} equal parts of the batch"
@@ -229,7 +229,7 @@ def test_accumulation_takes_as_few_parts_as_fit():
 def test_parts_that_the_model_does_not_take_are_not_recommended():
     # With a convolution, so that the rows are what takes the memory.
     model = nn.Sequential(nn.Conv1d(1, 64, 1), nn.Flatten(), nn.Linear(64 * WIDTH, 4), nn.BatchNorm1d(4))
-    prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(1)).predict(
+    prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(1), config=FEW).predict(
         torch.ones(16, 1, WIDTH)
     )
     (advice,) = [each for each in prediction.recommendations if each.parts > 1]
@@ -246,7 +246,9 @@ def test_a_simulation_is_not_compared_with_real_steps():
         def forward(self, x):
             return self.blocks(x) * (self.blocks[0][0].weight.sum().item() if len(x) < 256 else 1)
 
-    prediction = ms.OOMPredictor(ReadsFewRows(), loss=square, keeps_output=False, hardware=box(1)).predict(rows(256))
+    prediction = ms.OOMPredictor(
+        ReadsFewRows(), loss=square, keeps_output=False, hardware=box(1), config=FEW
+    ).predict(rows(256))
     assert prediction.profile.method == "static"
     assert [each for each in prediction.recommendations if each.parts > 1] == []
     assert any(
@@ -324,6 +326,7 @@ def test_recommending_costs_simulations_only_when_it_is_close_or_asked_for(memor
         blocks(2),
         loss=square,
         keeps_output=False,
+        config=FEW,
         hardware=box(memory_bytes),
         progress=lambda *call: calls.append(call),
     )
