@@ -11,6 +11,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.legacy import wrapped
+from tests.support.coverings import DEEP
 
 TRANSFORMS = {
     "checkpoint": ms.checkpoint(),
@@ -52,11 +53,11 @@ def sharded(**given: Any) -> Callable[[Net], nn.Module]:
 
 # How it is distributed, and the transforms that it is tried with.
 KINDS = {
-    "ddp": (replica(), ["offload of checkpoint", "tile", "cast"]),
+    "ddp": (replica(), ["offload of checkpoint", "tile", *(["cast"] if DEEP else [])]),
     "ddp, graph as it was": (replica(static_graph=True), ["offload of checkpoint"]),
-    "ddp, views of buckets": (replica(gradient_as_bucket_view=True), ["offload of checkpoint"]),
+    **({"ddp, views of buckets": (replica(gradient_as_bucket_view=True), ["offload of checkpoint"])} if DEEP else {}),
     "ddp, some unused": (replica(find_unused_parameters=True), ["checkpoint"]),
-    "fsdp": (sharded(), ["offload of checkpoint", "tile", "cast"]),
+    "fsdp": (sharded(), ["offload of checkpoint", "cast", *(["tile"] if DEEP else [])]),
     "fsdp in bf16": (sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), ["offload of checkpoint"]),
 }
 CASES = [(kind, how, first) for kind, (_, hows) in KINDS.items() for how in hows for first in (True, False)]

@@ -12,13 +12,13 @@ import memscale as ms
 from memscale.simulation.schedule.clock import CAUSES
 
 CARD = ms.Hardware.named("h100")
-SLOW = (63e9, 20e9, 6e9, 2e9, 5e8)  # bytes a second of the link
+SLOW = (63e9, 6e9, 5e8)  # bytes a second of the link
 
 
 class Llama(nn.Module):
-    """A stack with the shapes of Llama 8B's decoder, where only the shapes matter."""
+    """A quarter of the layers of Llama 8B, in their shapes."""
 
-    def __init__(self, layers=32, width=4096, inner=14336, vocabulary=128256):
+    def __init__(self, layers=8, width=4096, inner=14336, vocabulary=128256):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Block(width, inner) for _ in range(layers))
@@ -65,19 +65,19 @@ def compute_seconds(profile):
     return profile.step_seconds - sum(profile.exposed_seconds.values())
 
 
-def test_forty_gigabytes_out_and_back_take_their_time_on_the_link():
+def test_ten_gigabytes_out_and_back_take_their_time_on_the_link():
     plain, moved = profiled(), profiled(ms.offload())
     assert plain.exposed_seconds == {}
-    assert plain.step_seconds < 0.8
+    assert plain.step_seconds < 0.3
     assert set(moved.by_tier) == {"pinned"}
     out, back = (sum(each.nbytes for each in moved.schedule.copies if each.direction == way) for way in ("out", "in"))
-    assert moved.pinned_bytes >= out == back > 43e9
-    assert moved.step_seconds >= max(1.6, (out + back) / 63e9)
+    assert moved.pinned_bytes >= out == back > 10e9
+    assert moved.step_seconds >= max(0.4, (out + back) / 63e9)
     assert compute_seconds(moved) == pytest.approx(plain.step_seconds)
     assert {"input", "room"} <= set(moved.exposed_seconds)
 
 
-SMALL = {"layers": 6, "width": 1024, "inner": 4096, "vocabulary": 4096, "tokens": (2, 1024)}
+SMALL = {"layers": 4, "width": 1024, "inner": 4096, "vocabulary": 4096, "tokens": (2, 1024)}
 
 
 @pytest.mark.parametrize(
