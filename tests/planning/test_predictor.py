@@ -246,9 +246,9 @@ def test_a_simulation_is_not_compared_with_real_steps():
         def forward(self, x):
             return self.blocks(x) * (self.blocks[0][0].weight.sum().item() if len(x) < 256 else 1)
 
-    prediction = ms.OOMPredictor(
-        ReadsFewRows(), loss=square, keeps_output=False, hardware=box(1), config=FEW
-    ).predict(rows(256))
+    prediction = ms.OOMPredictor(ReadsFewRows(), loss=square, keeps_output=False, hardware=box(1), config=FEW).predict(
+        rows(256)
+    )
     assert prediction.profile.method == "static"
     assert [each for each in prediction.recommendations if each.parts > 1] == []
     assert any(
