@@ -59,7 +59,7 @@ def in_stream_order(tensor: torch.Tensor) -> Iterator[None]:
     bitsandbytes 0.50.2 passes the current stream to some of its kernels only. PyTorch's other streams do not wait for
     the default stream by themselves.
     """
-    if not tensor.is_cuda or simulating():
+    if device_type(tensor) != "cuda" or simulating():
         yield
         return
     current = torch.cuda.current_stream(tensor.device)

@@ -27,7 +27,7 @@ MAY_ASK = {
     "hardware/device.py": "finds the device at hand",
     "inspection/verification.py": "runs both models for real, and compares the generators there are",
     "algebra/region.py": "sends a parameter home when the model is made, outside of any step",
-    "legacy/offloading.py": "the caller's model, outside of any step",
+    "legacy/terms.py": "the caller's model, outside of any step",
     "observability/metrics.py": "figures of the device at hand",
     "optimizers/separability.py": "the generators that there are",
     "planning/tuning/confirmation.py": "trains for real, where the device is the one that was planned for",
