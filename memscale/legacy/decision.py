@@ -87,14 +87,13 @@ def _recorded(
 
 def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms) -> Verdict:
     config, hardware, moving = terms.config, terms.hardware, terms.runtime is not None
-    rule = _rule(model, terms)
-    trains = any(parameter.requires_grad for parameter in model.parameters())
+    rule, trains = _rule(model, terms), trained_bytes(model) > 0
     engine, profile, trouble = None, None, ""
     if trains and batch is not None:
         engine, profile, trouble = _simulated(model, batch, optimizer, terms)
     step_bytes = profile.taken_bytes if profile is not None else resident_bytes(model, optimizer)
     if (reason := _nothing_to_do(terms, trains, rule)) is not None:
-        return Verdict(Plan(), profile, step_bytes, reason, for_all=True)
+        return Verdict(Plan(), profile, step_bytes, reason, for_all=trains)  # parameters may be trained later
     if batch is None and config.force_optimize:
         return Verdict(rule, None, step_bytes, for_all=True)
     limit, said = terms.limit
@@ -230,10 +229,15 @@ def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
     The states of an optimizer that has not stepped yet count as two Adam moments.
     """
-    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    gradient_bytes = trained_bytes(model)
     states = tensors([dict(state) for state in optimizer.state.values()]) if optimizer is not None else []
     state_bytes = sum(tensor.nbytes for tensor in states) or 2 * gradient_bytes
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) + gradient_bytes + state_bytes
+
+
+def trained_bytes(model: nn.Module) -> int:
+    """Returns the bytes of the parameters that require a gradient."""
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _first_line(error: Exception) -> str:

@@ -17,7 +17,7 @@ from memscale.core import TransformError, format_bytes, in_process_group, wrappe
 from memscale.hardware import Hardware
 from memscale.inspection import check_same_numbers
 from memscale.legacy.comparison import StepComparison
-from memscale.legacy.decision import Verdict, decide
+from memscale.legacy.decision import Verdict, decide, trained_bytes
 from memscale.legacy.huggingface import caches_off, caches_on
 from memscale.legacy.installation import Installation
 from memscale.legacy.log import LOG, announce, say
@@ -262,8 +262,9 @@ class Executor:
 
     @property
     def _waits(self) -> bool:
-        """Whether the first plan waits for a batch."""
-        return self._follows and self._plans.is_new
+        """Whether the first plan waits for a batch, because what is known without one does not decide."""
+        decides = self.skipped is not None and self._verdict.limit_bytes is None
+        return self._follows and self._plans.is_new and not decides
 
     def say(self, message: str) -> None:
         """Logs `message` if the config allows it."""
@@ -402,13 +403,15 @@ class Executor:
             return
         if self._watch.watches and is_a_step_of_its_own(model):
             self._watch.called(model)
-            if self._watch.finds_gradients and self._plans.between_steps and self._terms.loop.accumulate == 1:
-                self.follow(dataclasses.replace(self._terms.loop, accumulate=2))
-                announce(
-                    self.config,
+        if self._plans.between_steps:
+            if self._watch.finds_gradients and self._terms.loop.accumulate == 1:
+                self._plan_again(
                     f"gradients are in memory as {self._kind} is called, so it is planned again for accumulate=2; "
                     "zero_grad() before that call, if no pass accumulates, takes less memory",
+                    loop=dataclasses.replace(self._terms.loop, accumulate=2),
                 )
+            if trained_bytes(model) > self._trained_bytes:  # for example after a warm-up with frozen layers
+                self._plan_again()
         shapes = shapes_of((args, kwargs))
         if not self._plans.serves(shapes):
             if not is_a_step_of_its_own(model):
@@ -420,8 +423,14 @@ class Executor:
     def follow(self, loop: Loop) -> None:
         """Makes this plan and later ones for `loop`."""
         if loop != self._terms.loop:
-            self._terms = dataclasses.replace(self._terms, loop=loop)
-            self._plans.forget()
+            self._plan_again(loop=loop)
+
+    def _plan_again(self, why: str = "", **terms: Any) -> None:
+        """Makes the next plan, which is due before the next step, and later ones under other terms."""
+        self._terms = dataclasses.replace(self._terms, **terms)
+        self._plans.forget()
+        if why:
+            announce(self.config, why)
 
     def _plan_beyond(self, peak_bytes: int | None) -> None:
         """Makes later plans for less, once, if a step that was predicted to fit was measured to exceed the limit."""
@@ -431,12 +440,10 @@ class Executor:
             return
         unseen, taken = peak_bytes - predicted["allocated"], max(predicted.values())
         if taken <= limit < taken + unseen:
-            self._terms = dataclasses.replace(self._terms, unseen_bytes=unseen)
-            self._plans.forget()
-            announce(
-                self.config,
+            self._plan_again(
                 f"the step took {format_bytes(unseen)} more than predicted, for which {said} leaves no room: it is "
                 "planned again for that much less",
+                unseen_bytes=unseen,
             )
 
     def _follow(self, args: Any, kwargs: Any, shapes: Shapes) -> None:
@@ -472,6 +479,6 @@ class Executor:
             # For a plan that offloads without the caller's request, with overlap as planned.
             overlaps = self.config.async_offload or "async_offload" not in self.config.given
             self._moving = new_runtime(self.model, self.config, overlaps=overlaps)
-        self._verdict = verdict
+        self._verdict, self._trained_bytes = verdict, trained_bytes(self.model)
         self._plans.take(verdict, shapes)
         self._comparison = StepComparison(self.model, verdict, self._terms)

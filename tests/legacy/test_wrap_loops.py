@@ -90,6 +90,22 @@ def test_a_loop_that_clears_gradients_first_is_planned_once():
     assert ms.Executor.of(model).plan is first
 
 
+@pytest.mark.parametrize("trains_at_first", [True, False])
+def test_parameters_that_are_trained_later_are_planned_for(trains_at_first):
+    """As in fine-tuning that begins with the head: the plan for the frozen layers stayed, and the step took 35 MiB."""
+    model, optimizer, x = made()
+    model.requires_grad_(False)
+    model[-1].requires_grad_(trains_at_first)
+    ms.wrap(model, QUIET, budget=BUDGET)
+    model(x)
+    if trains_at_first:
+        assert max(peaks(clears_first, model, optimizer, x, 3)) <= BUDGET
+    assert not ms.Executor.of(model).plan
+    model.requires_grad_(True)
+    assert max(peaks(clears_first, model, optimizer, x, 3)) <= BUDGET
+    assert ms.Executor.of(model).plan
+
+
 def test_two_calls_before_one_backward_are_named(caplog, capsys):
     model, optimizer, x = made()
     ms.wrap(model, QUIET, budget=BUDGET * 2)
