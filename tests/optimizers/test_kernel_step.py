@@ -11,6 +11,7 @@ import memscale as ms
 from memscale.optimizers import kernel_step
 from memscale.optimizers.kernel_step import KernelStep
 from tests.ghost.record import tried_on_the_cpu  # noqa: F401
+from tests.support.checks import bits
 
 HOW = ms.quantize_states()
 LARGEST_ERROR = {"exp_avg": 0.012, "momentum_buffer": 0.012, "exp_avg_sq": 0.006}  # of a block's largest magnitude
@@ -75,6 +76,21 @@ def test_each_step_is_that_of_the_optimizer_over_what_the_codes_say(make, dtype,
     assert len(on_a_card) == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_training_goes_on_from_a_state_dict_bit_for_bit(make, dtype, on_a_card):
+    weight = nn.Parameter(torch.ones(NUMBERS, dtype=dtype))
+    optimizer = stepped(weight, HOW(make([weight])), range(3))
+    other = nn.Parameter(weight.detach().clone())
+    resumed = HOW(make([other]))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert bits(dict(optimizer.state[weight])) == bits(dict(resumed.state[other]))
+    stepped(weight, optimizer, range(3, 6))
+    stepped(other, resumed, range(3, 6))
+    assert bits(weight.detach()) == bits(other.detach())
+    assert len(on_a_card) == 2 + 3 + 3
+
+
 def test_a_gradient_without_a_number_leaves_a_parameter_without_one(on_a_card):
     weight = nn.Parameter(torch.ones(NUMBERS))
     optimizer = stepped(weight, HOW(torch.optim.AdamW([weight])), [0])
@@ -124,7 +140,9 @@ def test_other_steps_are_the_class_s_own(make, on_a_card):
     assert not on_a_card
 
 
-def test_blocks_gradients_and_scales_that_the_kernel_does_not_know_are_left_to_the_class(on_a_card):
+def test_types_blocks_gradients_and_scales_that_the_kernel_does_not_know_are_left_to_the_class(on_a_card):
+    half = nn.Parameter(torch.ones(NUMBERS, dtype=torch.float16))
+    stepped(half, HOW(torch.optim.AdamW([half])), [0, 1])
     weight = nn.Parameter(torch.ones(NUMBERS))
     stepped(weight, ms.quantize_states(block=128)(torch.optim.AdamW([weight])), [0, 1])
     optimizer = stepped(weight, HOW(torch.optim.AdamW([weight], fused=True)), [0])
