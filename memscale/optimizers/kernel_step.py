@@ -24,7 +24,7 @@ from memscale.optimizers.blockwise import LARGEST, codes_of, in_stream_order, ke
 
 _BLOCK = 256  # the kernel's only block
 _MOST_NUMBERS = 2**31 - 1  # it counts them in 32 bits
-_DTYPES = (torch.float32, torch.bfloat16)  # float16 has no room for the kernel's small moments in a `state_dict`
+_DTYPES = (torch.float32, torch.bfloat16)  # in a `state_dict`, float16 would make small moments zero
 _CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # a subclass may step otherwise
 _OTHER_STEPS = ("amsgrad", "maximize", "differentiable", "capturable", "nesterov", "dampening")
 
@@ -110,9 +110,6 @@ class KernelStep(NamedTuple):
                 if in_float32:
                     given[0].copy_(now[0])
             numbers.add_(gradients, alpha=0)  # NaN where a gradient is NaN or infinite
-            if parameter.dtype != torch.float32:  # as `state_dict` has them, so that they are quantized to the same
-                for each in largest:
-                    each.copy_(each.to(parameter.dtype))
         # A kernel from outside of PyTorch changes no version.
         torch.autograd.graph.increment_version([parameter, *codes, *largest])
 

@@ -96,6 +96,7 @@ def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
 class _Quantized(StepPart):
     works_after: ClassVar[bool] = True
     _at_once = _MOST_BYTES
+    _rounds_in_state_dict = False  # whether moments are finer than the type that they have in a `state_dict`
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         check_whole(repr(self.how), parameters)
@@ -140,6 +141,8 @@ class _Quantized(StepPart):
             if not codes:
                 stay.setdefault(self._why_not(parameter, states), []).append(places[id(parameter)][1])
         lines = [f"{self.how!r}: moments of {number} parameters, {format_bytes(before)} in {format_bytes(after)}"]
+        if self._rounds_in_state_dict:
+            lines.append("  of parameters in bfloat16 a state_dict has moments in bfloat16, and the kernel finer ones")
         return lines + [f"  in full, {why}: {', '.join(titles)}" for why, titles in stay.items()]
 
     def _why_not(self, parameter: torch.Tensor, states: dict[str, Any]) -> str:
@@ -164,6 +167,7 @@ class _Quantized(StepPart):
             if step.takes(parameter, optimizer.state.get(parameter, {})):
                 optimizer._part_states([parameter])
                 step.run(parameter, optimizer.state[parameter], self._at_once)
+                self._rounds_in_state_dict |= parameter.dtype != torch.float32
             else:
                 rest.append(parameter)
         return rest
