@@ -100,7 +100,7 @@ def kept_to(rank: int) -> dict[str, float]:
 
     def made(plan: ms.Plan | None = None) -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(block(), block(), block())
+        model = nn.Sequential(block(), block())
         return shard(model if plan is None else ms.transform(model, plan))
 
     def step_of(plan: ms.Plan | None):
