@@ -175,7 +175,7 @@ def test_an_optimizer_that_cannot_be_changed_is_left_alone_with_a_notice(caplog)
 )
 def test_what_does_not_fit_gets_the_way_to_step_that_fits(device, fields, wanted, caplog):  # noqa: F811
     caplog.set_level(logging.INFO, logger="memscale")
-    model = stack(8)
+    model = stack(4)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     device((3.5 if fields else 4.6) * weights / MIB)
     optimizer = adamw(model, foreach=True)
@@ -189,7 +189,7 @@ def test_what_does_not_fit_gets_the_way_to_step_that_fits(device, fields, wanted
 
 
 def test_a_larger_batch_plans_again_and_the_optimizer_keeps_its_states(device):  # noqa: F811
-    model = stack(8)
+    model = stack(4)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     device(4.2 * weights / MIB)
     optimizer = adamw(model)

@@ -25,7 +25,7 @@ class Model(nn.Module):
     def __init__(self, *, tied=False):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Block(WIDTH) for _ in range(3)])
+        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Block(WIDTH) for _ in range(2)])
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -57,7 +57,7 @@ def split(plan=None):
     model = Model() if plan is None else ms.transform(Model(), plan)
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "tensor"))
     styles = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
-    for number in range(3):
+    for number in range(2):
         styles |= {f"blocks.{number}.up": ColwiseParallel(), f"blocks.{number}.down": RowwiseParallel()}
     parallelize_module(model, mesh["tensor"], styles)
     for block in model.blocks:

@@ -14,7 +14,7 @@ from memscale.hardware import COLLECTIVES
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 CARD = ms.Hardware.named("h100")
-WIDTH, BLOCKS = 2048, 4
+WIDTH, BLOCKS = 2048, 3
 
 
 class Model(nn.Module):

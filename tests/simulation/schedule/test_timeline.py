@@ -45,7 +45,7 @@ def of_an_h100(spread, plan):
 
 def traced(hardware, plan=None, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(*[TransformerBlock(32) for _ in range(4)])
+    model = nn.Sequential(*[TransformerBlock(32) for _ in range(2)])
     optimizer = torch.optim.AdamW(model.parameters())
     profiler = MemoryProfiler(
         model, optimizer, loss=lambda y, _: y.square().mean(), plan=plan, hardware=hardware, **options
