@@ -68,7 +68,8 @@ def peaks(step, model, optimizer, x, steps):
 
 
 @pytest.mark.parametrize(
-    "step", [clears_before_backward, pytest.param(fills_with_zeros, marks=pytest.mark.deep), accumulates]
+    "step",
+    [clears_before_backward, *(pytest.param(step, marks=pytest.mark.deep) for step in (fills_with_zeros, accumulates))],
 )
 def test_gradients_in_memory_during_the_forward_are_planned_from_the_next_step_on(step):
     model, optimizer, x = made()
