@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import memscale as ms
+from memscale.core import internals
 
 LATER = (
     "algebra",
@@ -66,6 +68,27 @@ for words in arguments.splitlines():
     folders = {".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("memscale.")}
     print(status, "torch" in sys.modules, *sorted(folders))
 """
+WITHOUT = """
+import json, torch
+from importlib import import_module
+names, *uses = arguments.splitlines()
+holders = []
+for name in json.loads(names):
+    path, found = name.split("."), torch
+    for index, part in enumerate(path[1:-1], 2):
+        found = getattr(found, part, None) or import_module(".".join(path[:index]))
+    holders.append((found, path[-1]))
+for found, last in holders:
+    if last in vars(found):
+        delattr(found, last)
+import memscale as ms
+for use in uses:
+    try:
+        eval(use)
+        print("works")
+    except ms.RuntimeUnavailable as error:
+        print(error)
+"""
 FORKED = """
 import json, os, sys, traceback
 for before, source, arguments in json.loads(sys.argv[1]):
@@ -91,18 +114,30 @@ PLAN = ms.Plan(
     ]
 )
 AT_ONCE = ("--help", "--version", "pln")
+PRIVATE = [
+    each.name
+    for each in internals.INTERNALS
+    if not any(part in each.name for part in (".ops.", ".Tensor.", "_dynamo", "_inductor"))
+]
+USES = ("ms.checkpoint()", "ms.offload()", "ms.tile(chunks=2)", "ms.cast()", "ms.profile", "ms.wrap", "ms.plan")
 WRONG = [f"{name} --nope" for name in ("plan", "frontier", "predict", "tune", "explain", "demo", "telemetry")]
 
 
 @pytest.fixture(scope="module")
 def programs():
     """What programs print that are the first in their process to import memscale, all but one after PyTorch."""
-    asked = [(False, COMMANDS, AT_ONCE), (True, FOUND, ()), (True, READ, [PLAN.to_json()]), (True, COMMANDS, WRONG)]
+    asked = [
+        (False, COMMANDS, AT_ONCE),
+        (True, FOUND, ()),
+        (True, READ, [PLAN.to_json()]),
+        (True, COMMANDS, WRONG),
+        (True, WITHOUT, [json.dumps(PRIVATE), *USES]),
+    ]
     given = json.dumps([(before, source, "\n".join(arguments)) for before, source, arguments in asked])
     run = subprocess.run([sys.executable, "-W", "error", "-c", FORKED, given], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    _, at_once, found, read, wrong = run.stdout.split("---\n")
-    return {"at once": at_once, "found": found, "read": read, "wrong": wrong}
+    _, *printed = run.stdout.split("---\n")
+    return dict(zip(("at once", "found", "read", "wrong", "without"), printed, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +209,11 @@ def test_help_and_a_wrong_option_load_no_planner(programs):
     assert [each[:2] for each in at_once] == [["0", "False"], ["0", "False"], ["2", "False"]]
     assert [status for status, *_ in wrong] == ["2"] * len(WRONG)
     assert not {f"memscale.{each}" for each in ("planning", "simulation", "transforms", "runtime")} & set(wrong[-1])
+
+
+def test_without_private_names_of_pytorch_memscale_is_imported_and_each_part_says_what_it_lacks(programs):
+    found = programs["without"].splitlines()
+    assert len(found) == len(USES)
+    for line in found:
+        assert line.startswith(f"memscale {ms.__version__} cannot do this with torch {torch.__version__} (")
+        assert "torch._C._functorch.peek_interpreter_stack (whether a transform of torch.func runs)" in line

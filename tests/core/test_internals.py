@@ -2,10 +2,7 @@
 
 import ast
 import itertools
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -193,45 +190,6 @@ def test_each_says_what_it_is_for_and_is_there():
     ]
     assert [name for name in loaded_fast if not internals.has(name) and name not in built] == []
     assert all(each.purpose and re.fullmatch(r"2\.\d+", each.since) for each in internals.INTERNALS)
-
-
-WITHOUT = """
-import json, sys, torch
-from importlib import import_module
-holders = []
-for name in json.loads(sys.argv[1]):
-    path, found = name.split("."), torch
-    for index, part in enumerate(path[1:-1], 2):
-        found = getattr(found, part, None) or import_module(".".join(path[:index]))
-    holders.append((found, path[-1]))
-for found, last in holders:
-    if last in vars(found):
-        delattr(found, last)
-import memscale as ms
-for use in sys.argv[2:]:
-    try:
-        eval(use)
-        print("works")
-    except ms.RuntimeUnavailable as error:
-        print(error)
-"""
-
-
-def without(names, *uses):
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", WITHOUT, json.dumps(names), *uses], capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()
-
-
-def test_without_any_of_them_memscale_is_imported_and_each_part_says_what_it_lacks():
-    others = (".ops.", ".Tensor.", "_dynamo", "_inductor")
-    names = [name for name in NAMES if not any(each in name for each in others)]
-    uses = ("ms.checkpoint()", "ms.offload()", "ms.tile(chunks=2)", "ms.cast()", "ms.profile", "ms.wrap", "ms.plan")
-    for line in without(names, *uses):
-        assert line.startswith(f"memscale {ms.__version__} cannot do this with torch {torch.__version__} (")
-        assert "torch._C._functorch.peek_interpreter_stack (whether a transform of torch.func runs)" in line
 
 
 def test_only_the_parts_that_need_a_name_are_refused(monkeypatch):

@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 import memscale as ms
 from tests.distributed import accelerate_fsdp2, fsdp, lightning_strategies, orders, trainers
 from tests.support.checks import bits
+from tests.support.coverings import DEEP
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend of torch.distributed")
 
@@ -30,7 +31,7 @@ LIBRARIES = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.trainer",
     "accelerate.utils.fsdp_utils",
-    "lightning.pytorch",
+    *(["lightning.pytorch"] if DEEP else []),
 ]
 
 
@@ -139,6 +140,7 @@ def test_a_model_that_accelerate_shards_has_the_same_losses_and_keeps_no_whole_w
         assert found == dict.fromkeys(accelerate_fsdp2.CASES, right)
 
 
+@pytest.mark.deep  # by default DDP, FSDP2 and a Trainer around a wrapped model, and Lightning in one process
 def test_a_fit_under_strategies_of_lightning_has_the_same_losses(tmp_path: Any) -> None:
     pytest.importorskip("lightning", reason="the strategies are Lightning's")
     for found in by_two(lightning_strategies, tmp_path):
