@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from memscale.algebra import copy_tree, walk
 from memscale.config import Config
 from memscale.core import batches, tensors
 from memscale.legacy.log import say
@@ -20,9 +19,8 @@ def or_adamw(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch
     return optimizer or torch.optim.AdamW(filter(lambda each: each.requires_grad, model.parameters()))
 
 
-@contextmanager
-def dense_gradients(model: nn.Module, batch: Any, config: Config) -> Iterator[None]:
-    """Within the body the embeddings of `model` have dense gradients: AdamW takes no sparse ones.
+def with_dense_gradients(model: nn.Module, batch: Any, config: Config) -> nn.Module:
+    """Returns `model`, or a copy that shares all tensors, whose embeddings have dense gradients: AdamW takes no others.
 
     Tables with fewer rows than the batch has integers keep their sparse gradients, which take more memory than dense
     ones; a step with such a table cannot be simulated.
@@ -34,15 +32,14 @@ def dense_gradients(model: nn.Module, batch: Any, config: Config) -> Iterator[No
         for path, module in model.named_modules()
         if isinstance(module, embeddings) and module.sparse and module.num_embeddings >= picked
     }
-    if sparse:
-        say(config, f"sparse gradients count as dense ones, of AdamW: {', '.join(map(repr, sparse))}")
-    try:
-        for module in sparse.values():
-            module.sparse = False
-        yield
-    finally:
-        for module in sparse.values():
-            module.sparse = True
+    if not sparse:
+        return model
+    say(config, f"sparse gradients count as dense ones, of AdamW: {', '.join(map(repr, sparse))}")
+    copies = copy_tree(walk(model))  # other threads may be training the model
+    for module in sparse.values():
+        copies[id(module)].sparse = False
+    dense: nn.Module = copies[id(model)]
+    return dense
 
 
 def any_loss(output: Any, _: Any) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,8 @@ from memscale.algebra import Plan
 from memscale.core import BudgetError, MemscaleError, format_bytes, format_unlike, tensors, wrapped
 from memscale.hardware import knows_copies
 from memscale.history import Run, keep
-from memscale.legacy.assumed import any_loss, dense_gradients, or_adamw
-from memscale.legacy.huggingface import checkpointing_off, checkpointing_on
+from memscale.legacy.assumed import any_loss, or_adamw, with_dense_gradients
+from memscale.legacy.huggingface import without_checkpointing
 from memscale.legacy.log import LOG, say
 from memscale.legacy.terms import Terms, why_none_moves
 from memscale.optimizers import quantize_states
@@ -63,8 +62,9 @@ def decide(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None
     Warns:
         RuntimeWarning: the step is too large and could not be planned, so the rule applies.
     """
-    with dense_gradients(model, batch, terms.config) if optimizer is None else nullcontext():
-        return _recorded(model, batch, optimizer, terms, _decided(model, batch, optimizer, terms))
+    if optimizer is None:
+        model = with_dense_gradients(model, batch, terms.config)
+    return _recorded(model, batch, optimizer, terms, _decided(model, batch, optimizer, terms))
 
 
 def _recorded(
@@ -105,11 +105,9 @@ def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | No
             "Config(force_optimize=True) transforms it all the same"
         )
         return Verdict(Plan(), profile, step_bytes, reason, limit_bytes=limit)
-    if config.enable_checkpointing and checkpointing_off(model):
-        try:  # the plan replaces the model's own checkpointing, so decide without it
-            return _decided(model, batch, optimizer, terms)
-        finally:
-            checkpointing_on(model)
+    # The plan replaces the model's own checkpointing, so it is made for the model without.
+    if config.enable_checkpointing and (uncheckpointed := without_checkpointing(model)) is not None:
+        return _decided(uncheckpointed, batch, optimizer, terms)
     if step_bytes <= limit:
         return Verdict(rule, profile, step_bytes)
     # Without known copy speeds a plan cannot decide how much to move; a caller who asks for offloading gets the rule.

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from memscale.algebra import OfModule
+from memscale.algebra import OfModule, copy_tree, walk
 from memscale.config import Config
 from memscale.legacy.log import say
 
@@ -92,6 +92,18 @@ def caches_on(model: nn.Module, settings: list[Any]) -> None:
 def _set_caches(settings: list[Any], value: bool) -> None:
     for each in settings:
         each.use_cache = value
+
+
+def without_checkpointing(model: nn.Module) -> nn.Module | None:
+    """Returns a copy that shares all tensors, with the model's own checkpointing off; None if it is off in `model`."""
+    found = [module for module in model.modules() if getattr(module, _FLAG, False) is True]
+    if not found:
+        return None
+    copies = copy_tree(walk(model))
+    for module in found:
+        setattr(copies[id(module)], _FLAG, False)
+    other: nn.Module = copies[id(model)]
+    return other
 
 
 def checkpointing_off(model: nn.Module) -> bool:

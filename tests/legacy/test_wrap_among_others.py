@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import memscale as ms
+from memscale.planning import DecisionEngine
 from tests.legacy.test_legacy import gpt2
 
 FORCE = ms.Config(force_optimize=True)
@@ -95,6 +96,17 @@ def test_a_model_does_not_recompute_itself_while_wrapped() -> None:
     for module, attributes in zip(model.modules(), before, strict=True):
         added = module.__dict__.keys() - attributes.keys()  # Hugging Face's own
         assert all("gradient_checkpointing" in name or "_require_grads_hook" in name for name in added)
+
+
+def test_other_threads_see_its_own_checkpointing_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpt2()
+    switch(model, True)
+    was, seen, plan = flags(model), [], DecisionEngine.plan
+    monkeypatch.setattr(DecisionEngine, "plan", lambda *args: (seen.append(flags(model)), plan(*args))[1])
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    ms.wrap(model, ms.Config(enable_logging=False), {"input_ids": tokens, "labels": tokens}, budget="100KiB")
+    assert seen == [was]
+    ms.detach(model)
 
 
 def test_what_is_switched_while_wrapped_holds_afterwards() -> None:

@@ -109,6 +109,16 @@ def test_a_model_with_sparse_gradients_is_planned_as_with_dense_ones(caplog):
     with pytest.warns(RuntimeWarning, match="no plan could be made"):
         ms.wrap(model, ms.Config(**QUIET), torch.zeros(32, 64, dtype=torch.long), budget="100KiB")
     ms.detach(model)
+    model = Table()
+    seen = set()  # the tables that planning assigns to
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            nn.Embedding, "__setattr__", lambda *assigned: (seen.add(assigned[0]), nn.Module.__setattr__(*assigned))[1]
+        )
+        ms.wrap(model, ms.Config(**QUIET), torch.zeros(32, 64, dtype=torch.long), budget="16MiB")
+    assert seen
+    assert model.table not in seen  # another thread may be training it
+    ms.detach(model)
     dense = Table()
     with ms.optimize(dense, torch.optim.SGD(dense.parameters(), lr=0.1), ms.Config(**QUIET)):
         assert dense.table.sparse  # an optimizer that is known says itself what it takes
