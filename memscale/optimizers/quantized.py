@@ -82,6 +82,9 @@ def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
         TransformError: on application, if the optimizer does not treat each parameter alone (LBFGS), or the moments are
             on disk already: ``compose(quantize_states(), offload_states(tier="disk"))``.
 
+    On CUDA, Adam, AdamW and SGD with momentum step in one kernel of bitsandbytes from their second step on, with no
+    moment in full; other optimizers, and all on a CPU, step by their class over restored moments.
+
     Cost: saves at least three quarters of the moments; pays rounding errors, and passes over the moments in each step.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), section 2.
