@@ -29,9 +29,8 @@ LIBRARIES = [
     "torch.profiler",
     "memscale.legacy",
     "transformers.models.gpt2.modeling_gpt2",
-    "transformers.trainer",
     "accelerate.utils.fsdp_utils",
-    *(["lightning.pytorch"] if DEEP else []),
+    *(["transformers.trainer", "lightning.pytorch"] if DEEP else []),
 ]
 
 
@@ -123,6 +122,7 @@ def test_the_order_of_wrap_and_what_distributes_is_free(tmp_path: Any) -> None:
                 assert 0 < off == found[kind, how, not first] < 0.1, kind
 
 
+@pytest.mark.deep  # by default a wrapped model under DDP, and a Trainer in one process
 def test_a_trainer_over_processes_has_the_same_numbers(tmp_path: Any) -> None:
     pytest.importorskip("transformers", reason="the Trainer is of transformers")
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
@@ -140,7 +140,7 @@ def test_a_model_that_accelerate_shards_has_the_same_losses_and_keeps_no_whole_w
         assert found == dict.fromkeys(accelerate_fsdp2.CASES, right)
 
 
-@pytest.mark.deep  # by default DDP, FSDP2 and a Trainer around a wrapped model, and Lightning in one process
+@pytest.mark.deep  # by default a wrapped model under DDP and FSDP2, and Lightning in one process
 def test_a_fit_under_strategies_of_lightning_has_the_same_losses(tmp_path: Any) -> None:
     pytest.importorskip("lightning", reason="the strategies are Lightning's")
     for found in by_two(lightning_strategies, tmp_path):
