@@ -58,8 +58,8 @@ def model_of(**options):
         pytest.param(
             ["--quant", "fp4", "--double-quant"], bnb.nn.Linear4bit, LAYERS // 2, False, marks=pytest.mark.deep
         ),
-        (["--quant", "int8"], bnb.nn.Linear8bitLt, LAYERS, True),
-        ([], nn.Linear, 2 * LAYERS, True),
+        pytest.param(["--quant", "int8"], bnb.nn.Linear8bitLt, LAYERS, True, marks=pytest.mark.deep),
+        pytest.param([], nn.Linear, 2 * LAYERS, True, marks=pytest.mark.deep),
     ],
 )
 def test_the_prediction_is_of_the_model_that_peft_makes(folder, capsys, quant, layer, packed_bytes, kbit):

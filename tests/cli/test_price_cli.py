@@ -57,7 +57,7 @@ def test_what_grows_with_no_length_is_counted_in_samples(folder, capsys):
     assert "cost" not in predicted(capsys, source="priced:build")
 
 
-@pytest.mark.parametrize("command", ["predict", "plan", "tune"])
+@pytest.mark.parametrize("command", ["predict", "plan", pytest.param("tune", marks=pytest.mark.deep)])
 def test_every_command_prints_it(folder, capsys, command):
     more = {"plan": ["--budget", "1GiB"], "tune": ["--budget", "60MiB", "--at-most", "3"], "predict": []}[command]
     words = [command, "--hf", "config.json", "--gpu", "t4", "--seq", "32", *more, "--price", "0.5", "--tokens", "1M"]

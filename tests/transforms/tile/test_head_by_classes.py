@@ -121,7 +121,7 @@ def test_every_loss(setting, reduction, dtype, taken):
 
 
 @SIXTEEN_BITS
-@pytest.mark.parametrize("chunks", [5, 64, 1000])
+@pytest.mark.parametrize("chunks", [5, pytest.param(64, marks=pytest.mark.deep), 1000])
 @pytest.mark.parametrize("cast", [wide, lambda logits: logits], ids=["float32", "16 bits"])
 def test_many_rows(cast, chunks, dtype, taken):
     """Of 512 rows added up in pieces, a sum in 16 bits would be visibly wrong."""
