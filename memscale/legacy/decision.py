@@ -95,7 +95,7 @@ def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | No
     if (reason := _nothing_to_do(terms, trains, rule)) is not None:
         return Verdict(Plan(), profile, step_bytes, reason, for_all=trains)  # parameters may be trained later
     if batch is None and config.force_optimize:
-        return Verdict(rule, None, step_bytes, for_all=True)
+        return Verdict(rule, None, step_bytes, for_all=terms.budget is None)
     limit, said = terms.limit
     if step_bytes <= limit and not config.force_optimize:
         takes, allowed = format_unlike(step_bytes, limit)

@@ -265,6 +265,16 @@ def test_force_is_the_rule_for_what_fits_with_what_is_asked_for_by_name(device):
     )
 
 
+def test_a_budget_is_kept_under_force_without_a_batch_too(device):
+    """The rule held for every batch, whatever the budget was."""
+    device(1000)
+    model = ms.wrap(stack(), config(force_optimize=True), budget="11MiB")
+    executor = model._memscale_executor
+    assert executor.plan == ms.Plan({"*": ms.checkpoint()})
+    model(rows(1024)).sum().backward()
+    assert executor.plan.evidence.planned.taken_bytes <= 11 * MIB < executor.step_bytes
+
+
 class Reads(nn.Sequential):
     def forward(self, x):
         return super().forward(x) if float(self[0](x).sum().item()) < 1e9 else x
