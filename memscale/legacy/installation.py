@@ -78,7 +78,7 @@ class Installation:
         # Someone else's forward that calls a patched one stays around the regions of the next plan too. The root's
         # patch always does: PyTorch reads the root's forward before it runs the hook that plans.
         self._wrapped = [patch for patch, path, _ in left if self.has_run(path)]
-        self._wrapped += [patch for patch in self._patches if patch.module is model]
+        self._wrapped += [] if self._root is None else self._patches[:1]  # modules of other patches may be gone
         self._patches = []
         let_checkpointing(model)
         return [(path, on_top) for _, path, on_top in left]

@@ -253,6 +253,17 @@ def test_no_output_outlives_the_loop_where_nothing_fits(device):
         gc.enable()
 
 
+def test_a_block_that_was_replaced_and_freed_is_no_obstacle_to_the_next_plan(device):
+    """The call that was to be planned for raised, where a plain one runs."""
+    device(11)
+    model = ms.wrap(stack(), config(), rows(1000))
+    model[1] = nn.Linear(WIDTH, WIDTH)
+    model(rows(2000)).sum().backward()
+    assert planned_rows(model) == 2048
+    ms.detach(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_force_is_the_rule_for_what_fits_with_what_is_asked_for_by_name(device):
     device(1000)
     force = config(force_optimize=True, use_mixed_precision=True)
