@@ -410,7 +410,7 @@ class Executor:
                     "zero_grad() before that call, if no pass accumulates, takes less memory",
                     loop=dataclasses.replace(self._terms.loop, accumulate=2),
                 )
-            if trained_bytes(model) > self._trained_bytes:  # for example after a warm-up with frozen layers
+            if self._had_frozen and trained_bytes(model) > self._trained_bytes:  # as after a warm-up of the head
                 self._plan_again()
         shapes = shapes_of((args, kwargs))
         if not self._plans.serves(shapes):
@@ -480,5 +480,7 @@ class Executor:
             overlaps = self.config.async_offload or "async_offload" not in self.config.given
             self._moving = new_runtime(self.model, self.config, overlaps=overlaps)
         self._verdict, self._trained_bytes = verdict, trained_bytes(self.model)
+        # Only then are the bytes compared before each step: to add them up takes 1 ms for 500 parameters.
+        self._had_frozen = not all(parameter.requires_grad for parameter in self.model.parameters())
         self._plans.take(verdict, shapes)
         self._comparison = StepComparison(self.model, verdict, self._terms)
