@@ -51,7 +51,7 @@ class _Switch(_Method):
         for part in module.modules():
             part.__dict__.pop(_SET_ASIDE, None)  # this call determines the flags that hold after `detach`
         result = self.__wrapped__(*args, **kwargs)
-        if checkpointing_off(module):
+        if _switch_off(module):
             say(self.known, f"{_off(module)}: the plan of wrap() replaces it; after detach() this call takes effect")
         return result
 
@@ -106,7 +106,7 @@ def without_checkpointing(model: nn.Module) -> nn.Module | None:
     return other
 
 
-def checkpointing_off(model: nn.Module) -> bool:
+def _switch_off(model: nn.Module) -> bool:
     """Switches the model's own checkpointing off, inside which no region keeps anything; returns whether it was on."""
     found = [module for module in model.modules() if getattr(module, _FLAG, False) is True]
     for module in found:
@@ -115,16 +115,9 @@ def checkpointing_off(model: nn.Module) -> bool:
     return bool(found)
 
 
-def checkpointing_on(model: nn.Module) -> None:
-    """Undoes `checkpointing_off`."""
-    for module in model.modules():
-        if module.__dict__.pop(_SET_ASIDE, False):
-            setattr(module, _FLAG, True)
-
-
 def keep_checkpointing_off(model: nn.Module, config: Config) -> None:
     """Switches the model's own checkpointing off until `let_checkpointing`, even if it is switched on in between."""
-    if checkpointing_off(model):
+    if _switch_off(model):
         say(config, f"{_off(model)} while wrapped, where the plan recomputes; detach() restores it")
     _Switch.put_on(model, config)
 
@@ -132,7 +125,9 @@ def keep_checkpointing_off(model: nn.Module, config: Config) -> None:
 def let_checkpointing(model: nn.Module) -> None:
     """Undoes `keep_checkpointing_off`."""
     _Switch.take_off(model)
-    checkpointing_on(model)
+    for module in model.modules():
+        if module.__dict__.pop(_SET_ASIDE, False):
+            setattr(module, _FLAG, True)
 
 
 def _off(model: nn.Module) -> str:
