@@ -150,9 +150,8 @@ def test_a_forward_that_somebody_patched_has_its_own_signature():
     assert bits([fit(numbers(), times=3)]) == bits([plain(numbers(), times=3)])
 
 
-@pytest.mark.parametrize(
-    "how", ["a composition", *(pytest.param(how, marks=pytest.mark.deep) for how in ("checkpoint", "tile"))]
-)
+@pytest.mark.deep  # by default one region of the whole model: tests/algebra/test_transform.py
+@pytest.mark.parametrize("how", ["a composition", "checkpoint", "tile"])
 def test_it_compiles_in_one_graph(how, request):
     if how == "a composition":  # with a cast
         request.getfixturevalue("cast_in_one_graph")

@@ -134,8 +134,6 @@ def test_a_budget_on_the_frontier(folder, capsys, monkeypatch):
 
 def test_a_plan_may_change_how_the_optimizer_steps(folder, capsys):
     step = (*STEP, "--mode", "conservative", "--budget", "1.11MiB", "--no-keeps-output")
-    assert command("plan", *step) == 3
-    assert "\n  --stepping step_in_backward would lower the peak" in capsys.readouterr().err, "as it is typed"
     assert command("plan", *step, "--stepping", "step_in_backward", "--python", "script.py") == 0
     scope = {}
     exec(Path("script.py").read_text(), scope)

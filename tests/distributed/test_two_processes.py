@@ -98,6 +98,7 @@ def test_what_is_saved_of_a_sharded_model_does_not_depend_on_its_plan(by_fsdp: A
     assert by_fsdp[0]["saved"] is True
 
 
+@pytest.mark.deep  # by default the allocator of one process: tests/simulation/parallel/test_one_rank.py
 def test_the_plan_of_a_sharded_model_keeps_to_its_budget_in_real_processes(by_fsdp: Any) -> None:
     for each in by_fsdp:
         found = each["kept to"]

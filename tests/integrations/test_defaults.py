@@ -214,7 +214,7 @@ def numbers(model: nn.Module) -> Any:
 
 
 # A fit by the callback and one that is wrapped differ in who calls `wrap`, which the others show.
-AGAIN = (lightning_wrapped,)
+AGAIN = (lightning_wrapped, trainer)
 
 
 @pytest.mark.parametrize(

@@ -70,12 +70,9 @@ def _peak(fn, model, x):
     return ms.measure(lambda: _loss(fn(x), x).backward(), roles=training_roles(model, None, x)).peak_bytes
 
 
+@pytest.mark.deep  # by default the smallest plan of a potential: tests/planning/test_descent.py
 @pytest.mark.parametrize(
-    ("kind", "depth", "share", "exact"),
-    [
-        *[pytest.param(Field, 4, *each, marks=pytest.mark.deep) for each in ((0.8, False), (0.85, True))],
-        (Penalised, 4, 0.85, True),
-    ],
+    ("kind", "depth", "share", "exact"), [(Field, 4, 0.8, False), (Field, 4, 0.85, True), (Penalised, 4, 0.85, True)]
 )
 def test_a_plan_fits_and_has_the_gradients_of_the_model(kind, depth, share, exact):
     torch.manual_seed(0)

@@ -58,6 +58,7 @@ class _Speaker(nn.Module):
         return self.head(self.blocks(self.embedding(words)))
 
 
+@pytest.mark.deep
 def test_the_gradient_of_a_tied_head_is_made_last_where_the_step_is_largest_in_between():
     model, words = _Speaker(), torch.zeros(1, 32, dtype=torch.long)
     step = {"optimizer": torch.optim.SGD(model.parameters()), "loss": _loss, "hardware": "cpu"}
