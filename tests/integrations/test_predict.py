@@ -19,6 +19,7 @@ pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 from memscale.integrations.hf import find_batch_size, predict  # noqa: E402
 from memscale.integrations.trainer_step import step_of  # noqa: E402
+from tests.support.coverings import DEEP  # noqa: E402
 from tests.support.models import own_checkpointing  # noqa: E402
 
 LENGTHS = (9, 64, 12, 64, 7, 64, 64, 30)
@@ -120,9 +121,10 @@ def test_the_batch_size_fits_and_one_more_row_does_not(tmp_path: Path) -> None:
     assert real_peak_bytes(run) <= 5 * 2**20 * 1.005
     whole = find_batch_size(run, budget="1GiB")
     assert (whole.per_device, whole.accumulation) == (24, 1)
-    free = find_batch_size(run, budget="6MiB", keep_global_batch=False)
-    assert free.per_device == free.largest.n
-    assert free.largest.peak_bytes <= 6 * 2**20 < free.largest.next_peak_bytes
+    if DEEP:
+        free = find_batch_size(run, budget="6MiB", keep_global_batch=False)
+        assert free.per_device == free.largest.n
+        assert free.largest.peak_bytes <= 6 * 2**20 < free.largest.next_peak_bytes
 
 
 def test_a_model_in_place_of_a_trainer_is_told_of_the_predictor() -> None:

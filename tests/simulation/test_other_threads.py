@@ -42,7 +42,7 @@ def trained(seed, plan, p, steps, started=None):
     model, optimizer, generator = made(seed, plan, p)
     losses = []
     for _ in range(steps):
-        x = torch.randn(4, 256, 64, generator=generator)
+        x = torch.randn(4, 128, 64, generator=generator)
         loss = model(x).square().mean()
         loss.backward()
         assert not x.is_cuda and x.device.type == "cpu" and not torch.cuda.is_available()
@@ -92,14 +92,14 @@ def test_loops_of_other_threads_train_as_in_a_quiet_process():
     run(
         """
         torch.set_num_threads(1)
-        quiet = {name: trained(7, *PLANS[name], steps=5) for name in PLANS}
+        quiet = {name: trained(7, *PLANS[name], steps=3) for name in PLANS}
         said = simulated()
         wrong, stop = [], threading.Event()
 
         def loop(name):
             while not stop.is_set():
                 try:
-                    found = trained(7, *PLANS[name], steps=5, started=started)
+                    found = trained(7, *PLANS[name], steps=3, started=started)
                     if not all(map(torch.equal, found, quiet[name])):
                         wrong.append(name)
                 except BaseException as error:
