@@ -345,7 +345,11 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(
-    ("loss", "dtype", "accumulate"), in_turn(LOSSES, [torch.float32, torch.bfloat16, torch.float16], [1, 3])
+    ("loss", "dtype", "accumulate"),
+    [
+        pytest.param(*case, marks=[pytest.mark.deep] * (case[0] == "squares"))
+        for case in in_turn(LOSSES, [torch.float32, torch.bfloat16, torch.float16], [1, 3])
+    ],
 )
 def test_a_loop_with_a_loss_of_its_own_keeps_the_budget(loss, dtype, accumulate):
     """`wrap` does not know this loss; the outputs are larger than what the layers keep."""
