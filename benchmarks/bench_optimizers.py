@@ -128,18 +128,24 @@ def _small_states(device: str, numel: int, rounds: int) -> None:
         makers["torchao AdamW8bit"] = AdamW8bit
     steps, bytes_of = {}, {}
     for title, make in makers.items():
-        parameters = [nn.Parameter(torch.randn(numel, device=device)) for _ in range(4)]
+        parameters = [nn.Parameter(torch.randn(numel)) for _ in range(4)]
+        optimizer = make(parameters)  # on a CPU, where the trial of the optimizer has numbers also on fake libraries
         for parameter in parameters:
+            parameter.data = parameter.data.to(device)
             parameter.grad = torch.randn_like(parameter)
-        optimizer = make(parameters)
         optimizer.step()
         steps[title] = optimizer.step
         bytes_of[title] = sum(map(_nbytes, optimizer.state.values()))
     took = interleaved_seconds(steps, rounds, device)
     print(f"AdamW over 4 parameters of {numel:,} numbers, states in 8 bits")
+    peer = took.get("bitsandbytes AdamW8bit")
     for title, seconds in took.items():
         share = bytes_of[title] / bytes_of["AdamW"]
-        print(f"  {title:27} {1e9 * seconds / (4 * numel):7.2f} ns a parameter   states {share:.4f} of float32's bytes")
+        ratio = "" if peer is None else f", {seconds / peer:.2f} of bitsandbytes'"
+        print(
+            f"  {title:27} {1e9 * seconds / (4 * numel):7.3f} ns a number{ratio}   "
+            f"states {share:.4f} of float32's bytes"
+        )
 
 
 def _nbytes(states: dict[str, Any]) -> int:

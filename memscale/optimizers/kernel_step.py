@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memscale.core import device_type, simulating
+from memscale.core import device_type
 from memscale.optimizers.blockwise import LARGEST, codes_of, in_stream_order, kernels
 
 _BLOCK = 256  # the kernel's only block
@@ -87,16 +87,15 @@ class KernelStep(NamedTuple):
             and hasattr(kernels(), "optimizer_update_8bit_blockwise")
         )
 
-    def run(self, parameter: torch.Tensor, states: dict[str, Any], at_once: int) -> None:
-        """Steps `parameter` in slices with temporaries of at most `at_once` bytes; changes `states` in place."""
+    def run(self, parameter: torch.Tensor, states: dict[str, Any], count: int, at_once: int) -> None:
+        """Makes step number `count` of `parameter`; changes the moments in `states` in place.
+
+        The step goes over slices with temporaries of at most `at_once` bytes.
+        """
         gradient = parameter.grad
         assert gradient is not None, "`takes` was true"
         codes = [states[name].view(-1) for name in self.moments]
         largest = [states[f"{name}{LARGEST}"] for name in self.moments]
-        count = 2  # of steps, with this one; SGD keeps no count, and its first step was another
-        if "step" in states:
-            states["step"] += 1
-            count = 2 if simulating() else int(states["step"])
         numbers, gradients = parameter.detach().view(-1), gradient.detach().view(-1)
         # PyTorch's fused step rounds half precision once, at its end.
         in_float32 = self.is_fused and self.decay != 1.0 and parameter.dtype != torch.float32

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from memscale.algebra import Numbers
-from memscale.core import ConfigError, TransformError, by_name, format_bytes
+from memscale.core import ConfigError, TransformError, by_name, format_bytes, simulating
 from memscale.optimizers.blockwise import LARGEST, kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.kernel_step import KernelStep
@@ -104,6 +104,9 @@ class _Quantized(StepPart):
     def attend(self, parameters: list[torch.Tensor]) -> None:
         check_whole(repr(self.how), parameters)
         super().attend(parameters)
+        self._counts: dict[
+            int, tuple[torch.Tensor, int, int]
+        ] = {}  # by parameter: the count of steps, its version and value
         nbytes = sum(parameter.nbytes for parameter in parameters)
         self._at_once = min(max(nbytes // _SHARE, min(_LEAST_BYTES, nbytes // _FEWEST)), _MOST_BYTES)
         for device in {parameter.device for parameter in parameters}:
@@ -169,11 +172,27 @@ class _Quantized(StepPart):
         for parameter in group["params"]:
             if step.takes(parameter, optimizer.state.get(parameter, {})):
                 optimizer._part_states([parameter])
-                step.run(parameter, optimizer.state[parameter], self._at_once)
+                states = optimizer.state[parameter]
+                step.run(parameter, states, self._counted(parameter, states), self._at_once)
                 self._rounds_in_state_dict |= parameter.dtype != torch.float32
             else:
                 rest.append(parameter)
         return rest
+
+    def _counted(self, parameter: torch.Tensor, states: dict[str, Any]) -> int:
+        """Counts a step of `parameter` in `states`, and returns its number."""
+        if "step" not in states:
+            return 2  # SGD keeps no count, and its first step was by its class
+        states["step"] += 1
+        steps: torch.Tensor = states["step"]
+        if simulating():
+            return 2
+        # A fused optimizer has the count on the card, where reading it waits for all work before.
+        known, version, number = self._counts.get(id(parameter), (None, 0, 0))
+        is_next = known is steps and steps._version == version + 1
+        number = number + 1 if is_next else int(steps)
+        self._counts[id(parameter)] = steps, steps._version, number
+        return number
 
     def _advance_whole(self, group: Group) -> None:
         for parameter in group["params"]:

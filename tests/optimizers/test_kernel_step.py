@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memscale as ms
 from memscale.optimizers import kernel_step
@@ -114,8 +115,36 @@ def test_slices_step_to_the_same_numbers(make, on_a_card, monkeypatch):
         return weight.detach(), optimizer.state_dict()["state"][0]
 
     (weight, states), (sliced, sliced_states) = run(2**24), run(9 * 512)
+    assert len(on_a_card) == 2 * 3
     assert torch.equal(weight, sliced)
     assert all(torch.equal(torch.as_tensor(states[name]), torch.as_tensor(sliced_states[name])) for name in states)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that Python reads from tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_count_of_steps_is_read_once_and_again_after_others_changed_it(on_a_card):
+    weight = nn.Parameter(torch.ones(NUMBERS))
+    optimizer = stepped(weight, HOW(torch.optim.AdamW([weight], lr=1e-2, fused=True)), [0, 1])
+    with Reads() as reads:
+        stepped(weight, optimizer, [2, 3])
+    assert reads.count == 0  # each would wait for a card
+    optimizer.state[weight]["step"].fill_(500)
+    other = nn.Parameter(weight.detach().clone())
+    reference = torch.optim.AdamW([other], lr=1e-2, fused=True)
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    stepped(weight, optimizer, [4])
+    stepped(other, reference, [4])
+    assert torch.allclose(weight, other, rtol=1e-6, atol=1e-8)
+    assert on_a_card
+    assert optimizer.state[weight]["step"] == reference.state[other]["step"] == 501
 
 
 class Own(torch.optim.AdamW):
