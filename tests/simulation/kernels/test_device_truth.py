@@ -148,44 +148,20 @@ FIRST = ("cudnn", "math")
 OLD = torch.__version__ < "2.12"
 MORE_CHOICES = [
     # The architectures at the ends, and the ones beyond.
-    *[({"capability": cc}, "flash") for cc in ((8, 0), (8, 9), (12, 1))],
-    *[({"capability": cc}, "math") for cc in (T4, (12, 2))],
-    *[({"capability": cc, "dtype": F16}, "efficient") for cc in ((5, 0), (7, 0))],
-    ({"capability": (3, 7), "dtype": F16}, "math"),
-    *[({"capability": cc, "dtype": F32}, "efficient") for cc in ((8, 0), (12, 1))],
     ({"capability": (12, 2), "dtype": F32}, "math"),
     # Alignment of the heads for efficient.
     ({"capability": (6, 1), "dtype": F16, "shape": (2, 8, 256, 63)}, "efficient"),
     ({"capability": (7, 0), "dtype": F16, "shape": (2, 8, 256, 60)}, "math"),
-    ({"capability": (7, 0), "dtype": F32, "shape": (2, 8, 256, 63)}, "efficient"),
-    ({"capability": (8, 0), "dtype": F32, "shape": (2, 8, 256, 62)}, "math"),
-    ({"dtype": F32, "shape": (2, 8, 256, 64), "value": (2, 8, 256, 62)}, "math"),
-    ({"dtype": F32, "shape": (2, 8, 256, 62), "value": (2, 8, 256, 64)}, "math"),
-    ({"dtype": F32, "shape": (2, 8, 256, 64), "value": (2, 8, 256, 0)}, "math"),
-    ({"dtype": F32, "shape": (2, 8, 256, 64), "key": (2, 8, 256, 68), "value": (2, 8, 256, 64)}, "math"),
     # Training with wide heads.
     *[
         ({"capability": cc, "shape": (2, 8, 256, 224), "requires_grad": True}, "efficient")
         for cc in (L4, RTX5090, (12, 1))
     ],
     *[({"capability": cc, "shape": (2, 8, 256, 192), "requires_grad": True}, "flash") for cc in (A10, L4, RTX5090)],
-    ({"capability": (9, 1), "shape": (2, 8, 256, 224), "requires_grad": True}, "flash"),
-    ({"capability": L4, "shape": (2, 8, 256, 224), "dropout_p": 0.1}, "flash"),
-    ({"capability": L4, "shape": (2, 8, 256, 192), "dropout_p": 0.1, "requires_grad": True}, "flash"),
-    ({"capability": A10, "shape": (2, 8, 256, 193), "requires_grad": True}, "math"),
     ({"capability": A10, "shape": (2, 8, 256, 225), "requires_grad": True}, "flash"),
     ({"capability": A10, "shape": (2, 8, 256, 225), "requires_grad": True, "dropout_p": 0.1}, "math"),
-    ({"shape": (2, 8, 256, 257)}, "math"),
-    ({"is_causal": True}, "flash"),
     # Nothing to attend to.
     ({"key": (2, 8, 0, 64)}, "math"),
-    ({"shape": (2, 8, 0, 64), "key": (2, 8, 256, 64)}, "math"),
-    ({"shape": (2, 8, 1, 64), "key": (2, 8, 256, 64)}, "flash"),
-    # Batches of values, and values that share heads unevenly.
-    ({"value": (1, 8, 256, 64)}, "math"),
-    ({"capability": H100, "key": (2, 4, 256, 64), "value": (2, 3, 256, 64), "enable_gqa": True}, "math"),
-    ({"capability": H100, "key": (2, 3, 256, 64), "value": (2, 4, 256, 64), "enable_gqa": True}, "math"),
-    ({"enable_gqa": True}, "flash"),
     # cuDNN by its version.
     *[
         ({"flags": flags(order=FIRST, cudnn_version=version), "dropout_p": dropout}, kernel)
@@ -194,34 +170,24 @@ MORE_CHOICES = [
             (90000, 0.0, "cudnn"),
             (91100, 0.125, "cudnn"),
             (91101, 0.125, "math"),
-            (91101, 0.0, "cudnn"),
-            (91399, 0.125, "math"),
             (91400, 0.125, "cudnn"),
         )
     ],
     *[
         ({"flags": flags(order=FIRST, cudnn_version=version), "capability": cc, "shape": shape, "value": value}, kernel)
         for version, cc, shape, value, kernel in (
-            (92000, A100, (2, 8, 256, 128), None, "cudnn"),
             (92000, A100, (2, 8, 256, 136), (2, 8, 256, 128), "math"),
-            (92000, A100, (2, 8, 256, 128), (2, 8, 256, 136), "math"),
-            (90900, H100, (2, 8, 256, 136), None, "math"),
             (91000, H100, (2, 8, 256, 256), None, "cudnn"),
             (91000, H100, (2, 8, 256, 264), None, "math"),
             (91099, B200, (2, 8, 256, 192), (2, 8, 256, 128), "math"),
             (91100, B200, (2, 8, 256, 192), (2, 8, 256, 128), "cudnn"),
-            (91100, B200, (2, 8, 256, 192), None, "math"),
             (91100, A100, (2, 8, 256, 192), (2, 8, 256, 128), "math"),
-            (92000, (12, 1), (2, 8, 256, 64), None, "cudnn"),
             (92000, (12, 2), (2, 8, 256, 64), None, "math"),
-            (92000, T4, (2, 8, 256, 64), None, "math"),
             (92000, A100, (2, 8, 256, 64), (2, 8, 256, 60), "math"),
         )
     ],
     ({"flags": flags(order=FIRST), "dtype": F32}, "math"),
     ({"flags": flags(order=FIRST), "key": (2, 2, 256, 64)}, "math"),
-    ({"flags": flags(order=FIRST), "key": (2, 8, 2, 64)}, "cudnn"),
-    ({"flags": flags(order=FIRST), "shape": (2, 8, 1, 64), "key": (2, 8, 256, 64)}, "cudnn"),
     ({"flags": flags(order=FIRST), "shape": (2, 8, 2, 64), "key": (2, 8, 256, 64), "dropout_p": 0.125}, "cudnn"),
     # Its kernels round the probability to sixteenths, from PyTorch 2.12 on only where that changes nothing.
     *(
@@ -232,20 +198,14 @@ MORE_CHOICES = [
         ({"flags": flags(order=FIRST), "attn_mask": mask(*shape)}, kernel)
         for shape, kernel in (
             ((256, 256), "cudnn"),
-            ((1, 256), "cudnn"),
             ((256, 1), "cudnn"),
-            ((256, 2), "math"),
             ((2, 256), "math"),
             ((1, 1, 256, 256), "cudnn"),
-            ((2, 8, 1, 256), "cudnn"),
             ((1, 4, 256, 256), "math"),
-            ((4, 1, 256, 256), "math"),
             ((256,), "math"),
-            ((1, 2, 8, 256, 256), "math"),
         )
     ],
     # The order on other chips of the two families.
-    *[({"capability": cc}, "cudnn") for cc in ((10, 3), (9, 0))],
     *[({"capability": cc}, "flash") for cc in ((10, 1), (11, 0), (8, 0))],
     ({"capability": H100, "flags": flags(cudnn_version=91501)}, "cudnn"),
 ]  # fmt: skip
@@ -412,17 +372,6 @@ def test_the_flags_are_read_at_each_call(fakes):
         assert (B * H * L * L * 4 in saved.sizes(q)) == matrix
 
 
-def test_multi_head_attention_goes_through_the_same_kernels(fakes):
-    layer = nn.MultiheadAttention(H * D, H, batch_first=True, dtype=BF16)
-    x = torch.empty(B, L, H * D, dtype=BF16, requires_grad=True)
-    before = F.scaled_dot_product_attention
-    saved = Saved()
-    with cuda_attention(A100, FLAGS), saved.context:
-        layer(x, x, x, need_weights=False)[0].sum().backward()
-    assert B * H * L * 4 in saved.sizes()
-    assert F.scaled_dot_product_attention is before
-
-
 def test_empty_inputs_take_no_kernel(fakes):
     q = torch.empty(B, H, 0, D, dtype=BF16, requires_grad=True)
     saved, full = Saved(), torch.empty(B, H, L, D, dtype=BF16)
@@ -472,13 +421,3 @@ def test_dropout_keeps_what_it_keeps_on_the_device(fakes, on_card, call, each):
     assert saved.sizes(x) == [6400 * each] * (each > 0)
     assert out.shape == x.shape
     out.sum().backward()
-
-
-def test_dropout_inside_multi_head_attention(fakes):
-    layer = nn.MultiheadAttention(H * D, H, dropout=0.1, batch_first=True)
-    x = torch.empty(B, L, H * D, requires_grad=True)
-    before, saved = F.dropout, Saved()
-    with cuda_dropout(), saved.context:
-        layer(x, x, x, need_weights=True)
-    assert B * H * L * L in saved.sizes()
-    assert F.dropout is before

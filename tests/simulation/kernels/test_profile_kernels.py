@@ -11,7 +11,6 @@ import memscale as ms
 from memscale.simulation.dispatch import operators
 from memscale.simulation.kernels import cpu_scratch
 from memscale.simulation.kernels.cpu_scratch import CpuScratch, probe_scratch
-from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import FakeKernels
 from memscale.simulation.rules.layouts import result_layout
 from memscale.simulation.rules.rule import CardTraits
@@ -107,18 +106,6 @@ def test_statistics_of_a_batch_on_cuda(image, weight, training, dtype, count):
     assert layout.storage_bytes[1:] == (count * dtype.itemsize,) * 2
 
 
-@pytest.mark.parametrize(("card", "groups", "is_in_order"), [("t4", 1, True), ("t4", 8, False), ("a100-80", 1, False)])
-def test_convolutions_of_pytorchs_own_lie_in_order(card, groups, is_in_order):
-    """cuDNN, which has no bfloat16 on a T4, keeps the channels last, and so does what goes channel by channel."""
-    image = torch.empty(2, 8, 6, 6, dtype=BF16).to(memory_format=torch.channels_last)
-    weight = torch.empty(8, 8 // groups, 3, 3, dtype=BF16)
-    args = (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups)
-    kernels = Kernels(ms.Hardware.named(card), probe=False)
-    fake = FakeKernels(kernels.card)
-    result = fake.layout(aten.convolution.default, args, {}, [image, weight]).outputs
-    assert (result.stride == torch.empty(result.shape, device="meta").stride()) == is_in_order
-
-
 def test_a_card_gets_no_layouts_of_another(monkeypatch):
     """Layouts are remembered for the process, and those of a T4's own convolutions in bfloat16 are no H100's."""
     model = torch.nn.Sequential(*[torch.nn.Conv2d(16, 16, 3, padding=1) for _ in range(2)])
@@ -133,24 +120,6 @@ def test_a_card_gets_no_layouts_of_another(monkeypatch):
     monkeypatch.setattr(operators, "_known", {})
     peak("t4")
     assert peak("h100") == alone
-
-
-@pytest.mark.parametrize(
-    ("image", "weight", "on_cuda", "dtype"),
-    [
-        (BF16, BF16, True, FP32),
-        (BF16, BF16, False, BF16),
-        (BF16, FP32, False, FP32),
-        (FP16, FP16, True, FP32),
-    ],
-)
-def test_statistics_of_a_layer(image, weight, on_cuda, dtype):
-    args = (torch.ones(4, 8, dtype=image), [8], torch.ones(8, dtype=weight), torch.ones(8, dtype=weight), 1e-5)
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    layout = FakeKernels(CardTraits((9, 0)) if on_cuda else None).layout(
-        aten.native_layer_norm.default, args, {}, tensors
-    )
-    assert [each.dtype for each in layout.outputs[1:]] == [dtype] * 2
 
 
 class Residual(nn.Module):
