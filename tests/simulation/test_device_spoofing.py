@@ -178,23 +178,6 @@ def test_an_error_names_the_operator_and_its_module():
         ms.profile(model, torch.randn(256, 64), loss=mean, hardware="h100")
 
 
-def test_an_error_outside_of_operators_names_the_module():
-    class Broken(nn.Module):
-        def forward(self, x):
-            return x["rows"]
-
-    with pytest.raises(ms.MemscaleError, match=r"IndexError: .*\(in 1\)"):
-        ms.profile(nn.Sequential(nn.Linear(64, 64), Broken()), torch.randn(256, 64), loss=mean, hardware="h100")
-
-
-def test_an_error_of_both_branches_is_that_of_cuda():
-    def forward(m, x):
-        raise RuntimeError("on CUDA" if x.is_cuda else "on a CPU")
-
-    with pytest.raises(ms.MemscaleError, match="on CUDA"):
-        simulated(forward)
-
-
 # ------------------------------------------------------------------------------------------------------------ autocast
 
 
@@ -213,13 +196,9 @@ def test_the_lists_are_those_of_this_pytorch():
 
 DTYPES = {
     "linear": (lambda m, x: m.first(x), torch.float16),
-    "einsum": (lambda m, x: torch.einsum("ij,kj->ik", x, x), torch.float16),
     "attention": (lambda m, x: F.scaled_dot_product_attention(*[x.view(1, 4, 64, 64)] * 3), torch.float16),
-    "power": (lambda m, x: m.first(x).pow(2), torch.float32),
     "layer norm": (lambda m, x: F.layer_norm(m.first(x), (64,)), torch.float32),
     "softmax": (lambda m, x: m.first(x).softmax(-1), torch.float32),
-    "sum": (lambda m, x: m.first(x).sum(-1), torch.float32),
-    "norm": (lambda m, x: m.first(x).norm(dim=-1), torch.float32),
     "loss": (lambda m, x: F.mse_loss(m.first(x), x.half(), reduction="none"), torch.float32),
     "widest": (lambda m, x: torch.cross(m.first(x)[:, :3], x[:, :3], dim=-1), torch.float32),
     "as written": (lambda m, x: m.first(x) + m.first(x), torch.float16),

@@ -53,15 +53,6 @@ def numbers_that_are_put_where_a_mask_says():
     return train(Forward(forward, net=nn.Linear(20, 20)), (x(8, 45, 20), mask))
 
 
-@case
-def numbers_that_are_put_out_of_place():
-    def forward(m, x, mask):
-        return m.net(x).index_put((mask,), x[mask])
-
-    mask = torch.arange(8 * 45 * 20).reshape(8, 45, 20) % 10 > 0
-    return train(Forward(forward, net=nn.Linear(20, 20)), (x(8, 45, 20), mask))
-
-
 def graph(layout, edges=3000, nodes=300):
     """The weights of a graph's edges, some of which are there twice."""
     where = torch.arange(2 * edges).reshape(2, edges) * 7 % nodes
@@ -134,21 +125,10 @@ def a_packed_batch(m, tokens, offsets):
 
 
 @case
-def gradient_accumulation():
-    return train(nn.Sequential(mlp(48, 48), mlp()), x(ROWS, 48), accumulate=3)
-
-
-@case
 def gradient_accumulation_of_a_tied_model():
     model = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48))
     model[2].weight = model[0].weight
     return train(model, x(ROWS, 48), accumulate=2)
-
-
-@case
-def module_used_twice():
-    net = mlp(48, 48)
-    return train(nn.Sequential(net, nn.Tanh(), net), x(ROWS, 48))
 
 
 @case
@@ -165,12 +145,6 @@ def containers_of_modules():
     )
     model.scales = nn.ParameterList([nn.Parameter(x(20)) for _ in range(2)])
     return train(model, x(ROWS, 48), loss=lambda out, _: out["out"].mean())
-
-
-@case
-def transformer():
-    model = nn.Transformer(32, 4, 2, 2, 64, batch_first=True)
-    return train(model, (x(3, 9, 32), x(3, 7, 32)))
 
 
 @case
@@ -209,13 +183,6 @@ def norms_and_dropout():
 
 
 @case
-def batch_norm():
-    return train(
-        nn.Sequential(nn.Linear(48, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 5)), x(ROWS, 48)
-    )
-
-
-@case
 def losses_of_many_kinds():
     def loss(output, batch):
         labels = torch.arange(ROWS) % 20
@@ -231,12 +198,6 @@ def losses_of_many_kinds():
     return train(mlp(), x(ROWS, 48), loss=loss)
 
 
-@forward_case(lambda forward: train(Forward(forward, net=mlp()), x(ROWS, 48)))
-def functional_call(m, y):
-    scaled = {name: parameter * 0.5 for name, parameter in m.net.named_parameters()}
-    return torch.func.functional_call(m.net, scaled, (y,))
-
-
 @case
 def parametrized():
     model = mlp()
@@ -250,11 +211,6 @@ def spectral_norm():
     model = mlp()
     nn.utils.parametrizations.spectral_norm(model[0])
     return train(model, x(ROWS, 48))
-
-
-@case
-def compiled():
-    return train(torch.compile(mlp(), backend="eager"), x(ROWS, 48))
 
 
 @forward_case(lambda forward: train(Forward(forward, net=mlp()), x(ROWS, 48)))
@@ -274,14 +230,6 @@ def per_sample_gradients(m, y):
     return sum(gradient.square().sum() for gradient in per_sample.values())
 
 
-@forward_case(lambda forward: train(Forward(forward, cell=nn.LSTMCell(16, 24)), x(5, 6, 16)))
-def recurrent_cell(m, y):
-    state = None
-    for at in range(y.shape[1]):
-        state = m.cell(y[:, at], state)
-    return state[0]
-
-
 @forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48), loss=None))
 def einsum_and_friends(m, y):
     y = torch.einsum("bi,ij->bj", y, m.one.weight.t())
@@ -299,17 +247,6 @@ def _ending_in(function, held=tuple):
 def product_with_a_mask_of_flags():
     mask = x(ROWS, 64) > 0
     return _ending_in(lambda y: (y * mask).mean(), lambda: [mask])
-
-
-@case
-def product_with_integers():
-    counts = torch.arange(ROWS * 64).view(ROWS, 64)
-    return _ending_in(lambda y: (y * counts).mean(), lambda: [counts])
-
-
-@case
-def mean_of_a_linear_layer():
-    return _ending_in(torch.mean)
 
 
 @case

@@ -27,11 +27,6 @@ def plain_mlp():
 
 
 @case
-def no_optimizer():
-    return train(mlp(), x(ROWS, 48), None)
-
-
-@case
 def tied_weights():
     class Tied(nn.Module):
         def __init__(self):
@@ -63,11 +58,6 @@ def views_and_aliases(m, y):
 
 
 @case
-def expanded_and_strided_inputs():
-    return train(mlp(), x(1, 48).expand(ROWS, 48))
-
-
-@case
 def products_of_strided_matrices():
     model = Forward(lambda m, y: torch.mm(m.one(y)[:, ::2], m.wide[:, ::2]).square().mean(), one=nn.Linear(48, 512))
     model.wide = nn.Parameter(x(256, 40))
@@ -87,22 +77,9 @@ def products_of_one_row_for_all_in_16_bits(m, y):
 
 
 @forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48)))
-def products_of_conjugates(m, y):
-    y = m.one(y).view(-1, 8, 8)
-    z = torch.complex(y, y)
-    return (z @ z).real.square().mean()
-
-
-@forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48)))
 def sums_within_a_derivative(m, y):
     variance, mean = torch.var_mean(m.one(y).view(-1, 8, 8), 1)
     return torch.linalg.pinv(m.one(y).view(-1, 8, 8)).mean() + (variance + mean).square().mean()
-
-
-@case
-def batch_of_overlapping_views():
-    data = x(2 * ROWS, 48)
-    return train(Forward(lambda m, a, b: m.net(a) + m.net(b), net=mlp()), (data[:ROWS], data[20 : ROWS + 20]))
 
 
 @forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64), two=nn.Linear(64, 80)), x(ROWS, 48)))
@@ -122,16 +99,6 @@ def out_arguments(m, y):
         torch.add(y, 1, out=noise)  # grows it
         torch.mul(noise, 2, out=noise)
     return m.net(y + noise)
-
-
-@forward_case(lambda forward: train(Forward(forward, net=mlp()), x(ROWS, 48)))
-def a_tensor_that_is_resized(m, y):
-    with torch.no_grad():
-        room = torch.empty(10)
-        room.resize_(5000)
-        room.resize_(2 * ROWS, 48)
-        room.zero_()
-    return m.net(y + room[:ROWS])
 
 
 @forward_case(lambda forward: train(Forward(forward, one=nn.Linear(48, 64), two=nn.Linear(64, 20)), x(ROWS, 48)))
@@ -224,21 +191,6 @@ def subclass_parameters():
         x(ROWS, 48),
         functools.partial(torch.optim.SGD, lr=0.1, foreach=False),
     )
-
-
-@case
-def frozen_subclass_weights():
-    model = mlp()
-    model[0].weight = nn.Parameter(Doubled(model[0].weight.detach()), requires_grad=False)
-    return train(model, x(ROWS, 48))
-
-
-@case
-def subclass_by_torch_function():
-    class Named(torch.Tensor):
-        pass
-
-    return train(mlp(), x(ROWS, 48).as_subclass(Named))
 
 
 # ----------------------------------------------------------------------------------------------- autograd and hooks
@@ -351,25 +303,6 @@ def an_input_that_requires_a_gradient():
     return train(mlp(), batch, loss=loss, held=lambda: [] if batch.grad is None else [batch.grad])
 
 
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y):
-        square = y * y
-        ctx.save_for_backward(y, square)
-        ctx.extra = torch.ones_like(y)
-        return square * y
-
-    @staticmethod
-    def backward(ctx, grad):
-        _, square = ctx.saved_tensors
-        return grad * square * 3 * ctx.extra
-
-
-@case
-def custom_function():
-    return train(Forward(lambda m, y: m.b(Cube.apply(m.a(y))), a=nn.Linear(48, 64), b=nn.Linear(64, 20)), x(ROWS, 48))
-
-
 @case
 def custom_function_in_place():
     class Negate(torch.autograd.Function):
@@ -400,11 +333,6 @@ def _torch_checkpointed(use_reentrant):
 @case
 def torch_checkpoint_reentrant():
     return _torch_checkpointed(True)
-
-
-@case
-def torch_checkpoint_without_reentry():
-    return _torch_checkpointed(False)
 
 
 @case
@@ -456,16 +384,6 @@ def autocast_with_weights_used_twice(m, y):
 @case
 def bfloat16():
     return train(mlp().to(torch.bfloat16), x(ROWS, 48, dtype=torch.bfloat16))
-
-
-@case
-def float16():
-    return train(mlp().half(), x(ROWS, 48, dtype=torch.float16))
-
-
-@case
-def float64():
-    return train(mlp().double(), x(ROWS, 48, dtype=torch.float64))
 
 
 @case

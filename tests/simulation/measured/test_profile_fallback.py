@@ -288,48 +288,29 @@ class Named(nn.Linear):
         return {"y": super().forward(x)}
 
 
-FROZEN = nn.Linear(8, 4).requires_grad_(False)
-OTHERS = torch.optim.SGD(nn.Linear(8, 4).parameters())
-
-
 BAD = {
     "another width": (lambda: ms.profile(LAYER, torch.ones(3, 9), loss=mean), r"3x9 and 8x4"),
-    "a batch of another dtype": (lambda: ms.profile(LAYER, BATCH.double(), loss=mean), r"dtype"),
     "too many arguments": (lambda: ms.profile(LAYER, (BATCH, BATCH), loss=mean), r"positional argument"),
     "an unknown keyword": (
         lambda: ms.profile(LAYER, {"input": BATCH, "y": BATCH}, loss=mean),
         r"unexpected keyword argument 'y'",
     ),
-    "a number": (lambda: ms.profile(LAYER, 3, loss=mean), r"a batch is a tensor, .* got int"),
     "no batch": (lambda: ms.profile(LAYER, loss=mean), r"a batch is a tensor, .* got NoneType"),
-    "a text": (lambda: ms.profile(LAYER, "text", loss=mean), r"a batch is a tensor, .* got str"),
     "an output without a loss": (lambda: ms.profile(Named(), BATCH), r"loss"),
     "an output that is not a scalar": (lambda: ms.profile(LAYER, BATCH), r"one element, got .* \[3, 4\]"),
     "a loss that is not a scalar": (lambda: ms.profile(LAYER, BATCH, loss=lambda y, _: y), r"loss\(output.*\[3, 4\]"),
-    "a loss that is a number": (lambda: ms.profile(LAYER, BATCH, loss=lambda y, _: 1.0), r"got float"),
-    "a loss that is None": (lambda: ms.profile(LAYER, BATCH, loss=lambda y, _: None), r"got NoneType"),
     "a loss that is detached": (lambda: ms.profile(LAYER, BATCH, loss=lambda y, _: y.sum().detach()), r"not depend"),
-    "a loss that cannot be called": (lambda: ms.profile(LAYER, BATCH, loss=3), r"loss.*int"),
     "a loss of one argument": (lambda: ms.profile(LAYER, BATCH, loss=lambda y: y.sum()), r"loss|argument"),
-    "nothing to train": (lambda: ms.profile(FROZEN, BATCH, loss=mean), r"no parameter that"),
-    "no parameters": (lambda: ms.profile(nn.ReLU(), BATCH, loss=mean), r"ReLU has no parameters"),
-    "a foreign optimizer": (lambda: ms.profile(LAYER, BATCH, optimizer=OTHERS), r"none of them is the model's"),
     "an optimizer that needs a closure": (
         lambda: ms.profile(LAYER, BATCH, optimizer=torch.optim.LBFGS(LAYER.parameters()), loss=mean),
         r"LBFGS.step needs closure, .* profile\(lambda: optimizer.step\(closure\)\)",
     ),
-    "an optimizer class": (lambda: ms.profile(LAYER, BATCH, optimizer=torch.optim.SGD), r"<class.*; pass the opt"),
     "an optimizer's name": (lambda: ms.profile(LAYER, BATCH, optimizer="adamw", loss=mean), r"='adamw' must"),
-    "an unknown card": (lambda: ms.profile(LAYER, BATCH, loss=mean, hardware="h1000"), r"(?i)h1000.*h100"),
     "hardware of another type": (lambda: ms.profile(LAYER, BATCH, loss=mean, hardware=80), r"hardware.*80"),
     "accumulate of zero": (lambda: ms.profile(LAYER, BATCH, loss=mean, accumulate=0), r"accumulate=0"),
-    "accumulate of True": (lambda: ms.profile(LAYER, BATCH, loss=mean, accumulate=True), r"accumulate=True"),
-    "accumulate of a half": (lambda: ms.profile(LAYER, BATCH, loss=mean, accumulate=1.5), r"accumulate=1.5"),
     "a model that is a class": (lambda: ms.profile(nn.Linear, BATCH, loss=mean), r"."),
-    "a model that is a number": (lambda: ms.profile(3, BATCH), r"got int"),
     "a function with a batch": (lambda: ms.profile(lambda: None, BATCH), r"batch for a module only"),
     "a function with a plan": (lambda: ms.profile(lambda: None, plan={"": ms.checkpoint()}), r"needs a module"),
-    "a function with arguments": (lambda: ms.profile(lambda x: None), r"argument"),
     "a misfit plan": (lambda: ms.profile(LAYER, BATCH, loss=mean, plan={"body": ms.checkpoint()}), r"body"),
 }  # fmt: skip
 

@@ -349,33 +349,6 @@ def test_a_sharded_model_is_not_transformed_but_wrapped(group):
         ms.transform(model, CHECKPOINT["plan"])
 
 
-@pytest.mark.deep  # by default over real processes: test_two_processes.py; and for a mesh
-@pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
-def test_a_distributed_model_is_planned_as_it_is(group, parallel):
-    group(8)
-    prefix = "module." if parallel == "ddp" else ""
-    model = sharded() if parallel == "fsdp2" else replicated()
-    step = {"optimizer": trained(model)[0], "loss": loss, "hardware": "cpu"}
-    before, numbers = state_of(model), bits([getattr(each, "_local_tensor", each) for each in model.parameters()])
-    plain = ms.profile(model, TOKENS, **step)
-    plan = ms.plan(model, TOKENS, budget=int(0.8 * plain.peak_bytes), **step)
-    assert {rule.pattern.rpartition(".")[0] for rule in plan} == {f"{prefix}blocks"}
-    assert (plan.parallel.kind, plan.parallel.world) == (parallel, 8)
-    under = ms.profile(model, TOKENS, plan=plan, **step)
-    assert under.peak_bytes == plan.evidence.planned.taken_bytes <= 0.8 * plain.peak_bytes
-    assert not any("made for" in note for note in under.notes)
-    assert len(ms.frontier(model, TOKENS, points=2, **step)) == 2
-    tuned = ms.AutoTuner(model, **step).tune(lambda rows: TOKENS[:1].repeat(rows, 1), at_most=1, objective="batch")
-    assert any(f"one process of several ({parallel} over 8" in note for note in tuned.notes), "it would wait for them"
-    assert (state_of(model), bits([getattr(each, "_local_tensor", each) for each in model.parameters()])) == (
-        before,
-        numbers,
-    )
-    if parallel == "fsdp2":
-        first = sharded(plan=plan)  # applied before, as it is done
-        assert ms.profile(first, TOKENS, **step | {"optimizer": trained(first)[0]}).peak_bytes == under.peak_bytes
-
-
 def test_parameters_that_fsdp_has_are_not_placed_by_a_plan_for_them(group):
     group(2)
     model = sharded()
@@ -394,12 +367,6 @@ def test_a_distributed_model_is_not_distributed_again(group):
     with pytest.raises(ms.RuntimeUnavailable, match="this process has one already"):
         ms.profile(Model(), TOKENS, loss=loss, parallel="fsdp2", world=2)
     assert dist.get_world_size() == 2
-
-
-def test_a_card_has_notes(group):
-    group(8)
-    notes = ms.profile(sharded(), TOKENS, loss=loss, hardware="h100").notes
-    assert any("_allgather_base_" in note and "which the step's bytes leave out" in note for note in notes)
 
 
 def test_a_plan_made_for_other_ranks_says_so(group):
@@ -451,16 +418,3 @@ def test_what_cannot_be_followed_is_named(group):
     for ranks in ({}, {"parallel": "fsdp2", "world": 2}):
         with pytest.raises(ms.ConfigError, match=r"DeepSpeed's \(ZeRO\), .* parallel='fsdp2'"):
             ms.profile(model, TOKENS, loss=loss, **ranks)
-    model = sharded()
-    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
-
-    class Elsewhere:
-        device_type = "xpu"
-
-    info = fsdp_groups(_get_module_fsdp_state(model))[0].mesh_info
-    info.mesh, mesh = Elsewhere(), info.mesh
-    try:
-        with pytest.raises(ms.ConfigError, match=r"over a mesh of 'xpu' devices, .* init_device_mesh\('cpu'"):
-            ms.profile(model, TOKENS, loss=loss)
-    finally:
-        info.mesh = mesh
