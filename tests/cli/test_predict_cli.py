@@ -58,9 +58,6 @@ def picky():
         return rows(batch, seq)
     return nn.Linear(8, 8), few, square
 
-def fixed():
-    return nn.Linear(8, 8), lambda batch, seq: rows(2, seq), square
-
 def deaf():
     return nn.Linear(8, 8), lambda batch, seq: rows(2, 3), square
 
@@ -76,9 +73,6 @@ def hf():
 
 def wrong():
     return 3, rows
-
-def many():
-    return nn.Linear(8, 8), rows, square, square
 
 def broken():
     raise KeyError("nothing")
@@ -172,18 +166,6 @@ def test_options_mean_what_they_say(folder, capsys, options, make_optimizer, cha
         ({"model_type": "gpt2", **{key: GPT2[key] for key in ("n_layer", "n_embd", "n_head")}}, None),
         (
             {
-                "model_type": "t5",
-                "d_model": 16,
-                "d_kv": 8,
-                "d_ff": 16,
-                "num_layers": 1,
-                "num_heads": 2,
-                "decoder_start_token_id": 0,
-            },
-            None,
-        ),
-        (
-            {
                 "model_type": "bert",
                 "architectures": ["BertForSequenceClassification"],
                 "hidden_size": 16,
@@ -207,7 +189,7 @@ def test_options_mean_what_they_say(folder, capsys, options, make_optimizer, cha
             3 * 32 * 32 * 4 + 8,  # one picture and its label
         ),
     ],
-    ids=["without architectures", "encoder-decoder", "classes of rows", "pictures"],
+    ids=["without architectures", "classes of rows", "pictures"],
 )
 def test_configs_of_many_kinds(folder, capsys, config, batch):
     Path("any.json").write_text(json.dumps(config))
@@ -216,22 +198,12 @@ def test_configs_of_many_kinds(folder, capsys, config, batch):
     assert printed(capsys)["profile"]["by_category"]["input"] == 3 * per_row
 
 
-@pytest.mark.parametrize(
-    ("kind", "start"), [pytest.param("T5", {}, marks=pytest.mark.deep), ("Bart", {"decoder_start_token_id": None})]
-)
-def test_an_encoder_decoder_without_a_first_token_gets_its_tokens(folder, capsys, kind, start):
-    named = {
-        "model_type": kind.lower(),
-        "architectures": [f"{kind}ForConditionalGeneration"],
-        "vocab_size": 50,
-        **start,
-    }
-    layers = {"encoder_layers": 1, "decoder_layers": 1, "num_layers": 1, "num_heads": 2, "d_model": 16, "d_ff": 16}
-    Path("any.json").write_text(json.dumps({**named, **layers}))
+def test_an_encoder_decoder_without_a_first_token_gets_its_tokens(folder, capsys):
+    named = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"], "decoder_start_token_id": None}
+    sizes = {"vocab_size": 50, "encoder_layers": 1, "decoder_layers": 1, "num_heads": 2, "d_model": 16}
+    Path("any.json").write_text(json.dumps({**named, **sizes}))
     assert predict("--hf", "any.json", "--batch", 2, "--seq", 32, "--gpu", "cpu", "--json") == 0
-    config = transformers.AutoConfig.from_pretrained("any.json")
-    given = 2 if getattr(config, "decoder_start_token_id", None) is not None else 3
-    assert printed(capsys)["profile"]["by_category"]["input"] == given * 2 * 32 * 8
+    assert printed(capsys)["profile"]["by_category"]["input"] == 3 * 2 * 32 * 8
 
 
 @pytest.mark.parametrize("name", ["plain", "scalar", "Of.plain"])
@@ -272,19 +244,8 @@ def test_the_exit_code_is_the_verdict_at_the_exact_byte(folder, capsys):
 
 @pytest.mark.parametrize("size", ["batch", pytest.param("seq", marks=pytest.mark.deep)])
 def test_the_largest_is_that_of_the_library(folder, capsys, size):
-    options = (
-        "--hf",
-        "factories:plain",
-        "--batch",
-        4,
-        "--seq",
-        6,
-        "--gpu",
-        "cpu",
-        "--budget",
-        "100KiB",
-        "--no-recommend",
-    )
+    step = ("--hf", "factories:plain", "--batch", 4, "--seq", 6, "--gpu", "cpu")
+    options = (*step, "--budget", "100KiB", "--no-recommend")
     assert predict(*options, "--largest", size, "--json") == 0
     found = printed(capsys)["largest"]
     model = nn.Linear(8, 8)
@@ -350,7 +311,6 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--hf", "none.json"], "--hf 'none.json' must be a transformers config.json that exists, or module:factory"),
         (["--hf", "text.json"], "--hf 'text.json' is not a config of transformers: "),
         (["--hf", "blank.json"], "--hf 'blank.json' is not a config of transformers: ValueError: Unrecognized model"),
-        (["--hf", "blank.json"], "of another library, diffusers or timm, comes from a function of yours"),
         (["--hf", "odd.json"], "--hf 'odd.json': transformers cannot build the model on meta: "),
         (["--hf", "clip.json"], "--hf 'clip.json': transformers has no model with a loss for 'clip_text_model'"),
         (
@@ -361,7 +321,6 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--hf", "factories:no_such"], "cannot be imported: AttributeError: "),
         (["--hf", "factories:broken"], "--hf 'factories:broken' fails: KeyError: 'nothing'"),
         (["--hf", "factories:wrong"], "(model, batch_fn) or (model, batch_fn, loss), got (int, function)"),
-        (["--hf", "factories:many"], "got (Linear, function, function, function)"),
         (["--hf", "factories:unknown"], "returns a Linear whose batches are not known; return (model, batch_fn)"),
         (["--hf", "factories:picky", "--batch", "9"], "batch_fn(9, 1024) fails: IndexError: only 3 rows"),
         (
@@ -370,16 +329,10 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         ),
         (["--seq", "257"], "--seq 257 is longer than the 256 positions that the model has"),
         (["--optimizer", "adanw"], "--optimizer must be none or one of "),
-        (["--optimizer", "lbfgs"], ", rprop, sgd, also with -fused or -foreach, got 'lbfgs'"),
         (["--optimizer", "muon"], "--optimizer muon: "),
         (["--gpu", "h10"], "no card is called 'h10'; the nearest are 'h100'"),
-        (["--gpu", "h10"], "lists all; leave --gpu out for the device that the model is on, or describe any other in"),
         (["--dtype", "fp8"], "--dtype must be one of fp32, float32, bf16, bfloat16, fp16, float16, got 'fp8'"),
         (["--plan", "ofload"], "'ofload' is no file, and no transform of this model on"),
-        (
-            ["--hf", "factories:plain", "--plan", "offload"],
-            "'offload' is no file, and no transform of this model on",
-        ),
         (["--plan", "gpt2.json"], "--plan 'gpt2.json': the text is no plan of memscale; write one with Plan.to_json()"),
         (["--plan", "weights.pt"], "--plan 'weights.pt': load('weights.pt'): 'utf-8' codec can't decode byte"),
         (["--hf", "factories:lossless"], "pass loss in the (model, batch_fn, loss) of --hf and take its mean"),
@@ -388,7 +341,6 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
             ["--hf", "vit.json", "--largest", "seq"],
             "--largest seq: the batches of this model are the same for any seq; use --largest batch",
         ),
-        (["--hf", "factories:fixed", "--largest", "batch"], "are the same for any batch; use --largest seq"),
         (["--hf", "factories:deaf", "--largest", "seq"], "the same for any seq; let its batch_fn use its arguments"),
     ],
     ids=lambda value: "-".join(value[-2:]) if isinstance(value, list) else "",
@@ -474,11 +426,6 @@ def test_a_full_disk_behind_stdout_is_one_line():
 
 def _environment():
     return {**os.environ, "PYTHONPATH": str(Path(ms.__file__).parents[1])}
-
-
-def test_the_version(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"memscale {ms.__version__}\n"
 
 
 def test_python_runs_the_command_too(capsys, monkeypatch):

@@ -19,10 +19,8 @@ TOKENS = {**SMALL, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_
 
 def hugging_face(name, **settings):
     config = getattr(transformers, f"{name}Config")(**settings)
-    return {
-        "GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "T5": "T5ForConditionalGeneration",
-        "Mixtral": "MixtralForCausalLM", "Mamba": "MambaForCausalLM", "GPTNeo": "GPTNeoForCausalLM",
-    }.get(name, f"{name}Model"), config  # fmt: skip
+    heads = {"GPT2": "LMHeadModel", "T5": "ForConditionalGeneration", "Mixtral": "ForCausalLM"}
+    return name + heads.get(name, "Model"), config
 
 
 @pytest.mark.parametrize(
@@ -33,32 +31,12 @@ def hugging_face(name, **settings):
             {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1},
             ["transformer.h.*"],
         ),
-        ("Llama", {**TOKENS, "num_key_value_heads": 2}, ["model.layers.*"]),
-        ("Bert", TOKENS, ["encoder.layer.*"]),
         (
             "T5",
             {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16, "vocab_size": 64},
             ["encoder.block.*", "decoder.block.*"],
         ),
         ("Mixtral", {**TOKENS, "num_key_value_heads": 2, "num_local_experts": 4}, ["model.layers.*"]),
-        (
-            "Mamba",
-            {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4},
-            ["backbone.layers.*"],
-        ),
-        (
-            "GPTNeo",
-            {
-                "hidden_size": 32,
-                "num_layers": 2,
-                "attention_types": [[["global", "local"], 1]],
-                "num_heads": 2,
-                "vocab_size": 64,
-                "bos_token_id": 0,
-                "eos_token_id": 1,
-            },
-            ["transformer.h.*"],
-        ),
         (
             "ResNet",
             {"embedding_size": 8, "hidden_sizes": [8, 16, 32], "depths": [1, 2, 2]},
@@ -78,15 +56,6 @@ def test_hugging_face_models(name, settings, patterns):
     assert repeated_blocks(model) == tuple(patterns)
 
 
-def test_vit():
-    with torch.device("meta"):
-        model = transformers.ViTModel(transformers.ViTConfig(**SMALL, image_size=32, patch_size=8))
-    # Where the list hangs is the library's business, and it has moved; what it holds is ours.
-    (pattern,) = repeated_blocks(model)
-    assert pattern.endswith(("layer.*", "layers.*"))
-    assert type(model.get_submodule(pattern.replace("*", "0"))).__name__ == "ViTLayer"
-
-
 def test_pytorch_transformers():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     assert repeated_blocks(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)) == ("layers.*",)
@@ -94,39 +63,6 @@ def test_pytorch_transformers():
         "encoder.layers.*",
         "decoder.layers.*",
     )
-
-
-class Basic(nn.Module):
-    def __init__(self, width_in, width):
-        super().__init__()
-        self.conv1 = nn.Conv2d(width_in, width, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        if width_in != width:
-            self.downsample = nn.Sequential(nn.Conv2d(width_in, width, 1), nn.BatchNorm2d(width))
-
-    def forward(self, x):
-        return x
-
-
-class ResNet(nn.Module):
-    def __init__(self, *depths):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 8, 7), nn.BatchNorm2d(8)
-        width_in = 8
-        for stage, depth in enumerate(depths):
-            width = 8 * 2**stage
-            rows = [Basic(width_in if at == 0 else width, width) for at in range(depth)]
-            setattr(self, f"layer{stage + 1}", nn.Sequential(*rows))
-            width_in = width
-        self.fc = nn.Linear(width_in, 10)
-
-
-def test_resnet_blocks_not_stages():
-    assert repeated_blocks(ResNet(2, 2, 3)) == ("layer1.*", "layer2.*", "layer3.*")
-    assert repeated_blocks(ResNet(1, 2, 1)) == ("layer1.0", "layer2.*", "layer3.0")
-    assert repeated_blocks(ResNet(1, 1, 1)) == ("layer1.0", "layer2.0", "layer3.0")
 
 
 class Part(nn.Module):
@@ -167,10 +103,8 @@ EMBEDDING = nn.Embedding(4, 8)
 @pytest.mark.parametrize(
     ("model", "patterns"),
     [
-        pytest.param(nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)]), ["*"], id="mlp"),
         pytest.param(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()), [], id="single operations"),
         pytest.param(nn.Sequential(EMBEDDING, block(), block(), nn.Linear(8, 4)), ["1", "2"], id="blocks among others"),
-        pytest.param(Part(block1=block(), block2=block(), head=nn.Linear(8, 8)), ["block1", "block2"], id="attributes"),
         pytest.param(
             Part(layers=nn.ModuleList([nn.ModuleList([attention(), block()]) for _ in range(3)])),
             ["layers.*.*"],
@@ -182,14 +116,10 @@ EMBEDDING = nn.Embedding(4, 8)
             id="module dict of parts",
         ),
         pytest.param(
-            Part(blocks=nn.ModuleDict({"a": block(), "b": block()})), ["blocks.*"], id="module dict of blocks"
-        ),
-        pytest.param(
             nn.ModuleDict({name: nn.Sequential(EMBEDDING, block(), block()) for name in ("enc", "dec")}),
             ["enc.1", "enc.2", "dec.1", "dec.2"],
             id="towers",
         ),
-        pytest.param(nn.Sequential(*[nn.Sequential(block(), block()) for _ in range(2)]), ["*.*"], id="equal stages"),
         pytest.param(
             nn.Sequential(
                 *[
@@ -212,11 +142,7 @@ EMBEDDING = nn.Embedding(4, 8)
             [],
             id="vgg",
         ),
-        pytest.param(Part(rows=nn.ModuleList([nn.LSTM(8, 8), nn.LSTM(8, 8)])), ["rows.*"], id="lstms"),
         pytest.param(Part(drops=nn.ModuleList([nn.Sequential(nn.ReLU(), nn.Dropout())] * 2)), [], id="no parameters"),
-        pytest.param(nn.Sequential(), [], id="empty"),
-        pytest.param(nn.Linear(2, 2), [], id="one operation"),
-        pytest.param(block(), [], id="one block"),
     ],
 )
 def test_by_structure(model, patterns):
@@ -227,8 +153,3 @@ def test_by_structure(model, patterns):
 def test_torchscript_is_no_block():
     scripted = torch.jit.script(nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)]))
     assert repeated_blocks(scripted) == ()
-
-
-def test_not_a_module():
-    with pytest.raises(TypeError, match=r"takes an nn\.Module, got dict; pass the model itself"):
-        repeated_blocks({})

@@ -1,7 +1,6 @@
 """Plans: within their budget on the real allocator, the same everywhere, no slower with more memory."""
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -148,68 +147,6 @@ def test_a_step_of_very_many_operators_is_tried_few_times(monkeypatch):
     assert any("not tried" in reason for reason in evidence.rejected.values())
 
 
-class Translator(nn.Module):
-    """An encoder whose output every block of the decoder reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(2))
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(2))
-
-    def forward(self, x):
-        memory = x
-        for block in self.encoder:
-            memory = block(memory)
-        for block in self.decoder:
-            x = block(x, memory)
-        return x
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.rnn, self.head = nn.Linear(8, 48), nn.LSTM(48, 64, 2, batch_first=True), nn.Linear(64, 8)
-
-    def forward(self, x):
-        return self.head(self.rnn(self.embed(x))[0])
-
-
-class Experts(nn.Module):
-    """Half of the rows go to each of two networks."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleList(_mlps(1)[0] for _ in range(2)) for _ in range(3))
-
-    def forward(self, x):
-        for first, second in self.blocks:
-            x = x + torch.cat([first(x[::2]), second(x[1::2])])
-        return x
-
-
-MORE = {
-    **MODELS,
-    "head": (lambda: nn.Sequential(*_mlps(3), nn.Linear(64, 1024)), lambda: torch.ones(256, 64)),
-    "translator": (Translator, lambda: torch.ones(4, 24, 32)),
-    "recurrent": (Recurrent, lambda: torch.ones(8, 24, 8)),  # cut over the batch
-    "experts": (Experts, lambda: torch.ones(256, 64)),
-}
-
-
-@pytest.mark.deep  # by default `test_monotone.py` has a case of it
-@pytest.mark.parametrize("name", MORE)
-def test_more_budget_is_never_slower(name):
-    """Nor is it refused, in plans that know nothing of each other: their costs tell the time of each choice exactly."""
-    model, batch = MORE[name][0](), MORE[name][1]()
-    step = _step(model, batch)
-    curve = ms.frontier(model, points=4, **step)
-    least, most = curve[0].peak_bytes, curve[-1].peak_bytes
-    budgets = [least + (most - least) * at // 6 for at in range(1, 7)]
-    times = [ms.plan(model, budget=budget, **step).evidence.planned.step_seconds for budget in budgets]
-    assert all(later <= earlier for earlier, later in itertools.pairwise(times))
-    assert name != "mlps" or len(set(times)) > 3
-
-
 def test_nothing_fits():
     model, batch, few = _mlps(1), torch.ones(512, 64), ms.Config(mode="conservative")
     engine = ms.DecisionEngine(model, config=few, **_step(model, batch))
@@ -312,38 +249,9 @@ def test_every_process_makes_the_same_plan_and_knows_those_of_others(planned):
     assert len(said) == 2
 
 
-@pytest.mark.deep
-def test_a_card_without_units_for_a_dtype_is_planned_for():
-    model = _mlps(4).to(torch.bfloat16)
-    batch = torch.ones(4096, 64, dtype=torch.bfloat16)
-    step = {**_step(model, batch), "hardware": "t4"}
-    engine = ms.DecisionEngine(model, **step)
-    smallest = engine.frontier(2)[0]
-    assert smallest.peak_bytes < engine.plain.reserved_peak_bytes
-    assert smallest.step_seconds > engine.plain.step_seconds
-
-
 def test_what_the_models_own_code_raises_is_one_error_of_ours():
     with pytest.raises(ms.ConfigError, match=r"the step fails.*shapes"):
         ms.plan(_mlps(), torch.ones(2, 63), budget="1GiB", loss=_loss, hardware=CPU)
-
-
-@pytest.mark.deep
-def test_a_head_that_is_tiled_and_one_that_is_not_have_corrections_of_their_own():
-    """What one head was seen to hold says nothing about the other: the search would go round between them."""
-    torch.manual_seed(0)
-    body = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
-    model = nn.Sequential(*body, nn.Linear(64, 2048))
-    batch = torch.ones(512, 64)
-    labels = torch.zeros(512, dtype=torch.long)
-    step = {**_step(model, batch), "loss": lambda y, _: nn.functional.cross_entropy(y, labels)}
-    step["config"] = ms.Config(mode="aggressive")
-    engine = ms.DecisionEngine(model, **step)
-    curve = engine.frontier(3)
-    assert "tile" in repr(curve[0].plan)
-    for first, second in itertools.pairwise(curve):
-        fresh = ms.plan(model, budget=(first.peak_bytes + second.peak_bytes) // 2, **step).evidence.planned
-        assert fresh.step_seconds <= first.step_seconds * 1.001  # no search is worse than one with less memory
 
 
 class Language(nn.Module):
@@ -358,22 +266,6 @@ class Language(nn.Module):
 
     def forward(self, tokens):
         return self.lm_head(self.blocks(self.embed(tokens)))
-
-
-@pytest.mark.deep
-def test_what_the_allocator_keeps_is_not_counted_on_top_of_the_update():
-    """The update holds most of the budget whatever is chosen: only to stream seemed to fit, at twice the time."""
-    with torch.device("meta"):
-        model, tokens = Language(), torch.zeros(4, 256, dtype=torch.long)
-    step = {
-        "optimizer": torch.optim.AdamW(model.parameters()),
-        "loss": lambda y, tokens: nn.functional.cross_entropy(y.flatten(0, 1), tokens.flatten()),
-        "hardware": "h100",
-    }
-    by_hand = {"blocks.0": ms.checkpoint(), "lm_head": ms.tile(chunks=4)}
-    fits = ms.profile(model, tokens, plan=ms.Plan(by_hand), **step)
-    plan = ms.plan(model, tokens, budget=int(fits.reserved_peak_bytes * 1.002), exact=False, **step)
-    assert plan.evidence.planned.step_seconds <= fits.step_seconds * 1.001
 
 
 def test_a_budget_holds_for_a_loop_that_keeps_its_output():
@@ -534,15 +426,6 @@ def test_a_curve_names_the_modules_of_each_plan():
     assert Point.of(found).summary == "checkpoint() on 0 to 2, 4, 6; checkpoint(cuts=(2,)) on 7"
     many = ProvenPlan(ms.Plan({str(at): ms.checkpoint() for at in (0, 2, 4, 6)}), found.evidence)
     assert Point.of(many).summary == "checkpoint() on 0, 2, 4 and 1 more"
-
-
-@pytest.mark.deep
-def test_a_plan_says_where_rounding_was_allowed_and_not_needed():
-    step = _step(model := _mlps(2), torch.ones(512, 64))
-    limit = ms.profile(model, **step).taken_bytes * 9 // 10
-    notes = ms.plan(model, budget=limit, exact=False, **step).evidence.notes
-    assert any("rounding is allowed, and the fastest plan needs none" in note for note in notes)
-    assert not any("rounding is allowed" in note for note in ms.plan(model, budget=limit, **step).evidence.notes)
 
 
 def test_the_script_of_a_plan_makes_the_same_module(planned):

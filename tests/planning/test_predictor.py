@@ -14,10 +14,9 @@ from torch.nn import functional as F
 import memscale as ms
 from memscale.core import wrapped
 from memscale.core.units import budget_bytes
-from memscale.planning.parts.heads import loss_head
 from memscale.planning.prediction.largest import largest_fitting
 from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk
-from memscale.planning.remedies import shorthands, summary
+from memscale.planning.remedies import summary
 from memscale.simulation.measured.allocator_trace import measure, training_roles
 
 WIDTH = 64
@@ -257,59 +256,6 @@ def test_a_simulation_is_not_compared_with_real_steps():
     )
 
 
-def test_a_card_without_bfloat16_is_told_to_compute_in_float16():
-    for hardware, dtype in (
-        (ms.Hardware.named("t4"), torch.float16),
-        (ms.Hardware.named("a10"), torch.bfloat16),
-        (box(1), torch.bfloat16),  # whose speeds are not known
-    ):
-        assert shorthands(blocks(), hardware)["cast"] == {"": ms.cast(compute=dtype)}
-    step = {"loss": lambda y, _: y.square().mean(), "hardware": "t4"}
-    advice = ms.OOMPredictor(blocks(2), config=FEW, **step).predict(
-        torch.ones(1024, 64), budget="24MiB", recommend=True
-    )
-    assert [each for each in advice.recommendations if each.action.startswith("cast(compute=torch.float16)")]
-    assert "cast" not in shorthands(blocks().bfloat16(), box(1))
-
-
-@pytest.mark.parametrize(
-    ("model", "path"),
-    [
-        (Speaker(), "head"),
-        (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), "0"),
-        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "2"),
-        (nn.Linear(4, 4), None),
-        (nn.Sequential(nn.Conv1d(1, 1, 1)), None),
-    ],
-)
-def test_the_loss_head_is_the_last_of_the_widest_linear_layers(model, path):
-    assert loss_head(model, ["layers.0", "layers.1", "layers.2"]) == path
-
-
-def test_what_cannot_be_simulated_is_a_note():
-    calls = itertools.count()
-
-    class Restless(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.one(x).tanh() if next(calls) % 3 else self.other(x)
-
-    prediction = ms.OOMPredictor(
-        nn.Sequential(Restless(), Restless()),
-        loss=square,
-        keeps_output=False,
-        hardware=box(1),
-        config=ms.Config(mode="conservative"),
-    ).predict(torch.ones(16, 8))
-    notes = [note for note in prediction.notes if note.startswith("not simulated: ")]
-    assert any("recompute differs" in note for note in notes)
-    assert all(wrapped(f"note: {note}") in str(prediction) for note in notes)
-    assert all("checkpoint" not in each.action for each in prediction.recommendations)
-
-
 @pytest.mark.parametrize(
     ("memory_bytes", "recommend", "asks"),
     [
@@ -367,30 +313,6 @@ def test_the_largest_batch_fits_by_the_allocator_and_one_more_does_not():
     assert largest.next_peak_bytes == truth(model, rows(largest.n + 1), optimizer) > capacity
     assert largest.simulations <= 8
     assert largest.capacity_bytes == capacity
-
-
-def test_the_largest_length_where_attention_is_quadratic():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(16, 48)
-
-        def forward(self, x):
-            q, k, v = self.qkv(x).chunk(3, -1)
-            return (q @ k.mT).softmax(-1) @ v
-
-    model = Attention()
-    capacity = 8 * MIB
-
-    def text(n):
-        return torch.ones(2, n, 16)
-
-    largest = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(2**40)).largest(
-        text, budget=capacity
-    )
-    assert truth(model, text(largest.n)) == largest.peak_bytes <= capacity
-    assert truth(model, text(largest.n + 1)) == largest.next_peak_bytes > capacity
-    assert largest.simulations <= 7
 
 
 @pytest.mark.deep
@@ -464,27 +386,6 @@ def dropping():
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8)) for _ in range(2)])
 
 
-@pytest.mark.deep  # by default: after an interrupt
-@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
-def test_nothing_is_changed(trained):
-    model = dropping()
-    optimizer = torch.optim.Adam(model.parameters())
-    if trained:
-        square(model(torch.ones(2, 8)), 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    before = state_of(model, optimizer)
-    predictor = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(1), config=FEW)
-    assert predictor.predict(torch.ones(8, 8)).recommendations
-    assert (
-        ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(MIB))
-        .largest(lambda n: torch.ones(n, 8))
-        .n
-        > 1
-    )
-    assert state_of(model, optimizer) == before
-
-
 def test_nothing_is_changed_by_an_interrupt_and_what_was_found_is_kept():
     model = dropping()
     optimizer = torch.optim.Adam(model.parameters())
@@ -549,7 +450,6 @@ def failing(n):
 BAD = {
     "model": (lambda: predictor(model=3), r"OOMPredictor\(model=\.\.\.\) takes a torch.nn.Module, got int"),
     "a function": (lambda: predictor(model=lambda: None), r"got function; .* compare memscale.profile"),
-    "card": (lambda: predictor(hardware="h1000"), r"no card is called 'h1000'; the nearest are 'h100'"),
     "optimizer": (lambda: predictor(optimizer="adam"), r"torch.optim.Optimizer or None; pass the optimizer itself"),
     "other parameters": (
         lambda: predictor(optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters())),
@@ -563,8 +463,6 @@ BAD = {
         lambda: predictor(model=nn.Linear(4, 4).requires_grad_(False)).predict(fours(2)),
         r"has no parameter that requires a gradient",
     ),
-    "budget": (lambda: predictor().predict(fours(2), budget="6P"), r"budget='6P' must be .*'6GiB' or '6GB'"),
-    "share": (lambda: predictor().predict(fours(2), budget=1.5), r"budget=1\.5 must be bytes .* a float in \(0, 1\]"),
     "at_least": (lambda: predictor().largest(fours, at_least=0), r"largest\(at_least=0\) must be an int of at least 1"),
     "at_most": (lambda: predictor().largest(fours, at_most=2.0), r"largest\(at_most=2\.0\) must be an int"),
     "range": (lambda: predictor().largest(fours, at_least=5, at_most=4), r"at_least=5, at_most=4\) leaves no size"),
@@ -622,13 +520,8 @@ def test_a_smallest_batch_that_does_not_fit_is_a_budget_error():
     [
         ("6GiB", 6 * 2**30),
         ("6GB", 6 * 10**9),
-        ("6gib", 6 * 2**30),
         (" 1.5 MiB ", 3 * 2**19),
         (".5kB", 500),
-        ("1KiB", 1024),
-        ("2TiB", 2**41),
-        ("2TB", 2 * 10**12),
-        ("7B", 7),
         ("0.1GB", 10**8),  # which a float product misses on the way
         ("1.9999B", 1),
         (1234, 1234),
@@ -637,10 +530,8 @@ def test_a_smallest_batch_that_does_not_fit_is_a_budget_error():
         (0.5, 500),
         (1.0, 1001),
         ("0.5", 500),
-        ("1.0", 1001),
         ("4096", 4096),
         ("6G", 6 * 2**30),
-        ("24g", 24 * 2**30),
         ("6mi", 6 * 2**20),
     ],
 )
@@ -652,19 +543,14 @@ def test_budgets_in_bytes(text, nbytes):
     ("value", "message"),
     [
         ("six", r"budget='six' must be bytes as an int, a string such as '6GiB' or '6GB'"),
-        ("-3", r"budget=-3 is -3 bytes"),
         ("1.5", r"budget=1\.5 must be .*; write '1\.5GiB'$"),
         ("6PB", r"float in \(0, 1\]$"),
         ("", r"budget='' must be"),
-        ("GiB", r"budget='GiB' must be"),
         ("-1GiB", r"budget='-1GiB' must be"),
-        ("1e9B", r"budget='1e9B' must be"),
         ("0B", r"budget='0B' is 0 bytes and must be at least 1"),
         (0, r"budget=0 is 0 bytes"),
         ("101%", r"budget='101%' must be"),
-        ("0%", r"budget='0%' must be"),
         (-5, r"budget=-5 is -5 bytes"),
-        (0.0, r"budget=0\.0 must be"),
         (1.0001, r"budget=1\.0001 must be"),
         (float("nan"), r"budget=nan must be"),
         (True, r"budget=True must be"),
@@ -674,13 +560,6 @@ def test_budgets_in_bytes(text, nbytes):
 def test_budgets_that_are_none(value, message):
     with pytest.raises(ms.ConfigError, match=message):
         budget_bytes(value, 1000)
-
-
-def test_a_number_that_cannot_be_meant_as_bytes_is_refused():
-    with pytest.raises(ms.ConfigError, match="budget=80 is 80 bytes; if GiB are meant, write budget='80GiB'"):
-        budget_bytes(80, 80 * 2**30)
-    with pytest.raises(ms.ConfigError, match="write budget='80GiB'"):
-        budget_bytes("80", 80 * 2**30)
 
 
 def test_a_budget_is_called_what_the_verb_calls_it():
