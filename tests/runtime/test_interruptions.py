@@ -124,56 +124,6 @@ def test_after_any_call_that_fails_the_next_step_is_right_and_nothing_stays(meth
     assert calls > 1
 
 
-@pytest.mark.parametrize("what", ["wait", "record"])
-def test_a_fetch_that_was_interrupted_leaves_no_memory_that_passes_for_what_has_not_arrived(what):
-    backend = Unreliable()
-    engine = Engine(backend, depth=0)
-    handle = engine.stash(torch.arange(1024.0))
-    engine.look_again()
-    backend.fail(what, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        engine.fetch(handle)
-    assert torch.equal(engine.fetch(handle), torch.arange(1024.0))
-
-
-def test_a_departure_whose_wait_was_interrupted_is_waited_for_again():
-    backend = Unreliable()
-    engine = Engine(backend, depth=0)
-    handle = engine.stash(torch.ones(1024))
-    backend.fail("wait", KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        engine.look_again()
-    engine.settle()
-    assert not handle.entry.is_on_device(), "its memory is free"
-    assert torch.equal(engine.fetch(handle), torch.ones(1024))
-
-
-def test_a_copy_that_does_not_start_is_the_matter_of_who_needs_it():
-    backend = Unreliable()
-    engine = Engine(backend, depth=2)
-    failing = engine.stash(torch.ones(1024))
-    backend.fail("copy", OSError("it fails"))
-    engine.look_again()  # asks for the copy, which fails, and of which it needs nothing
-    assert torch.equal(engine.fetch(failing), torch.ones(1024))
-    engine.settle()
-    del failing
-    assert engine.stats().live_bytes == {"pinned": 0}
-    assert is_empty(backend)
-
-
-def test_a_graph_that_ends_on_a_device_that_fails_gives_its_bytes_back():
-    backend = Unreliable()
-    engine = Engine(backend, depth=2)
-    handle = engine.stash(torch.ones(1024))
-    engine.look_again()
-    del handle  # its copy is under way: left for the next call
-    backend.fail("wait", OSError("it fails"))
-    with pytest.raises(OSError, match="it fails"):
-        engine.finalized.collect()
-    assert engine._moved == {}
-    assert engine.stats().live_bytes == {"pinned": 0}
-
-
 def test_a_region_that_runs_out_of_memory_halfway_has_nothing_in_use():
     backend = Unreliable()
     fit, _ = streamed(backend, depth=0)

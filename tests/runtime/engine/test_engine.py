@@ -2,17 +2,15 @@
 
 import json
 import types
-import weakref
 
 import pytest
 import torch
 
 import memscale as ms
-from memscale.runtime import HostParameters, Runtime
+from memscale.runtime import Runtime
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.loader import LoadState
-from memscale.runtime.storage.copy_pool import CopyFuture
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.checking.checked_engine import CheckedEngine
 from tests.support.checking.hazards import Checked
@@ -197,38 +195,6 @@ def test_a_write_that_fails_loses_nothing():
     assert engine.backend.finish() == []
 
 
-def test_a_read_that_fails_is_raised_and_may_be_tried_again(engine):
-    (handle,) = stashed(engine, lambda: torch.arange(1024.0))
-    slab = engine.backend.inner._slab
-    read = slab.read
-
-    def broken(extent, into):
-        failed = CopyFuture()
-        failed.set_exception(OSError(5, "Input/output error"))
-        return failed
-
-    slab.read = broken
-    with pytest.raises(OSError, match="Input/output error"):
-        engine.fetch(handle)
-    slab.read = read
-    assert torch.equal(engine.fetch(handle), torch.arange(1024.0))
-
-
-def test_a_forked_process_is_refused(engine):
-    (handle,) = stashed(engine, lambda: torch.arange(1024.0))
-    engine.backend.inner._process -= 1
-    with pytest.raises(ms.TransformError, match="run forward and backward in one process"):
-        engine.fetch(handle)
-    with pytest.raises(ms.TransformError, match="of which it is a fork"):
-        stashed(engine, lambda: torch.arange(1024.0))
-    with pytest.raises(ms.TransformError, match="of which it is a fork"):
-        HostParameters(engine, {}).place(
-            torch.nn.Parameter(torch.ones(1024)), "auto", torch.empty(0, dtype=torch.uint8)
-        )
-    engine.backend.inner._process += 1
-    assert torch.equal(engine.fetch(handle), torch.arange(1024.0)), "what was refused has left nothing half done"
-
-
 # ------------------------------------------------------------------------------------------------ order is a hint
 
 
@@ -312,47 +278,6 @@ def test_small_storages_share_a_copy_each_way_and_come_back_as_they_were():
     handles.clear()
     assert engine.backend.finish() == []
     assert (engine._moved, engine._by_storage, engine.stats().live_bytes) == ({}, {}, {"pinned": 0})
-
-
-@pytest.mark.parametrize("ends", ["moved", "stayed"])
-def test_what_is_dropped_is_freed_without_the_garbage_collector(ends, no_collection):
-    engine = together(NBYTES)
-    held = [torch.ones(4), torch.ones(5)]
-    handles = [engine.stash(tensor) for tensor in held]
-    if ends == "moved":
-        held.clear()
-        engine.look_again()
-    entries = [weakref.ref(handle.entry) for handle in handles]
-    records = [weakref.ref(handle.record) for handle in handles]
-    handles.clear()
-    engine.look_again()
-    assert [each() for each in entries + records] == [None] * 4
-
-
-def test_what_is_stashed_leaves_once_the_limit_is_reached():
-    engine = together(NBYTES)
-    # Every 16th one reaches the limit of four times the bytes, and is in use as yet.
-    handles = [engine.stash(torch.ones(NBYTES // 16)) for _ in range(33)]
-    assert [handle.record.alias is None for handle in handles] == [True] * 31 + [False] * 2
-    entries = [handle.entry for handle in handles]
-    counts = [entries.count(entry) for entry in dict.fromkeys(entries)]
-    assert counts == [15, 15, 1, 1, 1], "with their gaps, fifteen fit"
-    handles.append(engine.stash(torch.ones(NBYTES)))  # a large one waits for nothing
-    assert [handle.record.alias is None for handle in handles[31:]] == [True] * 2 + [False]
-
-
-def test_integers_travel_apart_and_arguments_alone():
-    """By their values a recompute may decide, or the sizes of a backward, and simulations carry values by buffer."""
-    engine = together(NBYTES)
-    arguments = [torch.ones(8), torch.ones(8)]
-    handles = engine.stash_all(arguments)
-    handles += [engine.stash(torch.ones(8, dtype=dtype)) for dtype in (torch.float32, torch.int64, torch.bool)]
-    handles.append(engine.stash(torch.ones(8, dtype=torch.complex64)))
-    arguments.clear()
-    engine.look_again()
-    first, second, floats, integers, flags, complexes = (handle.entry for handle in handles)
-    assert len({first, second, floats, integers}) == 4
-    assert (flags, complexes) == (integers, floats)
 
 
 def test_one_that_changed_in_place_does_not_blame_its_companions():

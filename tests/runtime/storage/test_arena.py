@@ -172,33 +172,6 @@ def test_an_event_that_fails_loses_no_block():
     assert arena.take(32 * KIB) is not None
 
 
-def step(arena, sizes):
-    blocks = [arena.take(nbytes) for nbytes in sizes]
-    for block in reversed(blocks):
-        arena.give(block)
-
-
-def test_a_plan_wastes_nothing_on_a_step_that_repeats():
-    slabs = Slabs()
-    arena = arena_of(slabs, cap_bytes=1024 * KIB)
-    sizes = [20 * KIB, 9 * KIB, 30 * KIB, KIB] * 4
-    step(arena, sizes)
-    assert slabs.sizes == [32 * KIB] * 8
-    assert arena.replan()
-    assert slabs.sizes == [sum(sizes)]
-    for _ in range(3):
-        step(arena, sizes)
-    assert slabs.sizes == [sum(sizes)]
-    assert arena.usage().reserved_bytes == arena.usage().high_water_bytes
-    assert not arena.replan()  # nothing to gain
-
-    step(arena, [*sizes, 40 * KIB])
-    assert arena.replan() is False  # a slab of just that size was added
-    assert len(slabs.sizes) == 2
-    step(arena, [*sizes, 41 * KIB])
-    assert arena.replan()  # which was too small for this one, so that there are three
-
-
 def test_giving_back_inside_the_arena_itself_does_not_lock_it():
     """A finalizer may run at any moment, in the thread that holds the lock too."""
     slabs = Slabs()
@@ -221,47 +194,6 @@ def test_giving_back_inside_the_arena_itself_does_not_lock_it():
     assert not worker.is_alive()
     arena.usage()
     assert live_bytes(arena) == 16 * KIB
-
-
-def test_threads_share_an_arena():
-    arena, failed = arena_of(Slabs(), cap_bytes=200 * KIB), []
-
-    def work(number):
-        try:
-            for turn in range(300):
-                block = arena.take(1 + (number * 977 + turn * 131) % 6000)
-                block.tensor.fill_(number)
-                event = Event()
-                assert (block.tensor == number).all()
-                arena.give(block, after=[event])
-                event.happened = True
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-    arena.usage()
-    assert live_bytes(arena) == pending_bytes(arena) == 0
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 3 * 1024**2])
-def test_page_aligned_memory(nbytes):
-    memory = page_aligned_memory(nbytes)
-    assert (memory.dtype, memory.shape, memory.data_ptr() % PAGE_BYTES) == (torch.uint8, (nbytes,), 0)
-    memory.fill_(3)
-    view = memory[nbytes // 2 :]
-    del memory
-    gc.collect()
-    assert view.tolist() == [3] * len(view)  # which keeps the memory
-
-
-def test_memory_that_the_system_refuses():
-    with pytest.raises(MemoryError, match="the system refuses"):
-        page_aligned_memory(2**60)
 
 
 class Machine:
@@ -302,22 +234,6 @@ def test_a_budget_grants_only_what_is_there():
 def test_no_cap_on_a_machine_that_says_nothing_is_refused():
     with pytest.raises(RuntimeUnavailable, match="install psutil, or set max_cpu_offload_gb"):
         HostBudget(None, available_bytes=lambda: None)
-
-
-def test_releasing_inside_the_budget_itself_does_not_lock_it():
-    budget = None
-
-    def available():
-        budget.release(10)
-        return 1000
-
-    budget = HostBudget(None, kept_free_bytes=0, available_bytes=lambda: 1000)
-    budget._available_bytes = available
-    worker = threading.Thread(target=lambda: budget.reserve(50), daemon=True)
-    worker.start()
-    worker.join(30)
-    assert not worker.is_alive()
-    assert budget.reserved_bytes == 40
 
 
 def test_without_proc_psutil_says_what_is_available(monkeypatch, tmp_path):

@@ -200,19 +200,6 @@ def test_without_unnamed_files_the_name_is_gone_at_once(make, tmp_path, monkeypa
     round_trip(slab, noise(5000))
 
 
-def test_a_filesystem_that_refuses_unnamed_files(make, monkeypatch, tmp_path):
-    real = os.open
-
-    def refuse(path, flags, *args, **kwargs):
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    round_trip(make(), noise(5000))
-    assert os.listdir(tmp_path) == []
-
-
 def test_nothing_survives_a_kill(tmp_path):
     code = (
         "import os, signal, sys, torch\n"
@@ -537,17 +524,3 @@ def test_a_part_without_blocks_is_not_mapped(make):
         slab.write(source := noise(100), extent).result()  # it serves as before
         slab.read(extent, into := noise(100)).result()
         assert torch.equal(into, source)
-
-
-def test_a_system_that_maps_no_more_says_so_and_the_extent_serves_otherwise(make):
-    class Full(FileIO):
-        def map(self, descriptor, offset, nbytes):
-            return super().map(-1, offset, nbytes)
-
-    slab = make(Full())
-    extent = slab.reserve(100)
-    with pytest.raises(RuntimeUnavailable, match=r"\(Bad file descriptor\); raise vm.max_map_count"):
-        slab.map(extent)
-    slab.write(source := noise(100), extent).result()
-    slab.read(extent, into := noise(100)).result()
-    assert torch.equal(into, source)

@@ -1,7 +1,6 @@
 """offload(what="params"): which bytes are on the device and when, and which move."""
 
 import gc
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose
 from memscale.runtime import Runtime
-from memscale.runtime.engine.engine import Engine
-from memscale.runtime.engine.prefetch import Prefetch
 from memscale.simulation.measured.allocator_trace import measure
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.layers import (
@@ -201,58 +198,6 @@ def test_as_many_regions_are_ahead_as_in_a_simulation():
         assert forward() == pytest.approx(0.1 if copy_seconds == 0.1 else 10.0 + 5 * 9.0)
     assert peaks == {0.1: 4, 10.0: 4}
     assert measure(on_the_clock(0, 0.1)[2]).peak_bytes // WEIGHT == 1
-
-
-class Done(NamedTuple):
-    """An event of a stream, long over."""
-
-    begin: float
-    end: float
-
-    def done(self):
-        return True
-
-    def span(self):
-        return self
-
-
-def test_depth_follows_the_measured_times():
-    """No further ahead than it helps: with copies of a tenth of the time between requests, the next one only."""
-    for copy_seconds, depth in ((0.1, 1), (10.0, 3)):
-        ahead = Prefetch(3)
-        for key in range(3):
-            ahead.requested(key, at=Done(key, key))
-            ahead.copied(Done(key, key + copy_seconds))
-        assert ahead.depth() == depth
-
-
-def loads(seconds):
-    """A link with copies of a second each, which are asked for one after the other, and needed in so many seconds."""
-    backend = Punctual(1.0)
-    engine = Engine(backend)
-    targets = [torch.empty(64, dtype=torch.uint8) for _ in seconds]
-    buffers = [backend.allocate(64, "auto") for _ in seconds]
-    copies = [
-        engine.transfers.ask_in(buffer, target, after=(), seconds=when, started=lambda event: None)
-        for buffer, target, when in zip(buffers, targets, seconds, strict=True)
-    ]
-    engine.transfers.pump()
-    return backend, engine, copies, targets
-
-
-def test_what_is_needed_at_once_overtakes_what_is_loaded_ahead():
-    _, engine, copies, targets = loads([60.0] * 7)
-    engine.transfers.arrive(copies[-1], targets[-1])
-    assert engine.stats().exposed_seconds == pytest.approx(3.0), "behind the two that the stream was given"
-
-
-def test_the_earliest_deadline_goes_first():
-    backend, engine, copies, targets = loads([60.0] * 6 + [3.0])
-    for _ in range(3):
-        backend.compute(1.0)
-        engine.transfers.pump()
-    engine.transfers.arrive(copies[-1], targets[-1])
-    assert engine.stats().exposed_seconds == pytest.approx(0.0)
 
 
 def test_memory_of_a_host_parameter_waits_for_the_load_that_reads_it():
