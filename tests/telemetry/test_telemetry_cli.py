@@ -118,16 +118,6 @@ def test_a_server_that_does_not_take_it_leaves_the_week(place, capsys, monkeypat
     assert len(received) == 1  # no other try, no redirect followed
 
 
-@pytest.mark.deep
-def test_a_server_that_stalls_is_given_three_seconds(place):
-    with server(BAD["stalls"]) as (address, _):
-        chosen(State.ON, address)
-        counted_in(place)
-        begun = time.perf_counter()
-        assert main(["telemetry", "send"]) == 1
-        assert 2.9 < time.perf_counter() - begun < 3.5
-
-
 @pytest.mark.parametrize(
     "endpoint",
     [
