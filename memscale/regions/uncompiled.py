@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -105,8 +105,8 @@ class OperatorWatch(internals.TorchDispatchMode):
         if torch.is_inference_mode_enabled():
             with _as_without_a_mode(func):
                 return without_dynamo(type(self).on_call)(self, func, args, kwargs or {})
-        if _changes_lists(func):
-            with _new_versions(args[0]):
+        if (around := _context_of(func)) is not None:
+            with around(args):
                 return without_dynamo(type(self).on_call)(self, func, args, kwargs or {})
         if _dynamo_callback() is None:
             return self.on_call(func, args, kwargs or _NO_KEYWORDS)
@@ -117,24 +117,30 @@ class OperatorWatch(internals.TorchDispatchMode):
         raise NotImplementedError
 
 
-_known: dict[int, tuple[Any, bool]] = {}  # by id, since operators hash in Python, in a microsecond
+_Around = Callable[[tuple[Any, ...]], AbstractContextManager[Any]]
+_known: dict[int, tuple[Any, _Around | None]] = {}  # by id, since operators hash in Python, in a microsecond
 
 
-def _changes_lists(func: Any) -> bool:
+def _context_of(func: Any) -> _Around | None:
+    """Returns what makes, from the arguments, the context in which `func` must run under a mode; `None` for most."""
     if (found := _known.get(id(func))) is None:
-        is_operator = isinstance(func, internals.OpOverload)
-        changes = is_operator and re.fullmatch(r"aten::_foreach_\w+_", func._schema.name) is not None
-        found = _known[id(func)] = func, changes  # the reference keeps the id from being used again
+        name = func._schema.name if isinstance(func, internals.OpOverload) else ""
+        around: _Around | None = None
+        if re.fullmatch(r"aten::_foreach_\w+_", name):
+            around = _new_versions
+        elif name in ("aten::linalg_pinv", "aten::linalg_lstsq"):
+            around = _with_conjugate_views
+        found = _known[id(func)] = func, around  # the reference keeps the id from being used again
     return found[1]
 
 
 @contextmanager
-def _new_versions(changed: Iterable[Any]) -> Iterator[None]:
-    """Increments the versions of the tensors that the body changes in place.
+def _new_versions(args: tuple[Any, ...]) -> Iterator[None]:
+    """Increments the versions of the tensors in the first argument, which the body changes in place.
 
     Under a mode PyTorch does not do so for lists of tensors, and autograd would miss the change of a saved tensor.
     """
-    tensors = [each for each in changed if isinstance(each, torch.Tensor) and not each.is_inference()]
+    tensors = [each for each in args[0] if isinstance(each, torch.Tensor) and not each.is_inference()]
     before = [each._version for each in tensors]
     yield
     for each, then in zip(tensors, before, strict=True):
@@ -150,9 +156,22 @@ def _as_without_a_mode(func: Any) -> AbstractContextManager[Any]:
     """
     if not _is_made_of_others(func):
         return nullcontext()
-    views = _c.DispatchKeySet(_c.DispatchKey.ADInplaceOrView)
+    return _with_keys(_c.DispatchKeySet(_c.DispatchKey.ADInplaceOrView))
+
+
+def _with_conjugate_views(_: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Returns a context in which an operator's kernel sees that a tensor is a view that conjugates.
+
+    `linalg.pinv` and `linalg.lstsq` of complex tensors make such views inside their kernels. Under a mode PyTorch reads
+    these views as if they did not conjugate, and returns other numbers without an error.
+    """
+    return _with_keys(_c.DispatchKeySet(_c.DispatchKey.Conjugate))
+
+
+def _with_keys(keys: Any) -> AbstractContextManager[Any]:
+    """Returns a context in which the dispatcher uses `keys`, which it leaves out under a mode."""
     guard: AbstractContextManager[Any] = _c._ForceDispatchKeyGuard(
-        _c._dispatch_tls_local_include_set(), _c._dispatch_tls_local_exclude_set() - views
+        _c._dispatch_tls_local_include_set(), _c._dispatch_tls_local_exclude_set() - keys
     )
     return guard
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, changed_error, check_tier, internals, version
-from memscale.regions import PacksSeveral, hooks_around, never_compiled, recomputes, unrecorded
+from memscale.regions import PacksSeveral, dispatch_modes, hooks_around, never_compiled, recomputes, unrecorded
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Handle, kept_tensor
 from memscale.runtime.parameters.host_parameter import Saved, any_is_running, host_parameter_on_device
@@ -107,6 +107,11 @@ class Hooks(PacksSeveral):
         key = type(tensor), tensor.device
         engine = self._engines.get(key)
         if engine is None:
+            if any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in dispatch_modes()):
+                raise TransformError(
+                    "offload() inside make_fx: the graph would hold the bytes that come back from a tier as constants; "
+                    "trace the model without offload()"
+                )
             engine = self._engines[key] = self._runtime.engine(tensor)
             self._runtime.warn_of_tier(engine, self._tier)
         return engine

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 import memscale as ms
@@ -343,3 +344,28 @@ def test_vmap_inside_a_region_is_right():
     found = torch.autograd.grad(offload().on(runtime)(fn)(x, w).sum(), (x, w))
     assert bits(found) == bits(torch.autograd.grad(fn(x, w).sum(), (x, w)))
     assert totals(runtime)[0] > 0
+
+
+def test_an_inference_tensor_among_the_arguments_comes_back():
+    """PyTorch lets an alias of an inference tensor count versions, from 0, while the tensor itself has none."""
+    with torch.inference_mode():
+        features = torch.randn(4, 4)
+    x = torch.randn(4, 4, requires_grad=True)
+
+    def gradient(fn):
+        return torch.autograd.grad(fn(features, x).sum(), x)[0]
+
+    def region(features, x):
+        return (x * features.sum()).exp()
+
+    how = compose(offload(), checkpoint()).on(synchronous())
+    assert torch.equal(gradient(how(region)), gradient(region))
+
+
+def test_make_fx_is_refused_since_its_graph_would_hold_constants():
+    def step(x):
+        return torch.autograd.grad(moved(x).sum(), x)[0]
+
+    moved = offload().on(synchronous())(lambda x: x.sin().exp())
+    with pytest.raises(ms.TransformError, match="inside make_fx"):
+        make_fx(step)(torch.ones(8, requires_grad=True))
