@@ -315,11 +315,7 @@ def _retired(names):
 
 
 def test_names_have_the_words_of_the_field():
-    files = {path: {path.stem, *_names_given(parsed(path))} for path in (*MODULES.values(), *OUTSIDE)}
-    # The name of a test is a sentence.
-    found = {
-        str(path): _retired(name for name in names if not name.startswith("test_")) for path, names in files.items()
-    }
+    found = {str(path): _retired({path.stem, *_names_given(parsed(path))}) for path in MODULES.values()}
     assert {path: names for path, names in found.items() if names} == {}
 
 

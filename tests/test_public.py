@@ -155,20 +155,13 @@ BAD = {
         lambda: ms.checkpoint(policy=policies.save_only_these_names),
         r"a policy is a value .*; call it first",
     ),
-    "checkpoint: a verdict": (lambda: ms.checkpoint(policy=policies.Save()), r"a policy is .*got Save\(\)"),
     "compose: not a transform": (lambda: ms.compose(3), r"compose\(\) takes transforms .*got 3 at position 0"),
     "compose: a factory": (lambda: ms.compose(ms.identity, ms.checkpoint), r"at position 1; call the factory"),
     "name: empty": (lambda: ms.name(torch.ones(1), ""), r"the label is a non-empty string, got ''"),
-    "name: no string": (lambda: ms.name(torch.ones(1), 3), r"the label is a non-empty string, got 3"),
     "name: the other way round": (lambda: ms.name("x", torch.ones(1)), r"got a tensor; write name\(x, 'hidden'\)"),
     "name: no tensor": (lambda: ms.name([1], "a"), r"labels a tensor, got list for label 'a'"),
     "names: none": (lambda: policies.save_only_these_names(), r"save_only_these_names: give at least 1 name"),
     "names: empty": (lambda: policies.save_only_these_names(""), r"a name is a non-empty string .*got ''"),
-    "names: a list": (lambda: policies.save_only_these_names(["a"]), r"a name is a non-empty string .*\['a'\]"),
-    "but these: no string": (
-        lambda: policies.save_any_names_but_these(3),
-        r"save_any_names_but_these: a name is a non-empty string .*got 3",
-    ),
     "offload: none": (lambda: policies.save_and_offload_only_these_names(), r"give at least 1 name"),
     "offload: both": (
         lambda: policies.save_and_offload_only_these_names(
@@ -187,10 +180,6 @@ BAD = {
     "offload(): what": (lambda: ms.offload(what="grads"), r"offload\(what='grads'\) must be 'activations'"),
     "offload(): tier": (lambda: ms.offload(tier="nvme"), r"offload\(tier=\.\.\.\) must be the name of .* got 'nvme'"),
     "offload(): bytes": (lambda: ms.offload(min_bytes=-1), r"offload\(min_bytes=-1\) must be an int of at least 0"),
-    "offload(): a bool": (
-        lambda: ms.offload(min_bytes=True),
-        r"offload\(min_bytes=True\) must be an int of at least 0",
-    ),
     "both: no policy": (
         lambda: policies.save_from_both_policies(policies.dots_saveable, None),
         r"save_from_both_policies: a policy is .*got None",

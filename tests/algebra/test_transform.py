@@ -48,18 +48,6 @@ def test_the_model_keeps_its_parameters_while_functional_call_runs_the_new_tree(
     check_trees_independent(kind, dict.fromkeys(kind.regions, checkpoint()))
 
 
-def test_both_trees_follow_to_and_load_state_dict():
-    model, fit = transformed(ConvBlock)
-    fit.double()
-    assert model.conv.weight.dtype == model.norm.running_mean.dtype == torch.float64
-    model.float()
-    assert fit.conv.weight.dtype == fit.norm.running_mean.dtype == torch.float32
-    model.load_state_dict(ConvBlock().state_dict())
-    assert bits(fit.state_dict()) == bits(model.state_dict())
-    fit.load_state_dict(ConvBlock().state_dict())
-    assert bits(fit.state_dict()) == bits(model.state_dict())
-
-
 def test_parameters_of_the_model_that_are_replaced_by_others_are_detected():
     model, fit = transformed()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -332,19 +320,6 @@ def test_modules_that_were_compiled_before_run_their_copies(compiled, path):
     assert (5, 24) not in kept
     assert all(map(torch.equal, expected, found))
     assert not {id(m) for m in fit.modules()} & {id(m) for m in model.modules()}
-
-
-def test_what_is_compiled_in_an_unknown_way_is_refused():
-    model = compiled_in_place(nn.Sequential(Wide()))
-    known = model[0]._compiled_call_impl
-
-    @functools.wraps(known)
-    def unknown(*args):
-        return known(*args)
-
-    model[0]._compiled_call_impl = unknown
-    with pytest.raises(ms.TransformError, match="transform the model first, then compile the result"):
-        ms.transform(model, {"*": checkpoint()})
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -11,9 +11,7 @@ from torch import nn
 import memscale as ms
 from memscale.cli import main
 from memscale.cli.adapters import AdapterOptions, adapted, settings_of
-from memscale.cli.options import typed
-from memscale.cli.step import StepOptions
-from memscale.cli.subject import Subject, read_subject
+from memscale.cli.subject import read_subject
 
 bnb = pytest.importorskip("bitsandbytes", reason="the weights in few bits are of bitsandbytes")
 transformers = pytest.importorskip("transformers", reason="the models are of transformers")
@@ -125,11 +123,6 @@ def test_a_plan_and_its_script_are_of_the_packed_model(folder, capsys):
     assert "peft.LoraConfig(r=4, target_modules='all-linear')).train()" in script
 
 
-def test_the_next_command_repeats_these_options():
-    options = StepOptions(hf="x", adapters=AdapterOptions(lora="r=4", quant="nf4", kbit=False), batch=2)
-    assert typed(options) == "--hf x --batch 2 --lora r=4 --quant nf4 --no-kbit"
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -157,14 +150,6 @@ def test_the_next_command_repeats_these_options():
 def test_mistakes_are_one_line(folder, capsys, options, said):
     assert predict(*options) == 2
     assert said in capsys.readouterr().err
-
-
-def test_quant_is_for_models_that_are_built_here(folder):
-    subject = Subject(nn.Sequential(nn.Linear(4, 4)), lambda batch, _: torch.ones(batch, 4))
-    with pytest.raises(
-        ms.ConfigError, match="--quant nf4 is for a model that transformers builds from a config; 'a:b'"
-    ):
-        adapted(subject, AdapterOptions(lora="r=4", quant="nf4"), "a:b", torch.float32, torch.float32)
 
 
 def test_settings_have_defaults():

@@ -6,7 +6,7 @@ import torch
 
 from memscale.cli import demo as _demo
 from memscale.cli import main
-from memscale.cli.training import Job, gpt2, read_text, train
+from memscale.cli.training import Job, read_text, train
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ["--steps", "3", "--layers", "2", "--width", "64", "--batch", "2", "--seq", "64", "--device", "cpu"]
@@ -21,19 +21,8 @@ def test_it_compares_and_leaves_a_picture(tmp_path: Path, capsys: pytest.Capture
     out = tmp_path / "memory.png"
     assert demo(*SMALL, "--out", str(out)) == 0
     shown = capsys.readouterr().out
-    for line in (
-        "budget",
-        "kept",
-        "peak memory, measured",
-        "proof: the simulated step takes",
-        "step time",
-        "losses",
-        "gradients",
-        "parameters",
-        "moments",
-        "random state",
-    ):
-        assert line in shown
+    said = ("budget", "peak memory, measured", "proof: the simulated step takes", "step time", "losses", "random state")
+    assert all(each in shown for each in said)
     assert "DIFFERENT" not in shown
     assert str(out) in shown
     *lines, _ = shown.splitlines()  # the last one has a path
@@ -59,38 +48,6 @@ def test_the_numbers_are_equal_and_the_memory_is_not():
     assert first.peak_bytes == pytest.approx(plan.evidence.plain.peak_bytes, rel=0.02)
 
 
-@pytest.mark.deep
-def test_a_budget_that_nothing_fits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert demo(*SMALL, "--budget", "1KiB", "--out", str(tmp_path / "memory.png")) == 3
-    assert "memscale: no plan fits 1.00 KiB" in capsys.readouterr().err
-
-
-@pytest.mark.deep
-def test_a_peak_above_the_budget_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(_demo, "_under", lambda plan: _demo._unchanged)
-    assert demo(*SMALL, "--out", str(tmp_path / "memory.png")) == 1
-    shown = capsys.readouterr().out
-    assert "OVER BUDGET" in shown
-    assert "EXCEEDED" in shown
-    assert "NOT EQUAL" not in shown
-
-
-def test_the_start_is_exactly_weights_moments_and_batch():
-    # GPT-2's blocks hold 12 w² + 13 w numbers each, the ends 256 w + seq w + 2 w; the output layer is tied.
-    w = JOB.width
-    numbers = JOB.layers * (12 * w * w + 13 * w) + (256 + JOB.seq + 2) * w
-    model = gpt2(JOB)
-    tensors = len(list(model.parameters()))
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    trace = train(JOB, read_text(), _demo._unchanged, lambda: None).trace
-    # AdamW also keeps one float32 step count for each tensor; the batch is int64.
-    expected = 3 * 4 * numbers + 4 * tensors + 8 * JOB.batch * JOB.seq + buffers
-    assert trace.start_bytes == expected
-    assert trace.timeline.live_bytes["gradient"][-1] == 4 * numbers
-
-
 def test_a_transform_that_disturbs_dropout_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -109,11 +66,8 @@ def test_a_transform_that_disturbs_dropout_is_caught(
     [
         (["--steps", "2"], "--steps must be at least 3 (the first warms up, the last is measured), got 2"),
         (["--width", "100"], "--width must be a multiple of 64, the width of a head, got 100"),
-        (["--width", "0"], "--width must be a multiple of 64, the width of a head, got 0"),
         (["--seq", "1025"], "--seq must be from 2 to 1024, GPT-2's longest text, got 1025"),
-        (["--seq", "1"], "--seq must be from 2 to 1024"),
         (["--device", "abacus"], "--device must be auto, cpu, cuda or cuda:N, got 'abacus'"),
-        (["--device", "meta"], "--device must be auto, cpu, cuda or cuda:N, got 'meta'"),
         (["--device", "cuda:99"], "--device cuda:99 needs a CUDA device that PyTorch can use, and it finds"),
         (["--batch", "1000000"], "free; lower --batch, --seq, --layers or --width"),
         (["--out", "memory.jpg"], "--out must end in .png, got 'memory.jpg'"),

@@ -209,30 +209,21 @@ def test_a_terminal_gets_a_bar_and_no_lines(folder, capsys, monkeypatch):
     ("options", "message"),
     [
         (["plan", "--budget", "-5"], "--budget must be 6GiB, 6GB, bytes, or a share: 0.9 or 90%, got '-5'"),
-        (["plan", "--budget", "0"], "--budget must be 6GiB, 6GB, bytes, or a share: 0.9 or 90%, got '0'"),
         (["plan", "--budget", "80"], "or a share: 0.9 or 90%, got '80'"),
-        (["plan", "--budget", "lots"], "or a share: 0.9 or 90%, got 'lots'"),
-        (["plan", "--budget", "6P"], "or a share: 0.9 or 90%, got '6P'"),
-        (["plan", "--budget", "nan"], "or a share: 0.9 or 90%, got 'nan'"),
         (["frontier", "--budget", "1.5"], "or a share: 0.9 or 90%, got '1.5'"),
         (["plan"], "Missing option '--budget'; memscale plan --help shows what it takes"),
         (["plan", "--mode", "brave"], "--mode must be one of conservative, balanced, aggressive, got 'brave'"),
         (["plan", "--allow", "magic"], "--allow must be one of checkpoint, offload, tile, cast, got 'magic'"),
-        (["plan", "--forbid", "magic"], "--forbid must be one of checkpoint, offload, tile, cast, got 'magic'"),
         (["plan", "--allow", "tile", "--forbid", "tile"], "--allow tile and --forbid tile contradict each other"),
         (["plan", "--stepping", "late"], "--stepping must be one of step_in_groups, step_in_backward, offload_states"),
         (["plan", "--host", "some"], "--host must be 6GiB, 6GB or bytes, got 'some'"),
-        (["plan", "--host", "0.5"], "--host must be 6GiB, 6GB or bytes, got '0.5'"),
         (["plan", "--seconds", "-1"], "--seconds must be at least 0, got -1"),
         (["plan", "--html", "plan.pdf"], "--html must end in .html or .htm, got 'plan.pdf'"),
-        (["plan", "--plot", "plan.html"], "--plot must end in .png or .svg, got 'plan.html'"),
         (["plan", "--json", "no/such/plan.json"], "--json 'no/such/plan.json' must be in a folder that exists"),
         (["plan", "--python", "."], "--python '.' cannot be written: it is a folder"),
         (["frontier", "--points", "1"], "--points must be at least 2, got 1"),
-        (["frontier", "--points", "few"], "must be a whole number, got 'few'"),
         (["frontier", "--python", "x.py"], "--python needs --budget"),
         (["plan", "--batch", "0"], "--batch must be at least 1, got 0"),
-        (["plan", "--hf", "factories:none"], "cannot be imported: AttributeError"),
         (["plan", "--hf", "factories:picky"], "the step fails: RuntimeError: "),
         (["plan", "--wings", "2"], "No such option: --wings"),
     ],
@@ -269,7 +260,6 @@ def test_the_step_can_be_one_processs_of_several(folder, capsys):
     ("ranks", "message"),
     [
         (("--world", 8), "--world 8 is about several processes; add --parallel ddp or --parallel fsdp2"),
-        (("--tensor", 2), "--tensor 2 is about several processes"),
         (("--parallel", "fsdp2", "--world", 8, "--tensor", 2), "splits weights as the model's tp_plan says, and this"),
         (("--parallel", "ddp"), "--parallel ddp needs --world, the number of processes"),
         (("--parallel", "fsdp", "--world", 8), "--parallel must be fsdp2 or ddp, got 'fsdp'"),
@@ -279,16 +269,3 @@ def test_the_step_can_be_one_processs_of_several(folder, capsys):
 def test_ranks_that_are_none(folder, capsys, ranks, message):
     assert command("predict", *STEP, *ranks) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.deep  # by default that of the library, and of `predict`
-def test_a_limit_of_seconds_keeps_the_best_so_far(folder, capsys):
-    assert command("plan", *STEP, "--budget", "1.3MiB", "--seconds", 0) == 0
-    shown = capsys.readouterr().out
-    assert re.match(f"{VERDICT}\n", shown)
-    assert "note: stopped after 0 s (seconds= or --seconds allows more): the fastest of the" in shown
-    assert command("plan", *STEP, "--budget", "100KiB", "--seconds", 0) == 3
-    shown = capsys.readouterr()
-    assert "above the budget of 100 KiB" in shown.out
-    assert "was found: stopped" in shown.err
-    assert "\n  the smallest peak so far is" in shown.err

@@ -271,11 +271,3 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference():
 def test_no_rounding_explains_another_random_state_or_count(name):
     found = compare({name: torch.tensor([1], dtype=torch.uint8)}, {name: torch.tensor([2], dtype=torch.uint8)})
     assert found.verdict.startswith(f"DIFFERENT: {name}, ")
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.deep), torch.bfloat16], ids=str)
-def test_the_verdict_of_deep_models(dtype):
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU()) for _ in range(40)]
-    deep, images = nn.Sequential(*layers).to(dtype), torch.randn(8, 8, 16, 16).to(dtype)
-    assert verify(deep, ms.transform(deep, {"*": ms.tile(chunks=4)}), images).rounds_only

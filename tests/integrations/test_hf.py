@@ -112,16 +112,6 @@ def test_arguments_of_wrap_overrule_the_environment_for_a_trainer_too(
         ms.detach(run)
 
 
-def test_a_new_run_that_is_planned_at_its_first_call_is_no_resumed_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = ms.wrap(trainer(tmp_path, max_steps=1), ms.Config(), budget="600KiB")
-    with caplog.at_level(logging.INFO, logger="memscale"):
-        run.train()
-    assert "step with the plan: " in caplog.text
-    assert "resumed" not in caplog.text
-
-
 def test_accumulated_gradients_count(tmp_path: Path) -> None:
     """They are in memory in the forward of the second pass; at the first call the Trainer's arguments decide."""
     found: list[int] = []
@@ -300,30 +290,6 @@ def test_the_loss_is_scaled_as_without(how: str, tmp_path: Path) -> None:
         run.train()
         found.append(numbers(run))
     assert same(*found)
-
-
-def test_outer_hooks_see_the_bytes_of_a_checkpoint(tmp_path: Path) -> None:
-    def bytes_kept(how: str) -> int:
-        model = gpt2()
-        if how == "ours":
-            ms.wrap(model, FORCE)
-        else:
-            model.config.use_cache = False
-            getattr(model, f"{OWN}_enable")()
-        kept = 0
-
-        def count(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal kept
-            kept += tensor.nbytes
-            return tensor
-
-        tokens = torch.arange(32).reshape(2, 16)
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        return kept
-
-    assert abs(bytes_kept("ours") - bytes_kept("theirs")) <= 256  # the positions, which each layer is given
 
 
 def test_the_optimizer_of_a_trainer_is_in_8_bits_while_it_trains_and_resumes_to_the_same_numbers(

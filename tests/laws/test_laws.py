@@ -1,5 +1,6 @@
 """Laws, over random transforms, random plans and random models."""
 
+import copy
 import pickle
 
 import pytest
@@ -13,14 +14,7 @@ from memscale import checkpoint, compose, identity, offload, policies
 from tests.support.checks import bits, check_argument_untouched, seed
 from tests.support.models import FrozenHalves, Polynomial, TransformerBlock, integers, mlp, numbers
 
-NAMESPACE = {
-    "Plan": ms.Plan,
-    "checkpoint": checkpoint,
-    "compose": compose,
-    "identity": identity,
-    "offload": offload,
-    "policies": policies,
-}
+NAMESPACE = {**vars(ms), "torch": torch}
 
 names = st.lists(st.sampled_from(["up", "down", "it's", 'a"b', "é"]), min_size=1, max_size=3, unique=True)
 constants = st.sampled_from(
@@ -56,14 +50,33 @@ transforms = st.recursive(
     lambda inner: st.lists(inner, max_size=3).map(lambda some: compose(*some)),
     max_leaves=4,
 )
+dims = st.recursive(st.none() | st.integers(-3, 3), lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=5)
+tiles = st.builds(
+    lambda count, by_size, **rest: ms.tile(**{"size" if by_size else "chunks": count}, **rest),
+    st.integers(1, 9),
+    st.booleans(),
+    dim=st.integers(-3, 3),
+    in_dims=st.just(...) | dims,
+    out_dims=st.just(...) | dims,
+    reduce=st.sampled_from([None, "sum", "mean"]),
+    recompute=st.booleans(),
+)
+casts = st.builds(
+    ms.cast,
+    compute=st.sampled_from([torch.bfloat16, torch.float64, "bfloat16", "torch.float16"]),
+    output=st.sampled_from([None, torch.float32, "float64"]),
+    params=st.sampled_from([None, torch.float32]),
+    keep=st.sampled_from([("<norms>",), (), ("<norms>", "head.*"), ["**"]]),
+)
+values = st.lists(st.one_of(transforms, tiles, casts), max_size=3).map(lambda some: compose(*some))
 segments = st.sampled_from(["layers", "0", "*", "**", "h*", "mlp"])
 patterns = st.lists(segments, max_size=3).map(".".join)
-plans = st.one_of(
-    st.dictionaries(patterns, transforms, max_size=3), st.lists(st.tuples(patterns, transforms), max_size=4)
-).map(ms.Plan)
+plans = st.one_of(st.dictionaries(patterns, values, max_size=3), st.lists(st.tuples(patterns, values), max_size=4)).map(
+    ms.Plan
+)
 
 
-@given(transforms, transforms, transforms)
+@given(values, values, values)
 def test_composition_is_a_monoid(a, b, c):
     assert compose(a, compose(b, c)) == compose(compose(a, b), c) == compose(a, b, c)
     assert compose(a, identity) == a == compose(identity, a) == compose(a)
@@ -80,10 +93,11 @@ def test_composition_is_application(a, b):
     assert identity(torch.mm) is torch.mm
 
 
-@given(transforms)
+@given(values)
 def test_a_transform_is_a_value(transform):
-    assert eval(repr(transform), NAMESPACE) == transform
-    assert pickle.loads(pickle.dumps(transform)) == transform
+    for again in (eval(repr(transform), NAMESPACE), pickle.loads(pickle.dumps(transform)), copy.deepcopy(transform)):
+        assert again == transform
+        assert hash(again) == hash(transform)
     assert transform != compose(transform, checkpoint())
     with pytest.raises(AttributeError):
         transform.policy = None
@@ -92,11 +106,11 @@ def test_a_transform_is_a_value(transform):
 @given(plans)
 def test_a_plan_is_a_value(plan):
     assert eval(repr(plan), NAMESPACE) == plan
-    for copy in (pickle.loads(pickle.dumps(plan)), ms.Plan.from_json(plan.to_json())):
-        assert copy == plan
-        assert hash(copy) == hash(plan)
-        assert repr(copy) == repr(plan)
-        assert str(copy) == str(plan)
+    for again in (pickle.loads(pickle.dumps(plan)), ms.Plan.from_json(plan.to_json())):
+        assert again == plan
+        assert hash(again) == hash(plan)
+        assert repr(again) == repr(plan)
+        assert str(again) == str(plan)
 
 
 @st.composite

@@ -173,27 +173,6 @@ def test_profile_counts_what_is_left_on_the_device(has_stepped):
 DISK = ms.offload_states(tier="disk")
 
 
-def test_states_are_read_before_their_step_and_written_after_it():
-    class Watched(HostBackend):
-        def copy(self, source, target, stream, *, after):
-            seen.append(stream)
-            return super().copy(source, target, stream, after=after)
-
-    seen = []
-    runtime = Runtime(backend=Watched())
-    parameters = [nn.Parameter(torch.randn(SIZE, SIZE)) for _ in range(5)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = DISK.on(runtime)(torch.optim.AdamW(parameters))
-    optimizer.step()
-    assert seen == ["out"] * 5  # new ones
-    seen.clear()
-    optimizer.step()
-    # Two are read before the first one steps and is written; then one in, one out.
-    assert seen == ["in", "in", "in", "out", "in", "out", "in", "out", "out", "out"]
-    assert not any(state.get("exp_avg") is not None for state in optimizer.state.values())
-
-
 def test_a_parameter_that_was_read_ahead_and_has_no_gradient_keeps_its_states():
     (plain, expected), (model, optimizer) = twins(ADAMW, ms.compose(ms.step_in_backward(), DISK))
     for each in ((plain, expected), (model, optimizer)):

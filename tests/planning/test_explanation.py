@@ -1,6 +1,5 @@
 """What a plan says about itself: the numbers of its evidence, each row of parts once, and a script that runs."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -84,17 +83,6 @@ def test_what_was_not_decided_is_refused_with_what_was(plan, engine):
         plan.explain("head")
     with pytest.raises(ms.PlanError, match="the step fits unchanged"):
         engine.plan("1GiB").explain("layers.0")
-
-
-def test_a_runner_up_over_the_budget_is_called_that(plan):
-    one = next(each for each in plan.evidence.decisions if each.chosen != "as written")
-    for peak, says in (
-        (2**40, "the step would take 1.00 TiB more than the budget"),
-        (5, "and the step would take 5 B"),
-    ):
-        changed = dataclasses.replace(one, runner_up_peak_bytes=peak)
-        evidence = dataclasses.replace(plan.evidence, decisions=(changed,))
-        assert says in ProvenPlan(plan, evidence).explain().replace("\n      ", " ")
 
 
 def test_diff_names_the_modules_that_change(plan, engine):

@@ -179,17 +179,12 @@ DIFFERENT = {
     "a dtype": (lambda: {"made": model().bfloat16(), "batch": torch.ones(512, 64, dtype=torch.bfloat16)}, "model"),
     "a frozen parameter": (lambda: _changed(lambda made: made[0].up.weight.requires_grad_(False)), "model"),
     "a tied weight": (lambda: _changed(_tie), "model"),
-    "one module twice": (lambda: _changed(lambda made: made.__setattr__("1", made[0])), "model"),
     "rows": (lambda: {"batch": torch.ones(256, 64)}, "batch"),
     "its strides": (lambda: {"batch": torch.ones(64, 512).t()}, "batch"),
-    "its kind": (lambda: {"batch": (torch.ones(512, 64),)}, "batch"),
     "no optimizer": (lambda: {"optimizer": None}, "optimizer"),
     "its loop": (lambda: _adamw(foreach=False), "optimizer"),
-    "no decay": (lambda: _adamw(weight_decay=0.0), "optimizer"),
     "the loss": (lambda: {"loss": lambda output, _: output.abs().mean()}, "step"),
     "a cap": (lambda: {"config": ms.Config(max_cpu_offload_gb=1)}, "config"),
-    "a switch that is set": (lambda: {"config": ms.Config(enable_offloading=True)}, "config"),
-    "a speed": (lambda: {"hardware": ms.Hardware("box", "cpu", 2**36, bandwidth_bytes_per_second=1e9)}, "hardware"),
     "a loop": (lambda: {"accumulate": 2}, "requested"),
 }
 

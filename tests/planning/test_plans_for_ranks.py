@@ -77,46 +77,6 @@ def test_what_is_sharded_can_be_asked_for():
     assert peaks[0] == peaks[1] < peaks[2], "alone, the root gathers all at once"
 
 
-class WithHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.blocks, self.head = nn.Embedding(20000, WIDTH), Model().blocks[:2], nn.Linear(WIDTH, 20000)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-@pytest.mark.deep  # by default for one process, in test_plan.py
-def test_what_no_plan_fits_is_told_what_would_beside_it():
-    with torch.device("meta"):
-        model, tokens = WithHead(), torch.empty(4, 8, dtype=torch.long)
-    step = {"optimizer": torch.optim.AdamW(model.parameters()), "hardware": CARD, **LOSS}
-    ranks = {"parallel": "fsdp2", "world": 8}
-    with pytest.raises(ms.BudgetError, match="no plan fits") as refused:
-        ms.plan(model, tokens, budget="90MiB", **step, **ranks)
-    said = "plan(shard=('blocks.*', 'embed', 'head')) and plan(stepping=('step_in_backward',)) would lower the peak to "
-    assert f"\n  {said}" in str(refused.value)
-    nbytes = int(str(refused.value).partition(said)[2].partition("(")[2].partition(" bytes")[0])
-    plan = ms.Plan([*((rule.pattern, rule.transform) for rule in refused.value.plan), ("", ms.step_in_backward())])
-    apart = ms.profile(model, tokens, plan=plan, **step, **ranks, shard=("blocks.*", "embed", "head"))
-    assert (apart.reserved_peak_bytes, nbytes < refused.value.peak_bytes) == (nbytes, True)
-
-
-@pytest.mark.deep
-def test_ways_to_step_that_shards_do_not_go_are_not_taken():
-    model, step = made()
-    ranks = {"parallel": "fsdp2", "world": 8}
-    names = ("quantize_states", "offload_states", "step_in_groups")
-    strategies = ms.DecisionEngine(model, batch(8), stepping=names, **step, **ranks).strategies
-    assert ["step_in_groups" in repr(each.how) for each in strategies] == [True]
-    for how in (ms.quantize_states(), ms.round_stochastically(), ms.offload_states()):
-        with pytest.raises(ms.TransformError, match="is a DTensor"):
-            ms.profile(model, batch(8), plan={"": how}, **step, **ranks)
-
-
 MISTAKES = {
     "no module is called that": ({"parallel": "fsdp2", "world": 8, "shard": ["block.*"]}, "matches no module"),
     "shards of whole ones": ({"parallel": "ddp", "world": 8, "shard": ["blocks.*"]}, "ddp keeps every module whole"),

@@ -107,36 +107,6 @@ def test_two_passes_that_clip_are_for_those_who_write_such_a_loop():
 
 
 @pytest.mark.parametrize(
-    "rounds",
-    [pytest.param(each, marks=pytest.mark.deep) for each in (ms.compensate_rounding(), ms.round_stochastically())],
-    ids=repr,
-)
-def test_plans_go_around_how_an_optimizer_rounds(rounds):
-    def made(how):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)) for _ in range(3)]).bfloat16()
-        return model, how(rounds(torch.optim.AdamW(model.parameters())))
-
-    (model, optimizer), batch = made(ms.identity), torch.ones(8, 256, dtype=torch.bfloat16)
-    step = {"optimizer": optimizer, "loss": loss, "hardware": CARD, "stepping": EXACT}
-    asked = ms.DecisionEngine(model, batch, **step, config=ms.Config(mode="conservative"), streams=False)
-    assert {repr(each.how) for each in asked.strategies} >= {"step_in_backward()", "offload_states()"}
-    plan = ms.Plan(asked.strategies[0].rules)
-    [rule] = plan.rules
-    fit, stepping = ms.transform(model, plan, optimizer=optimizer)
-    other, expected = made(rule.transform)  # the plan's rule by hand
-    for module, its in ((other, expected), (fit, stepping)):
-        for _ in range(2):
-            loss(module(batch), None).backward()
-            its.step()
-            its.zero_grad()
-    assert bits(dict(fit.state_dict())) == bits(dict(other.state_dict()))
-    # Whoever has chosen how to step already is left alone.
-    model, chosen = made(ms.step_in_groups(group_bytes=1))
-    assert not ms.DecisionEngine(model, batch, **step | {"optimizer": chosen}).strategies
-
-
-@pytest.mark.parametrize(
     "wrong", ["offload", ("step_in_groups", "adamw"), [ms.checkpoint()], [ms.compensate_rounding()]]
 )
 def test_what_is_no_way_to_step_is_refused(wrong):
@@ -145,23 +115,6 @@ def test_what_is_no_way_to_step_is_refused(wrong):
     with pytest.raises(ms.ConfigError, match="has step_in_backward twice; choose one"):
         engine(("step_in_backward", ms.step_in_backward(max_norm=1.0)))
     assert len(NAMES) == 4
-
-
-def test_no_fused_step_is_tried_of_parameters_that_have_none():
-    """A fused step takes no complex numbers."""
-
-    class Turns(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
-
-        def forward(self, x):
-            return (x.to(torch.complex64) @ self.weight).abs().square().mean()
-
-    model = Turns()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ms.BudgetError, match="no plan fits"):
-        ms.plan(model, torch.ones(8, 64), budget=2000, optimizer=optimizer, loss=lambda y, _: y, hardware="cpu")
 
 
 @pytest.mark.deep

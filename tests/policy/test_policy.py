@@ -202,18 +202,6 @@ def test_a_plan_made_without_it_knows_nothing_of_it(monkeypatch):
 
 
 @pytest.mark.deep
-def test_wrap_says_who_decided(monkeypatch, caplog):
-    monkeypatch.delenv("MEMSCALE_POLICY", raising=False)
-    monkeypatch.setenv("MEMSCALE_CACHE", "")
-    card = dataclasses.replace(ms.Hardware.named("t4"), memory_bytes=(512 + 30) << 20)
-    monkeypatch.setattr(ms.Hardware, "detect", lambda device=None: card)
-    caplog.set_level("INFO", "memscale")
-    model = nn.Sequential(*[Block(64, norm=True) for _ in range(4)])
-    ms.detach(ms.wrap(model, ms.Config(auto_policy=True, target_gpu_utilization=1.0), torch.ones(4096, 64)))
-    assert re.search("^policy: .*, by rule: ", caplog.text, re.MULTILINE)
-
-
-@pytest.mark.deep
 def test_what_it_did_not_choose_is_not_tried(artifact):
     artifact(forest(0b001))
     asked = engine(AUTO)
@@ -249,15 +237,6 @@ def test_a_plan_carries_its_decision_and_an_artifact_that_lies_costs_two_percent
     assert re.match(r"policy: [a-z+ ]+, by ml: few", plan.explain()), plan.explain()
     assert Run.of(asked.plain, "stack", plan=plan).decision_source == "ml"
     assert asked.plan(1.0).decision.reason == "the step fits"
-
-
-@pytest.mark.deep
-def test_what_cannot_fit_is_refused_after_everything_was_tried(artifact):
-    artifact(forest(0b100))
-    asked = engine(AUTO)
-    with pytest.raises(ms.BudgetError) as caught:
-        asked.plan("20MiB")
-    assert caught.value.peak_bytes == engine(ms.Config(mode="aggressive")).smallest().evidence.planned.taken_bytes
 
 
 @pytest.mark.deep

@@ -36,9 +36,7 @@ WIDE = {"intermediate_size": 192, "max_position_embeddings": 32}
 MODELS = {
     "llama": ("LlamaForCausalLM", {**WIDE, "num_key_value_heads": 1}),
     "qwen2": ("Qwen2ForCausalLM", {**WIDE, "num_key_value_heads": 1}),  # has biases
-    "mistral": ("MistralForCausalLM", {**WIDE, "num_key_value_heads": 2}),
     "gemma": ("GemmaForCausalLM", {**WIDE, "num_key_value_heads": 1, "head_dim": 32}),  # a tied head
-    "gpt_neox": ("GPTNeoXForCausalLM", WIDE),
     "opt": ("OPTForCausalLM", {"ffn_dim": 192, "max_position_embeddings": 32, "word_embed_proj_dim": 64}),
     "bert": ("BertForMaskedLM", WIDE),
 }

@@ -122,8 +122,8 @@ def test_a_table_that_is_made_at_the_first_call(where):
 
 
 STEPS = {**storages, **programs, **transforms}
-META = ["views_and_aliases", "norms_and_dropout", "batch_norm", "plan_checkpoint"]
-MORE_META = ["transformer", "lora"]  # of the same layers
+META = ["views_and_aliases", "norms_and_dropout", "plan_checkpoint"]
+MORE_META = ["transformer_with_masks", "lora"]  # of the same layers
 
 
 @pytest.mark.parametrize("name", [*META, *(pytest.param(name, marks=pytest.mark.deep) for name in MORE_META)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import memscale as ms
 from memscale.runtime import Runtime, host_parameter_of
@@ -92,11 +90,6 @@ def plan_random_states():
 
 
 @case
-def plan_random_states_of_a_policy():
-    return _attending(0.1, ms.checkpoint(policy=ms.policies.dots_saveable))
-
-
-@case
 def plan_choices():
     """Chooses by activations, and draws nothing."""
 
@@ -137,9 +130,6 @@ def test_attention_on_strided_heads():
 DRAWN = {
     "least": lambda: bool(torch.rand([]) < 0.01),
     "most": lambda: torch.rand([]).item() > 0.99,
-    "in place": lambda: bool(torch.empty(3).uniform_(2, 4)[1] > 3.99),
-    "an integer": lambda: int(torch.randint(5, 1000, ())) == 999,
-    "a coin": lambda: bool(torch.empty(()).bernoulli_(0.001)),
     "Python's": lambda: random.uniform(2, 4) > 3.99,
     "NumPy's": lambda: np.random.uniform(high=0.5) > 0.499,
     "whatever": lambda: True,
@@ -158,22 +148,6 @@ def test_a_model_that_decides_by_a_draw_takes_what_most_draws_do(drawn):
     assert profile.peak_bytes - most.peak_bytes in range(128)  # the numbers drawn
     said = any("the largest with the least, most or typical draws" in note for note in profile.notes)
     assert said == (drawn is not DRAWN["whatever"])
-
-
-@forward_case(lambda forward: train(Forward(forward, one=mlp(), two=mlp(20)), x(ROWS, 48)))
-def states_that_checkpoints_of_torch_keep(m, y):
-    """A CPU generator's state takes 5 KB, in each of them."""
-
-    for layer in (m.one, m.two):
-        y = checkpoint(layer, y, use_reentrant=False)
-    return y
-
-
-def test_a_tensor_of_another_layout_is_not_said_to_be_a_wrong_batch():
-    batch = (x(4, 8), torch.eye(4).to_mkldnn())
-    for ask in (ms.profile, functools.partial(ms.plan, budget="1MiB")):
-        with pytest.raises(ms.ConfigError, match=r"layout torch\._mkldnn and shape \[4, 4\].*with a dense or a sparse"):
-            ask(Forward(lambda m, y, other: m.one(y), one=nn.Linear(8, 8)), batch, loss=mean)
 
 
 @pytest.mark.parametrize("hardware", [pytest.param(None, marks=pytest.mark.deep), "h100"])
@@ -199,15 +173,6 @@ def test_a_model_of_graphs_is_planned_and_trains_to_the_same_numbers(hardware):
     fit = ms.transform(model, plan)
     wanted = torch.autograd.grad(mean(model(*batch), None), list(model.parameters()))
     assert all(map(torch.equal, torch.autograd.grad(mean(fit(*batch), None), list(fit.parameters())), wanted))
-
-
-def test_a_model_that_waits_for_a_number_is_profiled_with_one_that_comes():
-    def forward(m, y):
-        while torch.rand([]) < 0.5 or random.random() < 0.5:
-            pass
-        return m.one(y)
-
-    assert ms.profile(Forward(forward, one=nn.Linear(8, 8)), x(4, 8), loss=mean).method == "static"
 
 
 def train_offloaded(how):

@@ -12,8 +12,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.hardware import COLLECTIVES
-from memscale.simulation import MemoryProfiler, analyse
-from memscale.simulation.allocator.caching import replay
+from memscale.simulation import MemoryProfiler
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
@@ -67,16 +66,6 @@ def sharded(mesh_device, *, device="cpu", half=False, pins=None, **options):
 
 def rows(device="cpu"):
     return torch.zeros(256, WIDTH, device=device)
-
-
-def test_a_step_that_is_repeated_takes_from_the_same_streams():
-    model = sharded("cpu")
-    profiler = MemoryProfiler(model, torch.optim.AdamW(model.parameters()), loss=loss, hardware="h100")
-    step = profiler.simulated(rows())
-    records = step.storages
-    events = [(abs(event) - 1, records[abs(event) - 1].nbytes * (1 if event > 0 else -1)) for event in step.events]
-    once = replay(events, streams={number: record.stream for number, record in enumerate(records)})
-    assert analyse(step).reserved_peak_bytes == once.reserved_peak_bytes
 
 
 def offloaded(hardware="h100", **options):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import memscale as ms
 from tests.support.checks import bits
@@ -19,12 +19,8 @@ WAYS = {
     "vmap": vmap,
     "jvp": lambda f: lambda x: jvp(f, (x,), (x,)),
     "jacfwd": jacfwd,
-    "hessian": lambda f: hessian(lambda x: f(x).sum()),
-    "functionalize": functionalize,
     "grad of grad": lambda f: grad(lambda x: grad(lambda x: f(x).sum())(x).sum()),
     "vmap of grad": lambda f: vmap(grad(lambda x: f(x).sum())),
-    "vmap of vmap": lambda f: vmap(vmap(f)),
-    "jacrev of vmap": lambda f: jacrev(vmap(f)),
 }
 MOVING = {
     "alone": ms.offload(min_bytes=0),

@@ -1,6 +1,5 @@
 """offload(what="params") with torch.func, torch.compile, DistributedDataParallel and threads around and inside it."""
 
-import contextlib
 import sys
 import threading
 import traceback
@@ -161,24 +160,6 @@ def test_threads_share_a_model():
                 assert bits(torch.autograd.grad(loss_of(fit), parameters)) == expected
 
         in_threads(3, work)
-
-
-def test_each_thread_has_a_tensor_of_its_own_in_a_parameters_place():
-    """One that another thread's stream brings would be read before it is there."""
-    seen, both = [], threading.Barrier(2)
-
-    class Waits(nn.Linear):
-        def forward(self, x):
-            seen.append(self.weight)
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.2)
-            return super().forward(x)
-
-    fit = ms.transform(nn.Sequential(Waits(WIDTH, WIDTH)), {"0": PARAMS}, runtime=runtime_of())
-    parameter = fit[0].weight
-    in_threads(2, lambda _: fit(rows()))
-    assert seen[0] is not seen[1]
-    assert fit[0].weight is parameter
 
 
 class UsesFunc(nn.Module):

@@ -12,7 +12,6 @@ from torch import nn
 import memscale as ms
 from memscale import identity
 from memscale.runtime import Runtime
-from memscale.runtime.backends.host import HostBackend
 from memscale.simulation.measured.allocator_trace import measure
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits, fingerprint
@@ -157,18 +156,6 @@ def test_without_room_parameters_stay_with_one_warning():
     assert len(caught) == 1
     assert found == trained(layers(), 3)
     assert names_on_host(fit) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-
-
-def test_a_tier_that_does_not_map_is_as_one_without_room(monkeypatch):
-    def refuse(self, buffer):
-        raise ms.RuntimeUnavailable("the filesystem does not preallocate")
-
-    monkeypatch.setattr(HostBackend, "map", refuse)
-    fit, runtime = streamed()
-    with pytest.warns(RuntimeWarning, match="has room"):
-        assert trained(fit) == trained(layers())
-    assert names_on_host(fit) == []
-    assert moved(runtime) == (0, 0, 0)
 
 
 def test_memory_that_is_shared_with_other_processes_is_the_parameters_own():

@@ -9,7 +9,6 @@ from torch import nn
 
 import memscale as ms
 from memscale import checkpoint, compose, offload
-from memscale.algebra import install
 from memscale.runtime import Runtime, host_parameter_of
 from memscale.runtime.parameters.host_parameter import is_used
 from tests.support.adversarial_device import AdversarialDevice
@@ -144,31 +143,3 @@ def test_a_gradient_that_others_have_too_may_be_changed_in_place():
         runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
         fit = ms.transform(nn.Sequential(Added(), Added()), {"*": PARAMS}, runtime=runtime)
         assert train(fit) == expected, f"case {seed}"
-
-
-def test_a_layer_that_is_exchanged_is_not_loaded_ahead():
-    model = layers()
-    install(model, {"*": PARAMS}, runtime=runtime_of(2))
-    for _ in range(2):
-        model(rows()).sum().backward()
-    model[1] = layers()[1]
-    model.zero_grad()
-    assert trained(model) == trained(layers())
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        return self.head(self.embedding(ids))
-
-
-def test_two_rules_for_one_module_leave_alone_what_others_use():
-    rules = [("embedding", PARAMS), ("*embedding", offload(what="params", tier="disk"))]
-    fit = ms.transform(Tied(), rules, runtime=runtime_of())
-    fit(torch.arange(4)).sum().backward()
-    assert names_on_host(fit) == []

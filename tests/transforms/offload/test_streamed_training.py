@@ -22,10 +22,8 @@ from tests.support.layers import (
     moved,
     names_on_host,
     rows,
-    runtime_of,
     same,
     streamed,
-    trained,
 )
 
 # ---------------------------------------------------------------------------------------------------- optimizers
@@ -58,19 +56,6 @@ def test_optimizers(make, set_to_none):
     assert len(names_on_host(same(train))) == 2 * LAYERS
 
 
-def test_a_gradient_of_before_the_first_call_moves_too():
-    def make():
-        model = layers()
-        loss_of(model).backward()
-        return model
-
-    runtime = runtime_of()
-    fit = ms.transform(make(), {"*": PARAMS}, runtime=runtime)
-    expected = make()
-    trained(expected)
-    assert trained(fit) == bits(gradients(expected))
-
-
 # -------------------------------------------------------------------------------------------- ways of going backward
 
 
@@ -83,11 +68,6 @@ def retained(model):
 def partial(model):
     loss, parameters = loss_of(model), list(model.parameters())
     return [torch.autograd.grad(loss, parameter, retain_graph=True) for parameter in parameters[::-3]]
-
-
-def batched(model):
-    directions = torch.randn(5, *rows().shape, generator=torch.Generator().manual_seed(3))
-    return torch.autograd.grad(model(rows()), list(model.parameters()), directions, is_grads_batched=True)
 
 
 def second_order(model):
@@ -120,11 +100,6 @@ def backward_inside_backward(model):
     model[1:](Inner.apply(model[0](rows()))).square().sum().backward()
 
 
-def under_anomaly_detection(model):
-    with torch.autograd.detect_anomaly(check_nan=True):
-        loss_of(model).backward()
-
-
 def reused(model):
     model[1](model[0](model[1](model[0](rows())))).square().sum().backward()
 
@@ -151,18 +126,15 @@ def frozen_in_part(model):
 WAYS = [
     retained,
     partial,
-    batched,
     second_order,
     interleaved,
     backward_inside_backward,
-    under_anomaly_detection,
     reused,
     without_gradient,
     frozen_in_part,
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.parametrize(
     ("way", "how", "depth"), in_turn(WAYS * (1 if DEEP else 2), HOWS, [0, 2] if DEEP else [0, 2, 2])
 )
@@ -325,22 +297,6 @@ def test_a_change_in_place_that_pytorch_refuses_is_refused(how):
     assert bits(fit[0].weight.detach()) == bits(before)
 
 
-def test_sparse_gradients():
-    words = torch.tensor([1, 2, 1])
-
-    def train(model):
-        optimizer = torch.optim.SparseAdam([model.words.weight])
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(words).square().sum().backward()
-            optimizer.step()
-        found, model.words.weight.grad = model.words.weight.grad, None
-        assert found.is_sparse
-        return found.to_dense()
-
-    assert names_on_host(same(train, lambda: Words(sparse=True), {"*": PARAMS}))[0] == "words.weight"
-
-
 def test_a_tile_whose_first_piece_places_the_parameters():
     x = rows()
     plain = layers(2)  # a weight that backward needs: the tile held it where it was until its second piece
@@ -350,14 +306,3 @@ def test_a_tile_whose_first_piece_places_the_parameters():
     for found, expected in zip(gradients(fit), gradients(plain), strict=True):
         torch.testing.assert_close(found, expected)
     assert names_on_host(fit) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-
-
-def test_gradients_accumulate_where_they_are():
-    def train(model):
-        for _ in range(3):
-            loss_of(model).backward()
-
-    fit = same(train)
-    addresses = [gradient.data_ptr() for gradient in gradients(fit)]
-    train(fit)
-    assert [gradient.data_ptr() for gradient in gradients(fit)] == addresses

@@ -7,7 +7,6 @@ from torch import nn
 import memscale as ms
 from memscale import tile
 from memscale.transforms.tile.head import linear
-from memscale.transforms.tile.head.lazy_logits import LazyLogits
 from tests.transforms.test_hidden_changes import CHANGES, Changing, objects
 
 
@@ -45,11 +44,6 @@ def test_the_question_whether_it_is_a_projection_touches_nothing(change):
     assert model.note.kept == []
 
 
-def test_a_projection_that_touches_nothing_is_still_one():
-    model = Assigns(lambda self: None)
-    assert type(tile(chunks=2)(model)(torch.ones(6, 4))) is LazyLogits
-
-
 class Caching(nn.Module):
     """A projection whose weight is made of another, once a step."""
 
@@ -77,15 +71,6 @@ def test_a_projection_that_stores_something_is_cut_as_any_region(made):
     else:
         fit(torch.ones(6, 4, requires_grad=True)).sum().backward()
         assert fit[0].calls == 1
-
-
-def test_a_hook_below_sees_no_value_that_is_not_there():
-    model, seen = Assigns(lambda self: None), []
-    model.linear.register_forward_hook(lambda module, args, out: seen.append(type(out)))
-    x = torch.randn(6, 4)
-    out = tile(chunks=2)(model)(x)
-    torch.testing.assert_close(out, model(x))
-    assert seen == [torch.Tensor] * 2, "once for the tiled call, and once for the model as written"
 
 
 def test_under_torch_func_a_counter_counts_once_and_a_stored_tensor_is_refused():

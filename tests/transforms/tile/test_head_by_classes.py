@@ -23,7 +23,6 @@ from tests.transforms.tile.test_tiled_head import (
     inputs,
     tiled,
     without_bias,
-    z_loss,
 )
 
 SIXTEEN_BITS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -150,13 +149,6 @@ def test_sequences(taken):
     assert len(taken) == 1
 
 
-def test_only_the_head_is_trained(taken):
-    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
-    model.body.requires_grad_(False)
-    as_right_as_untiled(model, tiled(model), x.detach(), mean(y))
-    assert len(taken) == 1
-
-
 def test_a_confident_loss_is_not_lost_beside_its_logits():
     """Of logits of 48 and 32 the loss is 1e-6, which a difference of numbers near 48 in float32 would not show."""
     linear = nn.Linear(16, 2, bias=False).bfloat16()
@@ -278,25 +270,6 @@ def test_when(make, dtype, chunks, expected, taken):
     assert len(taken) == expected
 
 
-def test_hooks_of_the_surroundings_see_what_waits_for_backward_only():
-    linear, (x, y) = nn.Linear(WIDTH, CLASSES, bias=False).bfloat16(), sixteen_bit(torch.bfloat16)
-    packed = []
-
-    def pack(tensor):
-        packed.append(tuple(tensor.shape))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        F.cross_entropy(torch.tanh(ms.transform(linear, {"": tile(chunks=5)})(x)), y)
-    assert sorted(packed) == sorted([(ROWS, WIDTH), (ROWS,), (ROWS,), (CLASSES, WIDTH)])
-
-
-def test_z_loss_makes_the_logits():
-    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
-    # Hidden states and weight get two gradients, each rounded, of the loss and of the logits; the untiled get one.
-    as_right_as_untiled(model, tiled(model), x, lambda logits: z_loss(wide(logits), y), bound=1.5)
-
-
 ROWS_HERE, WIDTH_HERE, CLASSES_HERE, CHUNKS = 128, 64, 4000, 4
 
 
@@ -354,17 +327,3 @@ def test_the_memory_is_the_gradients_and_one_piece(small_parts, taken):
         assert PIECE + early <= forward_bytes <= PIECE + early + room
         assert held <= step_bytes <= held + room
     assert len(taken) == 4
-
-
-def test_nothing_of_it_outlives_backward(small_parts):
-    linear, kept = nn.Linear(WIDTH_HERE, CLASSES_HERE).bfloat16(), []
-    x = torch.randn(ROWS_HERE, WIDTH_HERE).bfloat16().requires_grad_()
-    y = torch.randint(0, CLASSES_HERE, (ROWS_HERE,))
-    fit = ms.transform(linear, {"": tile(chunks=CHUNKS)})
-
-    def step():
-        kept.append(F.cross_entropy(fit(x).float(), y))
-        kept[0].backward()
-        x.grad = linear.weight.grad = linear.bias.grad = None
-
-    assert measure(step).end_bytes < HIDDEN_GRAD // 4, "with the loss alive"

@@ -118,15 +118,6 @@ def test_a_weight_that_is_frozen_before_backward(at_once):
     assert all(torch.equal(parameter.grad, wanted[name]) for name, parameter in fit.body.named_parameters("body"))
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_where_every_gradient_is_looked_at(at_once):
-    fit, _, ids = pair()
-    wanted = at_once(fit, lambda: loss(fit, ids))
-    with torch.autograd.detect_anomaly():
-        loss(fit, ids).backward()
-    assert same(fit, wanted)
-
-
 @pytest.mark.parametrize("why", ["untied", pytest.param("a small weight", marks=pytest.mark.deep)])
 def test_where_nothing_waits(why, made):
     fit, _, ids = pair(tied=why != "untied")
