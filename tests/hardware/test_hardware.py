@@ -12,7 +12,6 @@ from memscale.core import format_bytes, host
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.hardware import device as _hardware
 from memscale.hardware.calibrate import _product, calibrate, disk_rates
-from memscale.hardware.call_seconds import call_seconds
 from memscale.hardware.device import Hardware
 
 GIB = 1024**3
@@ -169,18 +168,6 @@ def test_what_is_measured_is_filled_in(monkeypatch):
     assert hash(measured) == hash(Hardware.from_json(measured.to_json()))
     with pytest.raises(ConfigError, match=r"Hardware\.measure\(device='gpu\?'\) must name a device"):
         Hardware.measure("gpu?")
-
-
-def test_calls_are_timed_by_what_they_take_beyond_their_operators(monkeypatch):
-    monkeypatch.setattr("memscale.hardware.call_seconds._REPEATS", 1)
-    state = torch.get_rng_state()
-    found = call_seconds(CPU, clock=Clock(1.0))
-    assert torch.equal(torch.get_rng_state(), state)
-    # Every pass takes a second: 400 views; 12 blocks of 9 operators and of views; the same again with modules.
-    assert found["view"] == pytest.approx(2.2 / 400)
-    assert 0.3 / (12 * 9) < found["operator"] < 2.0 / (12 * 9)
-    assert 0 < found["backward"] < found["operator"]  # of more operators
-    assert found["module"] < 1e-6  # which took nothing beyond the functions
 
 
 @pytest.mark.cuda

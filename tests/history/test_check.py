@@ -1,6 +1,5 @@
 """``memscale history check``: regressions that were put into a small package are found, other changes are not."""
 
-import itertools
 import json
 import re
 import subprocess
@@ -9,7 +8,6 @@ import sys
 import pytest
 
 from memscale.cli.app import run
-from tests.support.coverings import DEEP
 
 MODEL = """
 import torch
@@ -50,44 +48,18 @@ def make():
 # What a commit changes, and the module that is to blame.
 REGRESSIONS = {
     "a wider block": ("4 * width", "6 * width", "blocks"),
-    "one more block": ("range(3)", "range(4)", "blocks"),
-    "a bias": ("1000, bias=False", "1000, bias=True", "head"),
     "another activation is kept": ("gelu(self.up(self.norm(x)))", "gelu(self.up(self.norm(x))).sin()", "blocks"),
     "kept in double precision": ("return self.head(x)", "return self.head(x).double()", "(root)"),
-    "a larger vocabulary": ("1000", "1200", "(root)"),
     "a buffer": ("self.drop =", "self.register_buffer('b', torch.ones(999)); self.drop =", "blocks"),
     "a copy of the stream": ("x = block(x)", "x = block(x * 1.0 + x.sigmoid())", "(root)"),
-    "logits twice": ("return self.head(x)", "return self.head(x) + self.head(x).tanh()", "(root)"),
-    "one more activation": ("self.down(hidden))", "self.down(hidden)).tanh()", "blocks"),
 }  # fmt: skip
 NEUTRAL = {
-    "a comment": ("def make():", "# makes it\ndef make():"),
     "a new name": ("hidden", "inner"),
     "another rate": ("Dropout(0.1)", "Dropout(0.2)"),
     "the same sum": ("x + self.drop(self.down(hidden))", "self.drop(self.down(hidden)) + x"),
-    "a docstring": ("def forward(self, tokens):", "def forward(self, tokens):\n        'logits'"),
-    "an import": ("import torch\n", "import math\nimport torch\n"),
-    "a keyword": ("nn.LayerNorm(width)", "nn.LayerNorm(normalized_shape=width)"),
     "an assertion": ("x = self.embed(tokens)", "assert tokens.dim() == 2\n        x = self.embed(tokens)"),
-    "a variable": ("return self.head(x)", "logits = self.head(x)\n        return logits"),
-    "another loop": ("for block in self.blocks:", "for block in [*self.blocks]:"),
     "a reshape": ("logits.flatten(0, 1)", "logits.reshape(-1, logits.shape[-1])"),
-    "a method": ("def make():", "def unused(rows):\n    return 2 * rows\n\ndef make():"),
 }
-
-
-def neutral_commits(count):
-    """The changes one by one, and then in pairs that do not meet."""
-    for size in (1, 2):
-        for names in itertools.combinations(NEUTRAL, size):
-            text = MODEL
-            for before, after in map(NEUTRAL.__getitem__, names):
-                text = text.replace(before, after) if before in text else None
-                if text is None:
-                    break
-            if text is not None and count:
-                count -= 1
-                yield ", ".join(names), text
 
 
 @pytest.fixture(autouse=True)
@@ -117,13 +89,8 @@ def checked(tmp_path, monkeypatch, capsys):
     return checked
 
 
-# Of the weights, of what is kept for backward, of a dtype, and in the loop.
-QUICK = ("a wider block", "another activation is kept", "kept in double precision", "a copy of the stream")
-
-
 def test_regressions_are_found_at_their_modules(checked):
-    for name in REGRESSIONS if DEEP else QUICK:
-        before, after, blamed = REGRESSIONS[name]
+    for name, (before, after, blamed) in REGRESSIONS.items():
         assert before in MODEL
         status, comparison = checked(MODEL.replace(before, after))
         assert (status, comparison["verdict"]) == (3, "regression"), name
@@ -131,12 +98,10 @@ def test_regressions_are_found_at_their_modules(checked):
         assert (grown or "(root)").startswith(blamed), (name, comparison["by_module"])
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.deep)])
-def test_changes_that_take_nothing_pass(checked, count):
-    commits = dict(neutral_commits(count))
-    assert len(commits) == count
-    for name, text in commits.items():
-        status, comparison = checked(text)
+def test_changes_that_take_nothing_pass(checked):
+    for name, (before, after) in NEUTRAL.items():
+        assert before in MODEL
+        status, comparison = checked(MODEL.replace(before, after))
         assert (status, comparison["verdict"], comparison["changed_bytes"]) == (0, "same", 0), name
 
 

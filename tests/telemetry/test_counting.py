@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import resource
 import sys
 import time
 import warnings
@@ -282,20 +281,6 @@ def failing(module, name, number):
     return fault
 
 
-def no_growth(place, state, monkeypatch):
-    appending = counting._append
-
-    def append(*args):
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-        try:
-            appending(*args)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    monkeypatch.setattr(counting, "_append", append)
-
-
 class Old:
     @staticmethod
     def now(_):
@@ -307,8 +292,7 @@ def file_where_a_folder_should_be(place, state, monkeypatch):
     (place / state.value).write_text("")
 
 
-NUMBERS = [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO, errno.EMFILE, errno.EINTR, errno.ESTALE]
-NUMBERS += [errno.EDQUOT, errno.ENOENT, errno.ENAMETOOLONG]
+NUMBERS = [errno.ENOSPC, errno.EACCES, errno.EINTR, errno.ENOENT]
 FAULTS = {
     "a pipe as the week": instead(os.mkfifo),
     "a folder as the week": instead(os.mkdir),
@@ -318,21 +302,15 @@ FAULTS = {
     "a folder as consent": in_place_of_consent(os.mkdir),
     "no JSON": in_place_of_consent(lambda path: path.write_bytes(b"\xff\x00{")),
     "deep JSON": in_place_of_consent(lambda path: path.write_text("[" * 4000)),
-    "a list": in_place_of_consent(lambda path: path.write_text("[1]")),
     "half of it": in_place_of_consent(lambda path: path.write_text('{"state": "on"}')),
     "another state": in_place_of_consent(lambda path: path.write_text('{"state": "max", "endpoint": ""}')),
     "no home": lambda place, state, monkeypatch: (
         monkeypatch.delenv("XDG_CONFIG_HOME"),
         monkeypatch.delenv("HOME", raising=False),
     ),
-    "a home that is no path": lambda place, state, monkeypatch: (
-        monkeypatch.delenv("XDG_CONFIG_HOME"),
-        monkeypatch.setenv("HOME", "not/absolute"),
-    ),
     "a home in no UTF-8": lambda place, state, monkeypatch: monkeypatch.setenv("XDG_CONFIG_HOME", "/nowhere/\udcff"),
     "a folder that is not": lambda place, state, monkeypatch: monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/none"),
     "a clock before 1970": lambda place, state, monkeypatch: monkeypatch.setattr(counting, "datetime", Old),
-    "no growth of files": no_growth,
     "at shutdown": lambda place, state, monkeypatch: monkeypatch.setattr(sys, "is_finalizing", lambda: True),
     **{
         f"{name}: {errno.errorcode[number]}": failing(os, name, number)

@@ -247,43 +247,9 @@ def _by_index(call: RowCall) -> RowDim | None:
     return None if places or rows is None or rows.dim == dim else rows
 
 
-def _distances(call: RowCall) -> RowDim | None:
-    """The rule of `cdist`: the rows are points of the first operand, or a batch of both operands or of one."""
-    one, other = call.given["x1"], call.given["x2"]
-    rows, others = call.rows(one), call.rows(other)
-    if rows is None or rows.dim == one.dim() - 1:
-        return None
-    behind = rows.dim - one.dim()
-    is_batch = behind < -2
-    if others is not None and (not is_batch or others != rows.at(other.dim() + behind)):
-        return None
-    if others is None and is_batch and other.dim() >= -behind and other.shape[behind] != 1:
-        return None
-    return rows.at(call.result.dim() + behind)
-
-
-def _matrices(call: RowCall) -> RowDim | None:
-    """The rule of operators on a batch of matrices, of which all arguments have the same rows."""
-    first = call.tensors()[0]
-    rows = call.rows(first)
-    is_batch = rows is not None and rows.dim < first.dim() - 2
-    return rows if is_batch and all(call.rows(each) == rows for each in call.tensors()) else None
-
-
-@_of_one
-def _diagonal(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
-    gone = [call.given.get(name, at) % tensor.dim() for name, at in (("dim1", 0), ("dim2", 1))]
-    return None if rows.dim in gone else rows.at(rows.dim - sum(dim < rows.dim for dim in gone))
-
-
 @_of_one
 def _not_last(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
     return rows if rows.dim < tensor.dim() - 1 else None
-
-
-def _checked(_: RowCall) -> RowDim:
-    """The rule of operators that return nothing, and raise for any number of rows alike."""
-    return RowDim(0)
 
 
 def _in_front(call: RowCall) -> RowDim | None:
@@ -320,7 +286,6 @@ _RULES: dict[str, Rule] = {
         ("clone _to_copy detach alias contiguous lift_fresh zeros_like ones_like empty_like full_like", _as_before),
         ("view_as_real _conj resolve_conj bucketize", _as_before),
         ("view_as_complex", _not_last),
-        ("_linalg_check_errors", _checked),
         ("hardswish hardswish_ floor_divide _prelu_kernel", _elementwise),
         ("view _unsafe_view _reshape_alias reshape", _viewed),
         ("permute transpose transpose_ t", _permuted),
@@ -333,7 +298,6 @@ _RULES: dict[str, Rule] = {
         ("cumsum cumprod logcumsumexp cummax cummin _fft_c2c _fft_c2r _fft_r2c", _along()),
         ("unfold", _along("dimension")),
         ("gather scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_", _by_index),
-        ("diagonal", _diagonal),
         ("_softmax _log_softmax _safe_softmax glu", _along()),
         ("flip roll", _along("dims")),
         ("sum mean amax amin prod var std var_mean max min logsumexp linalg_vector_norm argmax argmin", _reduced),
@@ -341,13 +305,6 @@ _RULES: dict[str, Rule] = {
         ("cat", _joined),
         ("stack", _stacked),
         ("mm mv", _first("self")),
-        ("_euclidean_dist _cdist_forward", _distances),
-        (
-            "linalg_cholesky_ex linalg_inv_ex linalg_qr linalg_eig linalg_lu_factor_ex linalg_matrix_exp "
-            "linalg_solve_triangular _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd "
-            "cholesky_solve cholesky_inverse",
-            _matrices,
-        ),
         ("addmm _addmm_activation", _first("mat1")),
         ("bmm baddbmm", _batched),
         ("linear", _projected),

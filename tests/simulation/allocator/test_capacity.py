@@ -1,13 +1,10 @@
 """A device of a certain size: cached memory is given back before an allocation fails, and blocks are counted whole."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 
 import memscale as ms
-from memscale.simulation.allocator.caching import AllocatorSettings, replay
 
 MIB = 1 << 20
 CONTEXT = 512 * MIB  # what Hardware.usable_bytes leaves to the CUDA context
@@ -109,23 +106,3 @@ def test_blocks_count_whole_and_the_rest_has_a_name():
     assert int(profile.timeline.total_bytes.max()) == profile.peak_bytes
     assert "rounding" in str(profile)
     assert "rounding" not in ms.profile(Keeps(), x, loss=lambda y, _: y.sum(), hardware="cpu").by_category
-
-
-def test_a_replay_says_what_each_allocation_took_and_how_often_it_made_room():
-    result = replay([(1, 24 * MIB), (1, -24 * MIB), (2, 23 * MIB + 1), (3, 100)])
-    assert result.block_bytes == {1: 24 * MIB, 2: 24 * MIB, 3: 512}
-    assert result.retries == 0
-    events = [(1, 100 * MIB), (1, -1), (2, 150 * MIB)]
-    assert replay(events, capacity_bytes=200 * MIB).retries == 1
-    assert replay(events).retries == 0
-    tight = dataclasses.replace(replay(events, capacity_bytes=149 * MIB), block_bytes={})
-    assert tight.out_of_memory_at == 2
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_the_allocated_peak_is_the_sum_of_the_blocks_in_use(expandable):
-    settings = AllocatorSettings(expandable_segments=expandable)
-    sizes = [3 * MIB + 5, 700, 11 * MIB, 24 * MIB, 1 * MIB + 1]
-    events = [(name, size) for name, size in enumerate(sizes)]
-    result = replay(events, settings=settings)
-    assert sum(result.block_bytes.values()) == result.allocated_peak_bytes

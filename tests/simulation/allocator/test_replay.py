@@ -13,286 +13,118 @@ from memscale.core.errors import ConfigError
 from memscale.simulation.allocator.caching import TRIM, TRIM_IF_GROWN, AllocatorSettings, Replayed, replay
 
 KIB, MIB = 1 << 10, 1 << 20
+BYTE = 1 / MIB
 
 
 def stream(*steps):
-    """Events from a shorthand: a number allocates the next id, ``~id`` frees it. Ids count from 0."""
+    """Events from a shorthand: a size in MiB allocates the next id, ``~id`` frees it. Ids count from 0."""
     events = []
     for step in steps:
         if step < 0:
             events.append((~step, -1))
         else:
-            events.append((sum(nbytes > 0 for _, nbytes in events), step))
+            events.append((sum(nbytes > 0 for _, nbytes in events), int(step * MIB)))
     return events
 
 
-def summary(result):
-    return (
-        result.allocated_peak_bytes,
-        result.reserved_peak_bytes,
-        result.fragmentation_bytes,
-        result.segments,
-        result.out_of_memory_at,
-    )
+EXPANDABLE = {"expandable_segments": True}
+SPLIT_20, SPLIT_40 = {"max_split_size_bytes": 20 * MIB}, {"max_split_size_bytes": 40 * MIB}
 
-
-# Worked out by hand from the rules of CUDACachingAllocator.cpp.
+# Worked out by hand from the rules of CUDACachingAllocator.cpp: the steps, the settings, and the peaks of
+# what is allocated and reserved, in MiB.
 SCENARIOS = {
-    "one byte is a block of 512 in a small segment of 2 MiB": ([1], {}, (512, 2 * MIB, 2 * MIB - 512, 1, None)),
-    "sizes round up to 512": ([513], {}, (1024, 2 * MIB, 2 * MIB - 1024, 1, None)),
-    "1 MiB is the largest small request": ([MIB, MIB], {}, (2 * MIB, 2 * MIB, MIB, 1, None)),
-    "one byte more is large and shares 20 MiB": (
-        [MIB + 1],
-        {},
-        (MIB + 512, 20 * MIB, 19 * MIB - 512, 1, None),
-    ),
-    "requests below 10 MiB share 20 MiB": ([9 * MIB, 9 * MIB], {}, (18 * MIB, 20 * MIB, 11 * MIB, 1, None)),
-    "from 10 MiB on a request has its own segment": ([10 * MIB], {}, (10 * MIB, 10 * MIB, 0, 1, None)),
-    "segments round up to 2 MiB and a remainder above 1 MiB is split off": (
-        [10 * MIB + 512],
-        {},
-        (10 * MIB + 512, 12 * MIB, 2 * MIB - 512, 1, None),
-    ),
-    "a remainder of 1 MiB stays in the block and counts as allocated": (
-        [11 * MIB],
-        {},
-        (12 * MIB, 12 * MIB, 0, 1, None),
-    ),
-    "a cached block is used again": (
-        [12 * MIB, ~0, 12 * MIB],
-        {},
-        (12 * MIB, 12 * MIB, 0, 1, None),
-    ),
-    "the smallest cached block that fits is taken": (
-        # 30 and 14 MiB are free; 13 goes to 14 and leaves it whole, and 30 still serves the last request.
-        [30 * MIB, 14 * MIB, ~0, ~1, 13 * MIB, 30 * MIB],
-        {},
-        (44 * MIB, 44 * MIB, 0, 2, None),
-    ),
-    "a freed block merges with both neighbours": (
-        # Three of 6 MiB fill 18 of 20; freed in the order 0, 2, 1 they and the tail are one block again.
-        [6 * MIB, 6 * MIB, 6 * MIB, ~0, ~2, ~1, 20 * MIB],
-        {},
-        (20 * MIB, 20 * MIB, 14 * MIB, 1, None),
-    ),
-    "a block in use keeps its neighbours apart": (
-        # 6 and 8 MiB are free around the middle one, which is not enough for 14.
-        [6 * MIB, 6 * MIB, 6 * MIB, ~0, ~2, 14 * MIB],
-        {},
-        (20 * MIB, 34 * MIB, 14 * MIB, 2, None),
-    ),
-    "small and large pools do not mix": (
-        [MIB, MIB, ~0, ~1, 2 * MIB],
-        {},
-        (2 * MIB, 22 * MIB, 20 * MIB, 2, None),
-    ),
-    "a shorter sequence leaves its segments behind": (
-        [30 * MIB, ~0, 32 * MIB],
-        {},
-        (32 * MIB, 62 * MIB, 30 * MIB, 2, None),
-    ),
-    "an expandable segment grows in pages of 20 MiB": (
-        [30 * MIB, ~0, 32 * MIB],
-        {"expandable_segments": True},
-        (32 * MIB, 40 * MIB, 10 * MIB, 1, None),
-    ),
-    "an expandable segment splits off every remainder": (
-        [11 * MIB],
-        {"expandable_segments": True},
-        (11 * MIB, 20 * MIB, 9 * MIB, 1, None),
-    ),
-    "the small pool expands in pages of 2 MiB": (
-        [MIB, MIB, MIB],
-        {"expandable_segments": True},
-        (3 * MIB, 4 * MIB, MIB, 1, None),
-    ),
-    "a remainder of 512 bytes is a small block": ([MIB, MIB - 512, 512], {}, (2 * MIB, 2 * MIB, MIB, 1, None)),
-    "an expandable segment tries no larger block than it must": (
-        # Free are 8 MiB at the end, which can grow, 20 and 30: 5 MiB come from the 20, and 30 find the 30 untouched.
-        [20 * MIB, 2 * MIB, 30 * MIB, ~0, ~2, 5 * MIB, 30 * MIB],
-        {"expandable_segments": True},
-        (52 * MIB, 60 * MIB, 8 * MIB, 1, None),
-    ),
-    "an expandable segment prefers the block that grows least": (
-        # Free are 20 MiB in front of the block in use and 10 MiB at the end, which can grow without limit and so
-        # counts as larger: the second request takes the 20.
-        [20 * MIB, 10 * MIB, ~0, 5 * MIB, 20 * MIB],
-        {"expandable_segments": True},
-        (35 * MIB, 60 * MIB, 25 * MIB, 1, None),
-    ),
-    "an oversize block serves no smaller request": (
-        [60 * MIB, ~0, 30 * MIB],
-        {"max_split_size_bytes": 40 * MIB},
-        (60 * MIB, 90 * MIB, 60 * MIB, 2, None),
-    ),
-    "a block of the split size is oversize": (
-        [40 * MIB, ~0, 30 * MIB],
-        {"max_split_size_bytes": 40 * MIB},
-        (40 * MIB, 70 * MIB, 40 * MIB, 2, None),
-    ),
-    "an oversize block serves a request that is less than 20 MiB smaller, unsplit": (
-        [60 * MIB, ~0, 41 * MIB],
-        {"max_split_size_bytes": 40 * MIB},
-        (60 * MIB, 60 * MIB, 0, 1, None),
-    ),
-    "20 MiB smaller is too small": (
-        [60 * MIB, ~0, 40 * MIB],
-        {"max_split_size_bytes": 40 * MIB},
-        (60 * MIB, 100 * MIB, 60 * MIB, 2, None),
-    ),
-    "40 MiB of rounding allow it": (
-        [60 * MIB, ~0, 40 * MIB],
-        {"max_split_size_bytes": 40 * MIB, "max_non_split_rounding_bytes": 40 * MIB},
-        (60 * MIB, 60 * MIB, 0, 1, None),
-    ),
-    "a larger shared segment": ([3 * MIB], {"large_segment_bytes": 64 * MIB}, (3 * MIB, 64 * MIB, 61 * MIB, 1, None)),
-    "powers of two in four steps": (
-        [1200 * KIB],
-        {"roundup_power2_divisions": (4,) * 16},
-        (1280 * KIB, 20 * MIB, 20 * MIB - 1280 * KIB, 1, None),
-    ),
+    "one byte is a block of 512 in a small segment of 2 MiB": ([BYTE], {}, (512 * BYTE, 2)),
+    "sizes round up to 512": ([513 * BYTE], {}, (1024 * BYTE, 2)),
+    "1 MiB is the largest small request": ([1, 1], {}, (2, 2)),
+    "one byte more is large and shares 20 MiB": ([1 + BYTE], {}, (1 + 512 * BYTE, 20)),
+    "requests below 10 MiB share 20 MiB": ([9, 9], {}, (18, 20)),
+    "from 10 MiB on a request has its own segment": ([10], {}, (10, 10)),
+    "segments round up to 2 MiB, and over 1 MiB is split off": ([10 + 512 * BYTE], {}, (10 + 512 * BYTE, 12)),
+    "a remainder of 1 MiB stays in the block and counts as allocated": ([11], {}, (12, 12)),
+    "a cached block is used again": ([12, ~0, 12], {}, (12, 12)),
+    # 30 and 14 MiB are free; 13 goes to 14 and leaves it whole, and 30 still serves the last request.
+    "the smallest cached block that fits is taken": ([30, 14, ~0, ~1, 13, 30], {}, (44, 44)),
+    # Three of 6 MiB fill 18 of 20; freed in the order 0, 2, 1 they and the tail are one block again.
+    "a freed block merges with both neighbours": ([6, 6, 6, ~0, ~2, ~1, 20], {}, (20, 20)),
+    # 6 and 8 MiB are free around the middle one, which is not enough for 14.
+    "a block in use keeps its neighbours apart": ([6, 6, 6, ~0, ~2, 14], {}, (20, 34)),
+    "small and large pools do not mix": ([1, 1, ~0, ~1, 2], {}, (2, 22)),
+    "a shorter sequence leaves its segments behind": ([30, ~0, 32], {}, (32, 62)),
+    "an expandable segment grows in pages of 20 MiB": ([30, ~0, 32], EXPANDABLE, (32, 40)),
+    "an expandable segment splits off every remainder": ([11], EXPANDABLE, (11, 20)),
+    "the small pool expands in pages of 2 MiB": ([1, 1, 1], EXPANDABLE, (3, 4)),
+    "a remainder of 512 bytes is a small block": ([1, 1 - 512 * BYTE, 512 * BYTE], {}, (2, 2)),
+    # Free are 8 MiB at the end, which can grow, 20 and 30: 5 MiB come from the 20, and 30 find the 30 untouched.
+    "an expandable segment tries no larger block than it must": ([20, 2, 30, ~0, ~2, 5, 30], EXPANDABLE, (52, 60)),
+    # Free are 20 MiB in front of the block in use and 10 MiB at the end, which can grow without limit and so
+    # counts as larger: the second request takes the 20.
+    "an expandable segment prefers the block that grows least": ([20, 10, ~0, 5, 20], EXPANDABLE, (35, 60)),
+    "an oversize block serves no smaller request": ([60, ~0, 30], SPLIT_40, (60, 90)),
+    "a block of the split size is oversize": ([40, ~0, 30], SPLIT_40, (40, 70)),
+    "an oversize block serves a request that is less than 20 MiB smaller, unsplit": ([60, ~0, 41], SPLIT_40, (60, 60)),
+    "20 MiB smaller is too small": ([60, ~0, 40], SPLIT_40, (60, 100)),
+    "40 MiB of rounding allow it": ([60, ~0, 40], {**SPLIT_40, "max_non_split_rounding_bytes": 40 * MIB}, (60, 60)),
+    "a larger shared segment": ([3], {"large_segment_bytes": 64 * MIB}, (3, 64)),
+    "powers of two in four steps": ([1200 / 1024], {"roundup_power2_divisions": (4,) * 16}, (1280 / 1024, 20)),
 }
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenarios(name):
-    steps, settings, expected = SCENARIOS[name]
-    assert summary(replay(stream(*steps), settings=AllocatorSettings(**settings))) == expected
+    steps, settings, (allocated, reserved) = SCENARIOS[name]
+    result = replay(stream(*steps), settings=AllocatorSettings(**settings))
+    assert (result.allocated_peak_bytes, result.reserved_peak_bytes) == (allocated * MIB, reserved * MIB)
+    assert result.out_of_memory_at is None
 
 
-# The last number is what stays reserved.
+def collecting(fraction, threshold):
+    return {"memory_fraction": fraction, "garbage_collection_threshold": threshold}
+
+
+# The third number is what stays reserved, the last one the event that runs out of memory.
 LIMITED = {
-    "nothing to give back": ([60 * MIB, 60 * MIB], {}, (60 * MIB, 60 * MIB, 0, 1, 1), 60 * MIB),
-    "a cached segment is given back for a new one": (
-        [60 * MIB, ~0, 70 * MIB],
-        {},
-        (70 * MIB, 70 * MIB, 0, 1, None),
-        70 * MIB,
-    ),
-    "a segment with a block in use is not": (
-        # 20 of 40 MiB are in use, and the other 20 of no use to a request of 70.
-        [40 * MIB, ~0, 20 * MIB, 70 * MIB],
-        {},
-        (40 * MIB, 40 * MIB, 0, 1, 3),
-        40 * MIB,
-    ),
-    "an expandable segment puts the free 20 MiB in front of 50 new ones, in 3 pages": (
-        [40 * MIB, ~0, 20 * MIB, 70 * MIB],
-        {"expandable_segments": True},
-        (90 * MIB, 100 * MIB, 10 * MIB, 1, None),
-        100 * MIB,
-    ),
-    "small segments are given back too": (
-        # 2 + 20 MiB are cached, and 100 MiB only fit when both are gone.
-        [1, 2 * MIB, ~0, ~1, 100 * MIB],
-        {},
-        (100 * MIB, 100 * MIB, 0, 1, None),
-        100 * MIB,
-    ),
-    "expandable pages move to where they are needed": (
-        # The free page in front of the block in use is unmapped and mapped again behind it.
-        [20 * MIB, 20 * MIB, 20 * MIB, ~0, ~2, 80 * MIB],
-        {"expandable_segments": True},
-        (100 * MIB, 100 * MIB, 0, 1, None),
-        100 * MIB,
-    ),
-    "a page that is used in part stays, and its rest is used": (
-        # 98 MiB are 18 of the page and four new ones.
-        [2 * MIB, 30 * MIB, ~1, 98 * MIB],
-        {"expandable_segments": True},
-        (100 * MIB, 100 * MIB, 0, 1, None),
-        100 * MIB,
-    ),
-    "one MiB more needs a sixth page": (
-        [2 * MIB, 30 * MIB, ~1, 99 * MIB],
-        {"expandable_segments": True},
-        (32 * MIB, 40 * MIB, 8 * MIB, 1, 3),
-        20 * MIB,
-    ),
-    "of the small pool's pages too only the empty ones are given back": (
-        # Six of 1 MiB are three pages of 2; the first block and the last one keep theirs. 96 MiB are five pages of 20.
-        [MIB, MIB, MIB, MIB, MIB, MIB, ~1, ~2, ~3, ~4, 96 * MIB],
-        {"expandable_segments": True},
-        (6 * MIB, 6 * MIB, MIB, 1, 10),
-        4 * MIB,
-    ),
-    "one block above the split size is given back, and no other": (
-        # 41 MiB may take a block below 61 and cannot split one of 62, so that goes; the 30 MiB stay cached.
-        [30 * MIB, 62 * MIB, ~0, ~1, 41 * MIB],
-        {"max_split_size_bytes": 40 * MIB},
-        (92 * MIB, 92 * MIB, 0, 2, None),
-        72 * MIB,
-    ),
-    "several blocks above the split size, the largest first, until they make up the request": (
-        # 44 + 42 free enough for 60, and the 10 MiB in the third segment stay.
-        [44 * MIB, 42 * MIB, 10 * MIB, ~0, ~1, ~2, 60 * MIB],
-        {"max_split_size_bytes": 40 * MIB},
-        (96 * MIB, 96 * MIB, 0, 3, None),
-        70 * MIB,
-    ),
-    "blocks that make up the request exactly are enough": (
-        # 26 + 24 free enough for 50, and 22 stay.
-        [26 * MIB, 24 * MIB, 22 * MIB, ~0, ~1, ~2, 50 * MIB],
-        {"max_split_size_bytes": 20 * MIB},
-        (72 * MIB, 72 * MIB, 0, 3, None),
-        72 * MIB,
-    ),
-    "a block of the split size is one of them": (
-        [40 * MIB, 20 * MIB, 18 * MIB, ~0, ~1, ~2, 60 * MIB],
-        {"max_split_size_bytes": 20 * MIB},
-        (78 * MIB, 78 * MIB, 0, 3, None),
-        78 * MIB,
-    ),
-    "half of the device is allowed": ([50 * MIB], {"memory_fraction": 0.5}, (50 * MIB, 50 * MIB, 0, 1, None), 50 * MIB),
-    "and no more": (
-        [40 * MIB, 20 * MIB],
-        {"memory_fraction": 0.5},
-        (40 * MIB, 40 * MIB, 0, 1, 1),
-        40 * MIB,
-    ),
-    "a fraction alone collects nothing": (
-        [40 * MIB, ~0, 50 * MIB],
-        {"memory_fraction": 0.95},
-        (50 * MIB, 90 * MIB, 40 * MIB, 2, None),
-        90 * MIB,
-    ),
-    "collection frees the block that was cached longest": (
-        # Of 90 MiB allowed 74 are taken when 28 more are asked for, above the threshold of 72. The two cached blocks
-        # of 24 MiB were free for two requests and for one: the first is above the mean age and goes.
-        [24 * MIB, 24 * MIB, ~0, 26 * MIB, ~1, 28 * MIB],
-        {"memory_fraction": 0.9, "garbage_collection_threshold": 0.8},
-        (54 * MIB, 78 * MIB, 24 * MIB, 3, None),
-        78 * MIB,
-    ),
-    "collection goes on below the mean age until it is enough": (
-        # The same with a threshold of 45: the first block is 24 of the 29 MiB above it, so the second goes too.
-        [24 * MIB, 20 * MIB, ~0, 26 * MIB, ~1, 28 * MIB],
-        {"memory_fraction": 0.9, "garbage_collection_threshold": 0.5},
-        (54 * MIB, 70 * MIB, 24 * MIB, 3, None),
-        54 * MIB,
-    ),
-    "collection stops when it is enough": (
-        # The same with a threshold of 46.
-        [24 * MIB, 20 * MIB, ~0, 26 * MIB, ~1, 28 * MIB],
-        {"memory_fraction": 0.92, "garbage_collection_threshold": 0.5},
-        (54 * MIB, 74 * MIB, 20 * MIB, 3, None),
-        74 * MIB,
-    ),
-    "collection needs a memory fraction": (
-        [40 * MIB, ~0, 50 * MIB],
-        {"garbage_collection_threshold": 0.1},
-        (50 * MIB, 90 * MIB, 40 * MIB, 2, None),
-        90 * MIB,
-    ),
+    "nothing to give back": ([60, 60], {}, (60, 60, 60, 1)),
+    "a cached segment is given back for a new one": ([60, ~0, 70], {}, (70, 70, 70, None)),
+    # 20 of 40 MiB are in use, and the other 20 of no use to a request of 70.
+    "a segment with a block in use is not": ([40, ~0, 20, 70], {}, (40, 40, 40, 3)),
+    "an expandable segment adds 3 pages to the free 20 MiB": ([40, ~0, 20, 70], EXPANDABLE, (90, 100, 100, None)),
+    # 2 + 20 MiB are cached, and 100 MiB only fit when both are gone.
+    "small segments are given back too": ([BYTE, 2, ~0, ~1, 100], {}, (100, 100, 100, None)),
+    # The free page in front of the block in use is unmapped and mapped again behind it.
+    "expandable pages move to where they are needed": ([20, 20, 20, ~0, ~2, 80], EXPANDABLE, (100, 100, 100, None)),
+    # 98 MiB are 18 of the page and four new ones.
+    "a page that is used in part stays, and its rest is used": ([2, 30, ~1, 98], EXPANDABLE, (100, 100, 100, None)),
+    "one MiB more needs a sixth page": ([2, 30, ~1, 99], EXPANDABLE, (32, 40, 20, 3)),
+    # Six of 1 MiB are three pages of 2; the first block and the last one keep theirs. 96 MiB are five pages of 20.
+    "small pages go only when empty": ([1, 1, 1, 1, 1, 1, ~1, ~2, ~3, ~4, 96], EXPANDABLE, (6, 6, 4, 10)),
+    # 41 MiB may take a block below 61 and cannot split one of 62, so that goes; the 30 MiB stay cached.
+    "one block above the split size is given back, and no other": ([30, 62, ~0, ~1, 41], SPLIT_40, (92, 92, 72, None)),
+    # 44 + 42 free enough for 60, and the 10 MiB in the third segment stay.
+    "several such blocks, the largest first": ([44, 42, 10, ~0, ~1, ~2, 60], SPLIT_40, (96, 96, 70, None)),
+    # 26 + 24 free enough for 50, and 22 stay.
+    "blocks that make up the request exactly are enough": ([26, 24, 22, ~0, ~1, ~2, 50], SPLIT_20, (72, 72, 72, None)),
+    "a block of the split size is one of them": ([40, 20, 18, ~0, ~1, ~2, 60], SPLIT_20, (78, 78, 78, None)),
+    "half of the device is allowed": ([50], {"memory_fraction": 0.5}, (50, 50, 50, None)),
+    "and no more": ([40, 20], {"memory_fraction": 0.5}, (40, 40, 40, 1)),
+    "a fraction alone collects nothing": ([40, ~0, 50], {"memory_fraction": 0.95}, (50, 90, 90, None)),
+    # Of 90 MiB allowed 74 are taken when 28 more are asked for, above the threshold of 72. The two cached blocks
+    # of 24 MiB were free for two requests and for one: the first is above the mean age and goes.
+    "collection frees what was cached longest": ([24, 24, ~0, 26, ~1, 28], collecting(0.9, 0.8), (54, 78, 78, None)),
+    # The same with a threshold of 45: the first block is 24 of the 29 MiB above it, so the second goes too.
+    "and goes on below the mean age": ([24, 20, ~0, 26, ~1, 28], collecting(0.9, 0.5), (54, 70, 54, None)),
+    # The same with a threshold of 46.
+    "until it is enough": ([24, 20, ~0, 26, ~1, 28], collecting(0.92, 0.5), (54, 74, 74, None)),
+    "collection needs a memory fraction": ([40, ~0, 50], {"garbage_collection_threshold": 0.1}, (50, 90, 90, None)),
 }
 
 
 @pytest.mark.parametrize("name", LIMITED)
 def test_scenarios_on_a_device_of_100_mib(name):
-    steps, settings, expected, reserved_end_bytes = LIMITED[name]
+    steps, settings, (*sizes, out_of_memory_at) = LIMITED[name]
     result = replay(stream(*steps), settings=AllocatorSettings(**settings), capacity_bytes=100 * MIB)
-    assert summary(result) == expected
-    assert result.reserved_end_bytes == reserved_end_bytes
+    seen = result.allocated_peak_bytes, result.reserved_peak_bytes, result.reserved_end_bytes
+    assert seen == tuple(size * MIB for size in sizes)
+    assert result.out_of_memory_at == out_of_memory_at
 
 
 def test_a_trim_gives_back_whole_segments_that_nothing_uses():
@@ -310,7 +142,7 @@ def test_a_trim_if_grown_waits_for_segments_of_large_blocks(more, left):
 
 
 def test_what_remains_at_the_end():
-    result = replay(stream(3 * MIB, 1000, ~0))
+    result = replay(stream(3, 1000 * BYTE, ~0))
     assert result == Replayed(
         allocated_peak_bytes=3 * MIB + 1024,
         reserved_peak_bytes=22 * MIB,
@@ -491,40 +323,6 @@ def test_every_byte_is_accounted_for(settings, capacity, steps):
     assert 0 <= result.fragmentation_bytes <= result.reserved_peak_bytes
     freed = replay([*events, *((name, -nbytes) for name, nbytes in sizes.items()), TRIM], **options)
     assert (freed.allocated_end_bytes, freed.reserved_end_bytes) == (0, 0), "all parts of a segment have merged again"
-
-
-@pytest.mark.cuda
-@pytest.mark.filterwarnings("ignore:torch.cuda._set_allocator_settings is deprecated:FutureWarning")
-@pytest.mark.parametrize("text", ["", "expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:8"])
-def test_the_replay_is_what_the_allocator_does(text):
-    choose = random.Random(0)
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    torch.cuda.memory._set_allocator_settings(text)
-    try:
-        before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        if before != (0, 0):
-            pytest.skip(f"earlier tests hold {before} bytes on the device, and their free space would be used")
-        torch.cuda.reset_peak_memory_stats()
-        live, events, seen = {}, [], []
-        for index in range(2000):
-            if live and choose.random() < 0.5:
-                name = choose.choice(sorted(live))
-                del live[name]
-                events.append((name, -1))
-            else:
-                nbytes = int(2 ** choose.uniform(0, 26))
-                live[index] = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-                events.append((index, nbytes))
-            seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-        result = replay(events, settings=AllocatorSettings.from_env(text))
-        assert result.allocated_peak_bytes == torch.cuda.max_memory_allocated()
-        assert result.allocated_end_bytes == seen[-1][0]
-        # The driver chooses the segments' addresses, which decide between free blocks of one size.
-        assert abs(result.reserved_peak_bytes / torch.cuda.max_memory_reserved() - 1) <= 0.01
-    finally:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-        torch.cuda.empty_cache()
 
 
 @pytest.mark.cuda

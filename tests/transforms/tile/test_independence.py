@@ -29,10 +29,6 @@ def _scores(x):
     return (scores.softmax(-1) @ _heads(x)).transpose(1, 2).reshape(x.shape)
 
 
-def _squares(x):
-    return x[:, :WIDTH] @ x[:, :WIDTH].mT + torch.eye(WIDTH)
-
-
 def _turned_by_a_grid(x):
     grid = torch.stack([x[..., 0, None].expand(-1, -1, 2), x[..., 1, None].expand(-1, -1, 2)], -1).sin()
     return F.grid_sample(x[:, None], grid, align_corners=False)[:, 0]
@@ -72,15 +68,8 @@ INDEPENDENT = {
     "a long convolution": lambda x: torch.fft.irfft(torch.fft.rfft(x, n=12, dim=1) * 2, n=12, dim=1)[:, :TOKENS],
     "gathered": lambda x: x.gather(1, x.argmax(1, keepdim=True)) + x.index_select(1, torch.tensor([0])),
     "in frames, by their median": lambda x: x.unfold(1, 3, 1).median(-1).values,
-    "distances": lambda x: torch.cdist(x, x) + torch.cdist(x, TABLE[:, :WIDTH]),
-    "distances of the points": lambda x: torch.cdist(x[:, 0], TABLE[:, :WIDTH])[..., None],
     "scattered": lambda x: torch.zeros_like(x).scatter(1, x.argsort(1), x).scatter_add(1, x.argsort(1), x),
     "of the best": lambda x: torch.zeros(len(x), TOKENS, WIDTH).scatter_(-1, x.topk(2, -1).indices, 1.0) * x,
-    "factors of matrices": lambda x: torch.linalg.cholesky(_squares(x)) + torch.linalg.inv(_squares(x)),
-    "solutions and spectra": lambda x: (
-        torch.linalg.solve(_squares(x), x[:, :WIDTH]) + torch.linalg.svdvals(_squares(x))[:, None]
-    ),
-    "determinants": lambda x: torch.linalg.slogdet(_squares(x))[1][:, None] + _squares(x).diagonal(dim1=-2, dim2=-1),
     "complex": lambda x: torch.view_as_real(
         torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous()).conj().resolve_conj()
     ),
@@ -128,17 +117,14 @@ COUPLED = {
     "a mean of all": lambda x: x - x.mean(),
     "one after the other": lambda x: x.cumsum(0),
     "neighbours": lambda x: x.roll(1, 0) + x,
-    "in another order": lambda x: x.flip(0),
     "sorted": lambda x: x.sort(0).values,
     "products of rows": lambda x: x.flatten(1) @ x.flatten(1).T @ x.flatten(1),
     "a view across them": lambda x: x.reshape(TOKENS, len(x), WIDTH).softmax(0).reshape(x.shape),
     "attention between them": lambda x: F.scaled_dot_product_attention(*[x.transpose(0, 1)] * 3).transpose(0, 1),
-    "a softmax after they were turned": lambda x: x.transpose(0, 1).softmax(1).transpose(0, 1),
     "padded with rows": lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))[1:],
     "repeated": lambda x: x.repeat(2, 1, 1)[: len(x)],
     "gathered from others": lambda x: x.gather(0, x.argmax(0, keepdim=True).expand_as(x)),
     "their frequencies": lambda x: torch.fft.fft(x, dim=0).abs(),
-    "as many ones": lambda x: x / torch.ones(len(x)).sum(),
     "one after the other, with what is kept": lambda x: TIME_FIRST(x)[0],
     "states that are not theirs": lambda x: LSTM(x, (torch.ones(1, ROWS, 4)[:, : len(x)].contiguous(),) * 2)[0],
     "a table of their places, spread": lambda x: x + PLACES[: len(x)].expand(len(x), TOKENS, WIDTH),
@@ -146,7 +132,6 @@ COUPLED = {
     "their number": lambda x: x + torch.ones(len(x), 1, 1).cumsum(0),
     "random numbers": lambda x: F.dropout(x, 0.5),
     "random rows": lambda x: x * torch.rand(len(x), 1, 1),
-    "one for all": lambda x: x * torch.rand(1),
     "random attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[
         :, 0
     ],
@@ -155,7 +140,6 @@ COUPLED = {
     "what no rule speaks of": lambda x: x.renorm(2, 1, 1.0),
     "distances between them": lambda x: torch.cdist(x.flatten(1), x.flatten(1)),
     "scattered to others": lambda x: torch.zeros_like(x).scatter(0, x.argsort(0), x),
-    "a diagonal across them": lambda x: x.diagonal(dim1=0, dim2=1),
     "one system of all": lambda x: torch.linalg.pinv(x.flatten(1)).mT.view_as(x),
     "folded with the tokens, and summed": lambda x: x.transpose(0, 1).reshape(-1, WIDTH).softmax(0).view_as(x),
     "folded, and left so": lambda x: x.transpose(0, 1).reshape(x.shape),
@@ -171,11 +155,8 @@ def test_what_couples_rows_is_refused(name):
 
 NUMBERED = {
     "times their number": lambda x: x * len(x),
-    "their share": lambda x: x / x.shape[0],
-    "a root of it": lambda x: torch.mul(x, x.numel() ** -0.5),
     "added by it": lambda x: torch.add(x, x, alpha=len(x)),
     "clamped by it": lambda x: x.clamp(max=1 / len(x)),
-    "filled with it": lambda x: x + torch.full((1, WIDTH), float(len(x))),
     "a tensor of it": lambda x: x * torch.tensor(float(len(x))),
     "turned by it": lambda x: x.roll(len(x), 1),
     "that token": lambda x: x + x.select(1, len(x) % TOKENS)[:, None],
