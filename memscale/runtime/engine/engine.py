@@ -418,7 +418,8 @@ class Engine:
         if entry.sources:
             tensor = record.layout.of(entry.sources[record.part], record.start)
         else:
-            tensor = record.layout.of(self.loader.arrived(entry))
+            self.loader.arrived(entry)
+            tensor = record.layout.of(entry.elements(record.layout.dtype))
         if in_backward:
             record.unfetched -= 1
         if not in_backward or entry.is_fetched():

@@ -9,10 +9,7 @@ __version__ = "0.ghost"
 _lib = ctypes.CDLL("libcudart.so.13")
 
 
-def _handle(make, *args):
-    out = ctypes.c_void_p()
-    make(ctypes.byref(out), *args)
-    return out.value or 0
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 class CUDARuntimeError(RuntimeError):
@@ -24,33 +21,58 @@ def _checked(status):
         raise CUDARuntimeError(f"ghost error {status}")
 
 
-def _p(pointer):
-    return ctypes.c_void_p(pointer)
+def _function(name, *types, status=_checked):
+    """Returns a function of the library. Its arguments are converted in C, as CuPy's own calls are."""
+    function = getattr(_lib, name)
+    function.argtypes, function.restype = types, status
+    return function
+
+
+def _maker(name):
+    function = _function(name, ctypes.POINTER(_POINTER))
+
+    def make():
+        out = _POINTER()
+        function(ctypes.byref(out))
+        return out.value or 0
+
+    return make
+
+
+_new_stream, _new_event = _maker("cudaStreamCreate"), _maker("cudaEventCreate")
+_synchronize_stream = _function("cudaStreamSynchronize", _POINTER)
+_synchronize_event = _function("cudaEventSynchronize", _POINTER)
+_destroy_event = _function("cudaEventDestroy", _POINTER)
+_query = _function("cudaEventQuery", _POINTER, status=ctypes.c_int)
+_forget_error = _function("cudaGetLastError", status=ctypes.c_int)
+_set_device = _function("cudaSetDevice", ctypes.c_int)
+_wait = _function("cudaStreamWaitEvent", _POINTER, _POINTER, ctypes.c_uint)
+_elapsed = _function("cudaEventElapsedTime", ctypes.POINTER(ctypes.c_float), _POINTER, _POINTER)
 
 
 class Stream:
     def __init__(self, non_blocking=False):
-        self.ptr = _handle(_lib.cudaStreamCreate)
+        self.ptr = _new_stream()
 
     def synchronize(self):
-        _checked(_lib.cudaStreamSynchronize(_p(self.ptr)))
+        _synchronize_stream(self.ptr)
 
 
 class Event:
     def __init__(self, block=False):
-        self.ptr = _handle(_lib.cudaEventCreate)
+        self.ptr = _new_event()
 
     @property
     def done(self):
-        found = _lib.cudaEventQuery(_p(self.ptr))
-        _lib.cudaGetLastError()  # CuPy's wheels have a runtime of their own, whose last error PyTorch does not see
+        found = _query(self.ptr)
+        _forget_error()  # CuPy's wheels have a runtime of their own, whose last error PyTorch does not see
         return not found
 
     def synchronize(self):
-        _checked(_lib.cudaEventSynchronize(_p(self.ptr)))
+        _synchronize_event(self.ptr)
 
     def __del__(self):
-        _lib.cudaEventDestroy(_p(self.ptr))
+        _destroy_event(self.ptr)
 
 
 class Device:
@@ -59,16 +81,16 @@ class Device:
 
     def __enter__(self):
         self.before = torch.cuda.current_device()
-        _lib.cudaSetDevice(self.index)
+        _set_device(self.index)
         return self
 
     def __exit__(self, *error):
-        _lib.cudaSetDevice(self.before)
+        _set_device(self.before)
 
 
 def get_elapsed_time(begin, end):
     out = ctypes.c_float()
-    _checked(_lib.cudaEventElapsedTime(ctypes.byref(out), _p(begin.ptr), _p(end.ptr)))
+    _elapsed(ctypes.byref(out), begin.ptr, end.ptr)
     return out.value
 
 
@@ -76,13 +98,11 @@ runtime = types.SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
     memcpyHostToDevice=1,
     memcpyDeviceToHost=2,
-    streamWaitEvent=lambda stream, event, flags=0: _checked(_lib.cudaStreamWaitEvent(_p(stream), _p(event), flags)),
-    eventRecord=lambda event, stream: _checked(_lib.cudaEventRecord(_p(event), _p(stream))),
-    memcpyAsync=lambda to, source, size, kind, stream: _checked(
-        _lib.cudaMemcpyAsync(_p(to), _p(source), ctypes.c_size_t(size), kind, _p(stream))
-    ),
-    hostRegister=lambda at, size, flags: _checked(_lib.cudaHostRegister(_p(at), ctypes.c_size_t(size), flags)),
-    hostUnregister=lambda at: _checked(_lib.cudaHostUnregister(_p(at))),
+    streamWaitEvent=lambda stream, event, flags=0: _wait(stream, event, flags),
+    eventRecord=_function("cudaEventRecord", _POINTER, _POINTER),
+    memcpyAsync=_function("cudaMemcpyAsync", _POINTER, _POINTER, _SIZE, ctypes.c_int, _POINTER),
+    hostRegister=_function("cudaHostRegister", _POINTER, _SIZE, ctypes.c_uint),
+    hostUnregister=_function("cudaHostUnregister", _POINTER),
     getDeviceCount=torch.cuda.device_count,
 )
 cuda = types.SimpleNamespace(
