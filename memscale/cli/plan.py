@@ -27,7 +27,7 @@ from memscale.cli.options import (
     count,
     one_of,
 )
-from memscale.cli.price import PriceOptions, axis_of, cost_of, line_of
+from memscale.cli.price import PriceOptions, cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step import RankOptions, Step, batch_of, read_step
 from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
@@ -180,12 +180,7 @@ def frontier(options: FrontierOptions) -> int:
                 curve = ms.Frontier.of([*curve, Point.of(found)])
         ends = {"smallest": curve[0].step_seconds, "fastest": curve[-1].step_seconds}
         costs = {name: cost_of(options.prices, options.step, step, seconds) for name, seconds in ends.items()}
-        axis = axis_of(options.prices, costs["fastest"], ends["fastest"])
-        contents: dict[str, Content] = {
-            "json": curve.to_json(),
-            "plot": lambda path: curve.plot(path, **axis),
-            "html": lambda path: curve.html(path, **axis),
-        }
+        contents: dict[str, Content] = {"json": curve.to_json(), "plot": curve.plot, "html": curve.html}
         if found is not None:
             contents["python"] = as_script(step, options.step, found, engine.step.batch)
         write({name: path for name, path in options.files.items() if name in contents}, contents)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
@@ -112,20 +112,6 @@ def cost_of(prices: PriceOptions, options: StepOptions, step: Step, seconds: flo
         dollars=None if hourly is None or hours is None else hours * hourly,
         cards=cards,
     )
-
-
-def axis_of(prices: PriceOptions, cost: Cost | None, seconds: float) -> dict[str, Any]:
-    """Returns the arguments of ``Frontier.plot`` and ``html`` for an axis in dollars; empty without a price.
-
-    Args:
-        prices: the options as typed.
-        cost: the cost of one of the steps on the curve.
-        seconds: the seconds of that step.
-    """
-    if prices.price is None or cost is None:
-        return {}
-    wanted = {} if prices.tokens is None else {"steps": math.ceil(amount(prices.tokens) / (cost.per_second * seconds))}
-    return {"price": prices.price * cost.cards, **wanted}
 
 
 def line_of(prices: PriceOptions, cost: Cost | None) -> str:

@@ -70,7 +70,7 @@ def count(name: str, facts: Callable[[], Iterable[str]] = tuple) -> None:
     global _events
     try:
         # Cheapest checks first, because telemetry is usually off.
-        if is_off() or _events >= _MOST_EVENTS or sys.is_finalizing() or _is_a_worker() or _is_a_rank():
+        if is_off() or _events >= _MOST_EVENTS or sys.is_finalizing() or os.getpid() != _process or _is_a_rank():
             return
         if (state := consent().state) is State.OFF:
             return
@@ -103,14 +103,6 @@ def _append(place: str, line: str) -> None:
             os.write(number, f"{line}\n".encode("ascii"))
     finally:
         os.close(number)
-
-
-def _is_a_worker() -> bool:
-    if os.getpid() != _process:
-        return True
-    # A spawned worker has imported this module itself; without `torch.utils.data` there are no workers.
-    loading = sys.modules.get("torch.utils.data")
-    return loading is not None and loading.get_worker_info() is not None
 
 
 def _is_a_rank() -> bool:
