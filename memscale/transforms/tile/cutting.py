@@ -246,11 +246,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def refuse_time(how: Cutting, fn: Any, cut: Cut) -> None:
-    """Raises `TransformError` if `fn` is a recurrent layer and `how` cuts anything but the batch.
+    """Raises `TransformError` if `fn` is a recurrent layer or attention of PyTorch's, and `how` cuts its steps.
 
     Sizes alone do not show the difference: the state of a one-layer RNN has the same first size as a piece of one step.
     """
     module = next(modules_in(fn), None)
+    if isinstance(module, _ATTENTION):
+        for attention in [each for each in module.modules() if isinstance(each, nn.MultiheadAttention)][:1]:
+            _refuse_cut_attention(how, module, attention, cut)
     if not isinstance(module, nn.RNNBase):
         return
     given = [index for index, leaf in enumerate(cut.leaves) if isinstance(leaf, torch.Tensor)]
@@ -270,4 +273,27 @@ def refuse_time(how: Cutting, fn: Any, cut: Cut) -> None:
             f"{how!r} around {type(module).__name__}(batch_first={module.batch_first}) does not cut the batch alone; "
             f"say in_dims={(rows, states)[: 1 + (len(given) > 1)]}, out_dims={(rows, states)}, for states have their "
             "layers in front"
+        )
+
+
+_ATTENTION = (
+    nn.MultiheadAttention,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoder,
+    nn.TransformerDecoderLayer,
+)
+
+
+def _refuse_cut_attention(how: Cutting, module: nn.Module, attention: nn.MultiheadAttention, cut: Cut) -> None:
+    tensors = [index for index, leaf in enumerate(cut.leaves) if isinstance(leaf, torch.Tensor)]
+    # Queries may be cut, so of the arguments of nn.MultiheadAttention itself the keys tell.
+    index = tensors[1 if module is attention and len(tensors) > 1 else 0]
+    ndim, steps = cut.leaves[index].dim(), 1 if attention.batch_first else 0
+    if cut.dims.get(index) == (steps if ndim == 3 else 0):
+        remedy = f"cut the batch, tile(dim={1 - steps}, ...)" if ndim == 3 else "use checkpoint() for this region"
+        raise TransformError(
+            f"{how!r} around {type(module).__name__}(batch_first={attention.batch_first}) cuts the steps of "
+            f"a sequence, each of which attends to the others; {remedy}"
         )

@@ -1,4 +1,4 @@
-"""Recurrent layers are cut over their batch, and nowhere else: sizes do not tell a step from a row."""
+"""Recurrent layers and attention are cut over their batch, not their steps: sizes do not tell a step from a row."""
 
 import pytest
 import torch
@@ -55,3 +55,26 @@ def test_packed_sequences_are_refused_where_they_go_in_and_come_out():
         ms.tile(chunks=2)(nn.GRU(3, WIDTH))(pack_sequence(rows))
     with pytest.raises(ms.TransformError, match="PackedSequence"):
         ms.tile(chunks=2)(lambda x: (x, pack_sequence(list(x))))(torch.randn(4, 2, 3))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_attention_is_cut_over_its_batch_or_its_queries(batch_first):
+    """`batch_first` is False by default, and the pieces of a cut sequence did not see each other, in silence."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=batch_first)
+    x, wrong = torch.randn(STEPS, ROWS, 8), int(batch_first)
+    for module, args in (
+        (layer, (x,)),
+        (layer.self_attn, (x, x, x)),
+        (nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (x,)),
+    ):
+        with pytest.raises(ms.TransformError, match=rf"cut the batch, tile\(dim={1 - wrong}"):
+            ms.transform(module, {"": ms.tile(chunks=2, dim=wrong)})(*args)
+        with pytest.raises(ms.TransformError, match="use checkpoint"):
+            ms.transform(module, {"": ms.tile(chunks=2)})(*[each[0] for each in args])
+    over = {
+        layer: (ms.tile(chunks=2, dim=1 - wrong), (x,)),
+        layer.self_attn: (ms.tile(chunks=2, in_dims=(wrong, *[None] * 4), out_dims=wrong), (x, x, x, None, False)),
+    }
+    for module, (how, args) in over.items():
+        found, wanted = ms.transform(module, {"": how})(*args), module(*args)
+        torch.testing.assert_close(found, wanted)
