@@ -150,21 +150,6 @@ def test_a_forward_that_somebody_patched_has_its_own_signature():
     assert bits([fit(numbers(), times=3)]) == bits([plain(numbers(), times=3)])
 
 
-@pytest.mark.deep  # by default one region of the whole model: tests/algebra/test_transform.py
-@pytest.mark.parametrize("how", ["a composition", "checkpoint", "tile"])
-def test_it_compiles_in_one_graph(how, request):
-    if how == "a composition":  # with a cast
-        request.getfixturevalue("cast_in_one_graph")
-    _, fit = transformed(how, ("blocks.*",))
-    expected = fit(numbers())
-    torch._dynamo.reset()
-    try:
-        compiled = torch.compile(fit, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(numbers()), expected)
-    finally:
-        torch._dynamo.reset()
-
-
 @pytest.fixture
 def accelerate():
     return pytest.importorskip("accelerate", reason="accelerate, of the extra memscale[hf], is not installed")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import logging
 import random
 import resource
-import sys
 
 import numpy as np
 import pytest
@@ -21,18 +19,6 @@ import memscale as ms
 from memscale.simulation.measured import part_times
 from tests.support.coverings import in_turn
 from tests.support.steps import mean
-
-_optimizer_module = sys.modules["torch.optim.optimizer"]  # torch.optim deletes the attribute
-
-PATCHED = (
-    (torch.Tensor, "numpy"),
-    (torch.Tensor, "tolist"),
-    (torch.Tensor, "item"),
-    (torch.UntypedStorage, "resize_"),
-    (nn.Module, "__call__"),
-    (torch.nn.functional, "scaled_dot_product_attention"),
-    (torch, "manual_seed"),
-)
 
 
 class Interrupted(BaseException):
@@ -90,7 +76,10 @@ class Optimizer(torch.optim.AdamW):
 
 
 def world(*modules, optimizers=(), others=(), tensors=()):
-    """Everything that can be told apart: objects by identity, tensors also by version and bytes."""
+    """Everything that can be told apart: objects by identity, tensors also by version and bytes.
+
+    What a process has beside them is in test_process_snapshot.py.
+    """
     seen = {}
 
     def tensor(value):
@@ -136,21 +125,8 @@ def world(*modules, optimizers=(), others=(), tensors=()):
         "torch": torch.get_rng_state().tolist(),
         "python": random.getstate(),
         "numpy": str(np.random.get_state()),
-        "patches": [(id(getattr(owner, name)), name in vars(owner)) for owner, name in PATCHED],
-        "modes": (
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
-            torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(), torch.get_default_dtype(),
-            torch.compiler.is_compiling(), gc.isenabled(),
-        ),
-        "hooks": (
-            dict(nn.modules.module._global_forward_hooks), dict(nn.modules.module._global_forward_pre_hooks),
-            dict(_optimizer_module._global_optimizer_pre_hooks), dict(_optimizer_module._global_optimizer_post_hooks),
-        ),
-        "logging": (
-            logging.root.manager.disable, logging.getLogger("torch._subclasses.fake_tensor").disabled,
-            logging.getLogger("torch._subclasses.fake_tensor").level, list(logging.root.handlers),
-        ),
-    }  # fmt: skip
+        "modes": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+    }
 
 
 class Trainer:

@@ -1,7 +1,5 @@
 """What the kernels of a CPU do that shapes do not say: in which order results lie, and what is taken on the way."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from memscale.simulation.kernels.cpu_scratch import CpuScratch, probe_scratch
 from memscale.simulation.kernels.shapes import FakeKernels
 from memscale.simulation.rules.layouts import result_layout
 from memscale.simulation.rules.rule import CardTraits
-from tests.support.coverings import DEEP
 from tests.support.steps import Training, assert_exact
 
 aten = torch.ops.aten
@@ -39,10 +36,7 @@ LAYOUTS = {
         {"output_mask": [True] * 3},
     ),
     "log_softmax_backward": (aten._log_softmax_backward_data.default, (*ROWS, 1, torch.float32), {}),
-    "mse_loss_backward": (aten.mse_loss_backward.default, (torch.ones([]), *ROWS, 1), {}),
     "smooth_l1_loss_backward": (aten.smooth_l1_loss_backward.default, (torch.ones([]), *ROWS, 1, 1.0), {}),
-    "huber_loss_backward": (aten.huber_loss_backward.default, (torch.ones([]), *ROWS, 1, 1.0), {}),
-    "soft_margin_loss": (aten.soft_margin_loss.default, ROWS, {}),
     "log_sigmoid": (aten.log_sigmoid_forward.default, ROWS[:1], {}),
     "batch_norm of pictures": (
         aten.native_batch_norm.default,
@@ -54,11 +48,6 @@ LAYOUTS = {
         (UNPICTURED, vector(), vector(), vector(), vector(), True, 0.1, 1e-5),
         {},
     ),
-    "batch_norm of halves by float32 numbers": (
-        aten.native_batch_norm.default,
-        (PICTURE.bfloat16(), vector(), vector(), vector(), vector(), True, 0.1, 1e-5),
-        {},
-    ),
     "batch_norm of halves": (aten.native_batch_norm.default, (PICTURE.bfloat16(), *[None] * 4, True, 0.1, 1e-5), {}),
     "batch_norm_backward of rows": (
         aten.native_batch_norm_backward.default,
@@ -66,7 +55,6 @@ LAYOUTS = {
         {},
     ),
     "channel_shuffle of pictures": (aten.channel_shuffle.default, (PICTURE, 2), {}),
-    "channel_shuffle": (aten.channel_shuffle.default, (PICTURE.contiguous(), 2), {}),
     "replication_pad2d_backward": (
         aten.replication_pad2d_backward.default,
         (permuted(4, 6, 7, 5), PICTURE, [1, 1, 1, 1]),
@@ -133,19 +121,13 @@ class Residual(nn.Module):
         return self.shortcut(x) + self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
 
 
-@pytest.mark.parametrize(
-    ("loss", "dtype"),
-    itertools.product([F.mse_loss, F.smooth_l1_loss, F.huber_loss], [torch.float32, torch.bfloat16])
-    if DEEP
-    else [(F.smooth_l1_loss, torch.bfloat16)],
-)
-def test_an_autoencoder_in_channels_last(loss, dtype):
+def test_an_autoencoder_in_channels_last():
     grow = nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU()
     shrink = nn.Conv2d(3, 16, 3, padding=1), Residual(16, 16), nn.Conv2d(16, 16, 3, stride=2, padding=1)
     layers = *shrink, Residual(16, 16), *grow, nn.Conv2d(16, 3, 3, padding=1)
-    model = nn.Sequential(*layers).to(dtype, memory_format=torch.channels_last)
-    pictures = torch.rand(2, 3, 32, 32).to(dtype, memory_format=torch.channels_last)
-    assert_exact(Training(model, pictures, torch.optim.AdamW(model.parameters()), loss))
+    model = nn.Sequential(*layers).to(BF16, memory_format=torch.channels_last)
+    pictures = torch.rand(2, 3, 32, 32).to(BF16, memory_format=torch.channels_last)
+    assert_exact(Training(model, pictures, torch.optim.AdamW(model.parameters()), F.smooth_l1_loss))
 
 
 def test_windows_whose_gradients_arrive_transposed():
@@ -162,23 +144,18 @@ def positive(y):
 
 KERNELS = {
     "kthvalue": lambda y: y.kthvalue(5, -1).values,
-    "nanmedian": lambda y: y.nanmedian(-1).values,
     "inv": torch.linalg.inv,
-    "inv of one": lambda y: torch.linalg.inv(y[0]),
     "solve": lambda y: torch.linalg.solve(y, y.exp()),
     "cholesky": lambda y: torch.linalg.cholesky(positive(y)),
     "svd": lambda y: torch.linalg.svdvals(y),
     "eigh": lambda y: torch.linalg.eigvalsh(positive(y)),
     "qr": lambda y: torch.linalg.qr(y).R,
     "exponentials": lambda y: torch.linalg.matrix_exp(y),
-    "exponential of one": lambda y: torch.linalg.matrix_exp(9 * y[0]),
     "fft": lambda y: torch.fft.rfft(y).abs(),
-    "isinf": lambda y: y.masked_fill(y.isinf(), 0.0),
     "sum in double": lambda y: y.sum(dtype=torch.float64),
     "logsumexp": lambda y: y.logsumexp(-1),
     "distances": lambda y: torch.cdist(y, y),
     "upsampling": lambda y: F.interpolate(y[None], scale_factor=2),
-    "upsampling smoothly": lambda y: F.interpolate(y[None], scale_factor=2, mode="bilinear"),
     "logits": lambda y: F.binary_cross_entropy_with_logits(y, y.detach()),
 }
 
