@@ -87,9 +87,9 @@ memscale.server: backup invite migrate run
 memscale.server.migrations:
 memscale.server.templatetags:
 memscale.simulation: Attribution Holding Loop MemoryProfiler NeedsValues OUTSIDE Parallel ParallelKind
-  Phase Profile ProfileDiff Schedule Interval Target Trace TrainingStep analyse as_hardware attribute check_plan
-  differences few_collections given_bytes hardware_for memory operators_of pack_weights profile_of queues_of record
-  record_in_a_row runs_of shares timeline turns_of
+  Phase Profile ProfileDiff Schedule Interval Target Trace TrainingStep analyse as_hardware attribute
+  check_optimizer check_plan differences few_collections given_bytes hardware_for memory operators_of pack_weights
+  profile_of queues_of record record_in_a_row runs_of shares timeline turns_of
 memscale.simulation.allocator:
 memscale.simulation.dispatch:
 memscale.simulation.kernels:

@@ -83,6 +83,10 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
             pl_module.configure_model = configured
             self._unconfigured = weakref.ref(pl_module)
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Makes plans for the module's optimizer."""
+        self.wrapping.trained_by(trainer.optimizers)
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the keys of `Executor.as_log` at logging steps, and the plan after the first batch."""
         self.wrapping.after_step()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan
@@ -67,6 +69,11 @@ class Wrapping:
                 record=self._record,
                 loop=loop,
             )
+
+    def trained_by(self, optimizers: Sequence[Any]) -> None:
+        """Makes plans for the optimizer that the framework is about to step, if there is one."""
+        if self.executor is not None and len(optimizers) == 1 and isinstance(optimizers[0], torch.optim.Optimizer):
+            self.executor.trained_by(optimizers[0])
 
     def after_step(self) -> None:
         """Reports once if a resumed run had another plan. Called after the first step, which makes the plan."""

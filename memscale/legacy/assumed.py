@@ -19,6 +19,13 @@ def or_adamw(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch
     return optimizer or torch.optim.AdamW(filter(lambda each: each.requires_grad, model.parameters()))
 
 
+def is_as_assumed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of `optimizer` takes the memory of the AdamW that `or_adamw` makes."""
+    plain = {"amsgrad": False, "foreach": None, "fused": None}
+    are_plain = all(group.get(name) is value for group in optimizer.param_groups for name, value in plain.items())
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and are_plain
+
+
 def with_dense_gradients(model: nn.Module, batch: Any, config: Config) -> nn.Module:
     """Returns `model`, or a copy that shares all tensors, whose embeddings have dense gradients: AdamW takes no others.
 

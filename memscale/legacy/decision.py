@@ -62,7 +62,7 @@ def decide(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None
     Warns:
         RuntimeWarning: the step is too large and could not be planned, so the rule applies.
     """
-    if optimizer is None:
+    if not terms.may_step:
         model = with_dense_gradients(model, batch, terms.config)
     return _recorded(model, batch, optimizer, terms, _decided(model, batch, optimizer, terms))
 
@@ -148,7 +148,7 @@ def _simulated(
     trouble = "use_static_profiling=False"
     if terms.config.use_static_profiling:
         try:
-            engine = _engine(_step(model, batch, optimizer, terms), terms, knows_optimizer=optimizer is not None)
+            engine = _engine(_step(model, batch, optimizer, terms), terms)
             return engine, engine.plain, ""
         except MemscaleError as error:  # go on with what is known: the real step may differ from the simulated one
             trouble = _first_line(error)
@@ -173,7 +173,7 @@ def _step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None,
     ).on(batch)
 
 
-def _engine(step: TrainingStep, terms: Terms, *, knows_optimizer: bool) -> DecisionEngine:
+def _engine(step: TrainingStep, terms: Terms) -> DecisionEngine:
     config, moving = terms.config, terms.runtime is not None
     assert step.module is not None
     may_offload = "offload" in config.eligible() and knows_copies(terms.hardware)
@@ -188,7 +188,7 @@ def _engine(step: TrainingStep, terms: Terms, *, knows_optimizer: bool) -> Decis
         step,
         config=config,
         hardware=terms.hardware,
-        stepping=stepping if knows_optimizer else (),
+        stepping=stepping if terms.may_step else (),
         streams=False,  # `detach` would have to move streamed parameters and their optimizer states back
     )
 

@@ -386,6 +386,7 @@ class Executor:
             for text in self._findings():
                 LOG.warning("%s", text)
         self._watch.after_step()
+        self.trained_by(optimizer)
         if self._comparison is not None and self._comparison.after_step(model, optimizer, self._optimizing.own):
             self._plan_beyond(self._comparison.peak_bytes)
 
@@ -419,6 +420,12 @@ class Executor:
             with self._lock:
                 self._follow(args, kwargs, shapes)
         self._plans.between_steps = False
+
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes later plans for `optimizer`, which the loop steps, if the caller gave none and it is unlike AdamW."""
+        if not in_process_group() and self._optimizing.meets(self.model, optimizer):
+            self.say(f"{type(optimizer).__name__} steps this {self._kind}: plans are made for it from now on")
+            self._plan_again()
 
     def follow(self, loop: Loop) -> None:
         """Makes this plan and later ones for `loop`."""

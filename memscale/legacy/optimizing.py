@@ -9,10 +9,12 @@ from torch import nn
 
 from memscale.algebra import Plan, rules_by_parameter, trains
 from memscale.config import Config
-from memscale.core import MemscaleError, RuntimeUnavailable
+from memscale.core import ConfigError, MemscaleError, RuntimeUnavailable
+from memscale.legacy.assumed import is_as_assumed
 from memscale.legacy.log import LOG, say
 from memscale.optimizers import InPlace, TransformedOptimizer, as_plain, quantize_states
 from memscale.runtime import Runtime
+from memscale.simulation import check_optimizer
 
 
 class Optimizing:
@@ -23,12 +25,15 @@ class Optimizing:
         optimizer: the optimizer that trains the model; None if it is to be found by its first step.
 
     Attributes:
+        is_given: whether the caller gave the optimizer.
         own: the optimizers that were seen to step parameters of the model.
     """
 
     def __init__(self, config: Config, optimizer: torch.optim.Optimizer | None) -> None:
         self._config = config
         self._known = None if optimizer is None else weakref.ref(optimizer)
+        self.is_given = optimizer is not None
+        self._met: weakref.ref[torch.optim.Optimizer] | None = None  # the last that stepped all that is trained
         self._rules = Plan()
         self._runtime: Runtime | None = None
         self._under: list[InPlace] = []
@@ -57,9 +62,28 @@ class Optimizing:
         if self._known is None:
             self._take(model, optimizer)
 
+    def meets(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether plans have to be made for `optimizer` from now on, which was not given and has just stepped.
+
+        It has to step all trained parameters: another one may step the others, with states of its own. A simulation
+        cannot step one that needs a closure, such as LBFGS.
+        """
+        if self.is_given or (self._met is not None and self._met() is optimizer):
+            return False
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not all(id(parameter) in own for parameter in model.parameters() if parameter.requires_grad):
+            return False
+        try:
+            check_optimizer(model, optimizer)
+        except ConfigError:
+            return False
+        is_first, self._met = self._met is None, weakref.ref(optimizer)
+        return not (is_first and is_as_assumed(optimizer))
+
     def plain(self) -> torch.optim.Optimizer | None:
-        """Returns the known optimizer for planning; if it is under rules, an equal one without rules and states."""
-        optimizer = None if self._known is None else self._known()
+        """Returns the optimizer to plan for, given or met; if under rules, an equal one without rules and states."""
+        known = self._known or self._met
+        optimizer = None if known is None else known()
         under = optimizer is not None and any(each.optimizer is optimizer for each in self._under)
         return as_plain(optimizer) if under and optimizer is not None else optimizer
 

@@ -33,6 +33,7 @@ class Terms:
         budget: the bytes that a step may take; None is the config's share of the device.
         history: the file in which planned steps are recorded, or None.
         unseen_bytes: what the real step was measured to take beyond the simulated one.
+        may_step: whether plans may change how the optimizer steps, which is so where the caller gave it.
     """
 
     config: Config
@@ -42,6 +43,7 @@ class Terms:
     budget: int | None = None
     history: str | None = None
     unseen_bytes: int = 0
+    may_step: bool = False
 
     @property
     def limit(self) -> tuple[int, str]:

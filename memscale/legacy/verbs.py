@@ -87,7 +87,8 @@ def wrap(
     gets the fastest plan that fits among the transforms that the config allows, as `plan` finds it; if none fits, the
     smallest one with a warning.
 
-    - The planned step uses AdamW (`optimize` takes your optimizer) and the output's own loss, or a cross entropy.
+    - The planned step uses AdamW, and the loop's own optimizer once that has stepped (`optimize` takes it at once). Its
+      loss is the output's own, or a cross entropy.
     - Without ``sample_input`` the first call of the training loop plans for its own batch. After a larger batch the
       next step is planned again.
     - With ``config.force_optimize`` a model that fits gets ``checkpoint()`` on its repeated blocks and what the config
@@ -277,7 +278,7 @@ def wrapped(
         raise ConfigError(
             "Config(verify_correctness=True) compares real steps and needs a batch; pass sample_input=..."
         )
-    terms = terms_of(model, config, budget, record, loop)
+    terms = dataclasses.replace(terms_of(model, config, budget, record, loop), may_step=optimizer is not None)
     _check_can_wrap(model)
     if (previous := Executor.of(model)) is not None:
         say(terms.config, f"{type(model).__name__} is wrapped already: detaching it to plan again")

@@ -39,5 +39,5 @@ from memscale.simulation.results import Holding, Profile, ProfileDiff, differenc
 from memscale.simulation.rules.few_bits import pack_weights
 from memscale.simulation.schedule.clock import timeline
 from memscale.simulation.schedule.schedule import Schedule, queues_of
-from memscale.simulation.step import Loop, Target, TrainingStep, as_hardware, hardware_for
+from memscale.simulation.step import Loop, Target, TrainingStep, as_hardware, check_optimizer, hardware_for
 from memscale.simulation.trace import Phase, Trace

@@ -91,6 +91,40 @@ def test_a_loop_that_clears_gradients_first_is_planned_once():
     assert ms.Executor.of(model).plan is first
 
 
+@pytest.mark.parametrize(
+    ("made_of", "least"),
+    [
+        (
+            lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
+            0.9,
+        ),  # 41.1 of 37 MiB with what is planned for AdamW
+        (torch.optim.SGD, 0.9),  # a plan for AdamW takes 18 of 20.7 MiB
+        (lambda parameters: torch.optim.LBFGS(parameters, max_iter=1), 0.0),  # a simulation cannot step it
+    ],
+)
+def test_the_optimizer_of_the_loop_is_planned_for_from_its_first_step_on(made_of, least):
+    model, _, x = made()
+    optimizer, (plain, _, _) = made_of(model.parameters()), made()
+    plain_optimizer = made_of(plain.parameters())
+
+    def step(model, optimizer, x):
+        def loss():
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), x.argmax(1))
+            loss.backward()
+            return loss
+
+        loss() if least else None
+        optimizer.step(None if least else loss)
+
+    budget = int(0.9 * max(peaks(step, plain, plain_optimizer, x, 3))) if least else BUDGET
+    ms.wrap(model, QUIET, budget=budget)
+    took = peaks(step, model, optimizer, x, 3)
+    assert all(map(torch.equal, model.parameters(), plain.parameters())) or not least
+    assert ms.Executor.of(model).plan
+    assert not least or least * budget <= max(took[1:]) <= budget
+
+
 @pytest.mark.parametrize("trains_at_first", [True, False])
 def test_parameters_that_are_trained_later_are_planned_for(trains_at_first):
     """As in fine-tuning that begins with the head: the plan for the frozen layers stayed, and the step took 35 MiB."""
