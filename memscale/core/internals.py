@@ -157,6 +157,7 @@ INTERNALS = tuple(
         (f"{_F}is_functorch_wrapped_tensor", "torch.func's tensors", f"runtime {_S} {_T}checkpoint {_T}tile"),
         (f"{_F}is_legacy_batchedtensor", "torch.func's tensors", f"runtime {_T}tile"),
         (f"{_F}maybe_get_level", "the transform of torch.func that a tensor belongs to", f"{_T}checkpoint"),
+        (f"{_F}unwrap_if_dead", "a tensor of a transform of torch.func that has ended", f"{_T}checkpoint"),
         (f"{_C}_ForceDispatchKeyGuard", "running operators without some dispatch keys", f"{_R} {_S} {_T}checkpoint"),
         (f"{_C}_dispatch_tls_local_exclude_set", "likewise", f"{_R} {_S} {_T}checkpoint"),
         (f"{_C}_dispatch_tls_local_include_set", "likewise", f"{_R} {_S} {_T}checkpoint"),

@@ -270,7 +270,8 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        inputs = ctx.saved_tensors
+        # The backward of a `vjp` may run when that `vjp` has ended, inside of other transforms.
+        inputs = tuple(map(_functorch.unwrap_if_dead, ctx.saved_tensors))
         wanted = [index for index in range(len(inputs)) if ctx.needs_input_grad[index + 1]]
         with ctx.call.environment.reinstate():
             vjp = torch.func.vjp(_rerun(ctx, inputs, wanted), *[inputs[index] for index in wanted])[1]
@@ -284,7 +285,7 @@ class _Region(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> tuple[torch.Tensor | None, ...]:
         if not any(ctx.differentiable):  # such as in a region that returns its argument
             return tuple(None for _ in ctx.differentiable)
-        inputs = ctx.saved_tensors
+        inputs = tuple(map(_functorch.unwrap_if_dead, ctx.saved_tensors))
         wanted = [index for index in range(len(inputs)) if tangents[index + 1] is not None]
         with ctx.call.environment.reinstate():
             found = torch.func.jvp(

@@ -38,6 +38,7 @@ def regions(how):
         "in sequence": lambda x, w: how(layer)(how(layer)(x, w), w * 2),
         "nested": how(nested),
         "capturing": capturing,
+        "saving its input": lambda x, w: how(lambda x: x * x * x)(x) @ w,
     }
 
 
@@ -49,6 +50,11 @@ def autograd_of_grad(f):
 def grad_over_tangents(f):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(grad(lambda w: f(X, w).sum())(forward_ad.make_dual(W, W + 1)))
+
+
+def pulled_back(f):
+    """The inner `vjp` runs its backward after its transform has ended, inside the outer transform."""
+    return lambda w: vjp(lambda v: f(v, W), w)[1](W)[0]
 
 
 LEVELS = {
@@ -63,6 +69,9 @@ LEVELS = {
     "vmap(grad)": lambda f: vmap(grad(lambda w, x: f(x[None], w).sum()), in_dims=(None, 0))(W, X),
     "grad(grad)": lambda f: grad(lambda w: grad(lambda x: f(x, w).sum())(X).pow(2).sum())(W),
     "grad(vmap)": lambda f: grad(lambda w: vmap(f, in_dims=(0, None))(X, w).sum())(W),
+    "vjp(vjp)": lambda f: vjp(pulled_back(f), W)[1](W),
+    "jvp(vjp)": lambda f: jvp(pulled_back(f), (W,), (W,)),
+    "vmap(vjp)": lambda f: vmap(pulled_back(f))(torch.stack([W, W + 1])),
     "autograd of grad": autograd_of_grad,
     "jvp(jvp)": lambda f: jvp(lambda x: jvp(lambda x: f(x, W), (x,), (X,))[1], (X,), (X,)),
     "grad(jacfwd(jacfwd))": lambda f: grad(lambda w: jacfwd(jacfwd(lambda w: f(X[:1], w).sum()))(w).sum())(W),
