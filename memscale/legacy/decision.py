@@ -37,6 +37,7 @@ class Verdict:
         for_all: whether the verdict holds for every batch.
         limit_bytes: the bytes that the step may take, or None if they decided nothing.
         planned_bytes: the bytes of the step under the plan, or None without a simulation.
+        refusal: what to warn of where no plan fits, or None.
         run: the recorded run, or None.
     """
 
@@ -47,6 +48,7 @@ class Verdict:
     for_all: bool = False
     limit_bytes: int | None = None
     planned_bytes: int | None = None
+    refusal: str | None = None
     run: Run | None = None
 
 
@@ -129,16 +131,17 @@ def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | No
 
 
 def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, limit: int, said: str) -> Verdict:
+    refusal: str | None = None
     try:
         plan: Plan = (proven := engine.plan(limit))
         planned_bytes: int | None = proven.evidence.planned.taken_bytes
     except BudgetError as error:
         # Training may still succeed: real tensors may be smaller, and the limit is below the device's memory.
         plan, planned_bytes = error.plan or Plan(), error.peak_bytes
-        LOG.warning("%s\n  the model runs under the smallest plan, above %s", wrapped(str(error)), said)
-    if not plan:
-        return Verdict(plan, profile, step_bytes, "no transform that the config allows lowers the peak of the step")
-    return Verdict(plan, profile, step_bytes, limit_bytes=limit, planned_bytes=planned_bytes)
+        refusal = f"{wrapped(str(error))}\n  the model runs under the smallest plan, above {said}"
+    skipped = None if plan else "no transform that the config allows lowers the peak of the step"
+    limit_bytes, planned_bytes = (limit, planned_bytes) if plan else (None, None)
+    return Verdict(plan, profile, step_bytes, skipped, False, limit_bytes, planned_bytes, refusal)
 
 
 def _simulated(

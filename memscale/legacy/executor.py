@@ -471,13 +471,14 @@ class Executor:
         """Returns the verdict for a call, and the shapes for which it was made."""
         batch = as_batch(self.model.forward, args, kwargs)
         self._terms = dataclasses.replace(self._terms, hardware=hardware_of(self.model))
+        # Planned for the shapes of the call alone where no plan fits, or no simulation takes, the widened ones.
         for wanted in dict.fromkeys([shapes if batch is None else self._plans.widened(shapes), shapes]):
             self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
             given = None if batch is None else with_shapes(batch, wanted)
             verdict = decide(self.model, given, self._optimizing.plain(), self._terms)
-            if verdict.profile is not None:
+            self._plans.rounds_up = self._plans.rounds_up and verdict.profile is not None
+            if verdict.profile is not None and verdict.refusal is None:
                 break
-            self._plans.rounds_up = False
         return verdict, wanted
 
     def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
@@ -489,5 +490,7 @@ class Executor:
         self._verdict, self._trained_bytes = verdict, trained_bytes(self.model)
         # Only then are the bytes compared before each step: to add them up takes 1 ms for 500 parameters.
         self._had_frozen = not all(parameter.requires_grad for parameter in self.model.parameters())
+        if verdict.refusal is not None and shapes not in self._plans.known:
+            LOG.warning("%s", verdict.refusal)
         self._plans.take(verdict, shapes)
         self._comparison = StepComparison(self.model, verdict, self._terms)

@@ -122,12 +122,17 @@ class PlansByShapes:
 
 
 def with_shapes(batch: Any, shapes: Shapes) -> Any:
-    """Returns the batch with tensors of ones in place of those with other shapes: 1 is valid as token, label, mask."""
+    """Returns the batch with other tensors in place of those with other shapes, which take next to no memory.
+
+    They are ones, valid as token, label and mask, or tensors without memory if they are floating-point.
+    """
     leaves, spec = pytrees.flatten(batch)
     wanted = iter(shapes)
 
     def fitted(leaf: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        return leaf if tuple(leaf.shape) == shape else torch.ones(shape, dtype=leaf.dtype, device=leaf.device)
+        if tuple(leaf.shape) == shape:
+            return leaf
+        return torch.ones(shape, dtype=leaf.dtype, device="meta" if leaf.is_floating_point() else leaf.device)
 
     return unflatten(spec, [fitted(leaf, next(wanted)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 

@@ -387,3 +387,26 @@ def test_what_a_loop_reads_behind_the_update_is_there_unless_tile_was_asked_for(
     assert "tile" in spellings(model._memscale_executor.plan)
     with pytest.raises(ms.CorrectnessError, match="tiled output projection"):
         list(accuracies(model))
+
+
+def test_a_batch_that_fits_is_planned_for_where_its_rounded_lengths_do_not(device, caplog):
+    """The next power of two is nearly twice as long, and its smallest plan was taken for the plan of the batch."""
+    model = stack(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plain = ms.profile(model, rows(1100), loss=lambda y, _: y.square().mean(), optimizer=optimizer)
+    device(1000)
+    ms.wrap(model, config(), budget=(budget := int(0.6 * plain.taken_bytes)))
+
+    def step(count):
+        model(rows(count)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(700)
+    growth_bytes = ms.measure(lambda: step(1100)).growth_bytes
+    executor = ms.Executor.of(model)
+    assert planned_rows(model) == 1100
+    assert executor.plan
+    assert executor.predicted_bytes <= budget
+    assert not [each for each in caplog.records if each.levelno > logging.INFO]
+    assert growth_bytes <= executor.predicted_bytes, "planning takes no memory for longer batches"
