@@ -391,7 +391,7 @@ def test_what_a_loop_reads_behind_the_update_is_there_unless_tile_was_asked_for(
 
 def test_a_batch_that_fits_is_planned_for_where_its_rounded_lengths_do_not(device, caplog):
     """The next power of two is nearly twice as long, and its smallest plan was taken for the plan of the batch."""
-    model = stack(2)
+    model = stack()
     optimizer = torch.optim.AdamW(model.parameters())
     plain = ms.profile(model, rows(1100), loss=lambda y, _: y.square().mean(), optimizer=optimizer)
     device(1000)
