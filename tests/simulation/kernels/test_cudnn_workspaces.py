@@ -1,10 +1,29 @@
 """Convolutions on a simulated card: where their workspaces come from, and what those without cuDNN take."""
 
+import json
+import statistics
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import memscale as ms
+from memscale.simulation.rules.cudnn_workspaces import Convolution
+
+MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/results/convolutions-h100.json").read_text())["rows"]
+
+
+def test_half_of_the_workspaces_are_those_of_an_h100():
+    errors = {"result": [], "image": [], "weight": []}
+    for row in (each for each in MEASURED if not each["transposed"]):
+        dtype = getattr(torch, row["dtype"])
+        tensors = [torch.empty(row[name], dtype=dtype, device="meta") for name in ("image", "kernel", "result")]
+        one = Convolution(*tensors, tuple(row["stride"]), tuple(row["padding"]), row["groups"], row["channels_last"])
+        size = sum(each.nbytes for each in tensors)
+        for name, found in errors.items():
+            found.append(abs(getattr(one, f"{name}_bytes")((9, 0)) - row[f"{name}_bytes"]) / size)
+    assert all(statistics.median(found) < 1e-3 for found in errors.values())
 
 
 @pytest.mark.parametrize(("card", "noted"), [("h100", 1), ("cpu", 0)])
