@@ -48,9 +48,10 @@ def traffic(op, *args, **kwargs):
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
-def test_a_product_written_into_out_and_of_int8():
+def test_products_written_into_out_of_batches_and_of_int8():
     a, b, out = meta(2, 3), meta(3, 5), meta(2, 5)
     assert flops_of(aten.mm.out, (a, b), {"out": out}, out) == 2 * 2 * 3 * 5
+    assert flops(aten.addbmm.default, meta(2, 5), meta(7, 2, 3), meta(7, 3, 5)) == 7 * 2 * 2 * 3 * 5
     a, b = torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 8, dtype=torch.int8)
     assert work_of(aten._int_mm.default, (a, b), {}, torch._int_mm(a, b)).flops == 2 * 32 * 16 * 8
     assert work_of(aten._int_mm.default, (a, b), {}, torch._int_mm(a, b)).dtype == "int8"

@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -240,6 +241,16 @@ def test_what_the_system_does_not_pin_is_pageable_and_then_on_disk(cupy, tmp_pat
     assert cupy.registered == {}
     high_water = {tier: use.high_water_bytes for tier, use in backend.usage().items()}
     assert high_water == {"pinned": 0, "pageable": 80_000, "disk": 40_960}
+
+
+def test_what_is_freed_on_disk_serves_again_only_when_its_copies_are_done(cupy, tmp_path):
+    backend = backend_on(tmp_path, disk_bytes=8192)
+    buffer, copy = backend.allocate(8192, "disk"), SimpleNamespace(done=lambda: is_done)
+    backend.free(buffer, after=[copy])
+    is_done = False
+    assert backend.allocate(8192, "disk") is None
+    is_done = True
+    assert backend.allocate(8192, "disk") is not None
 
 
 def test_the_budget_counts_pinned_memory_and_gets_it_back(cupy, tmp_path):
