@@ -41,27 +41,3 @@ def test_the_projection_is_cut_though_its_module_could_be_recomputed():
     )
     plan = engine.plan(int(0.5 * recomputed.peak_bytes))
     assert next(str(rule.transform) for rule in plan if rule.pattern == "head.1").startswith("tile(")
-
-
-class _Speaker(nn.Module):
-    """Its step is largest in the middle of backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(4 * WORDS, WIDTH), nn.Linear(WIDTH, 4 * WORDS, bias=False)
-        self.blocks = nn.Sequential(
-            *[nn.Sequential(nn.Linear(WIDTH, 64 * WIDTH), nn.Softmax(-1), nn.Linear(64 * WIDTH, WIDTH)) for _ in "1"]
-        )
-        self.head.weight = self.embedding.weight
-
-    def forward(self, words):
-        return self.head(self.blocks(self.embedding(words)))
-
-
-@pytest.mark.deep
-def test_the_gradient_of_a_tied_head_is_made_last_where_the_step_is_largest_in_between():
-    model, words = _Speaker(), torch.zeros(1, 32, dtype=torch.long)
-    step = {"optimizer": torch.optim.SGD(model.parameters()), "loss": _loss, "hardware": "cpu"}
-    cuts = ms.Config(enable_tiling=True, enable_checkpointing=False, enable_offloading=False)
-    plan = ms.DecisionEngine(model, words, config=cuts, stepping=["step_in_backward"], **step).smallest()
-    assert next(rule.transform for rule in plan if rule.pattern == "head").late_gradient

@@ -67,26 +67,6 @@ def test_repeated_blocks_run_once(programs):
     assert few < 5 + 5
 
 
-def test_a_plan_measures_what_is_new_in_it(programs):
-    model = nn.Sequential(*[Block() for _ in range(4)])
-    plain = profiled(model)
-    del programs[:]
-    planned = profiled(model, plan={"*": ms.checkpoint()})
-    names = {call.run.name() for program in programs for call in program.calls}
-    assert "aten::addmm" in names  # forward and backward of a block in one
-    assert sum(len(program.calls) for program in programs) < 2 * len(plain.schedule.operators)
-    assert len(planned.schedule.operators) > len(plain.schedule.operators)
-
-
-def test_the_update_of_parameters_of_one_shape_runs_once(programs):
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
-    profiled(model, optimizer=torch.optim.AdamW(model.parameters()))
-    updates = [
-        program for program in programs if any(call.run.name() == "aten::lerp_.Scalar" for call in program.calls)
-    ]
-    assert len(updates) <= 3  # one in the middle, and the first or the last
-
-
 def test_measured_seconds_are_cached_for_a_while(programs, monkeypatch):
     model = nn.Sequential(Block(), Block())
     first = profiled(model).step_seconds
