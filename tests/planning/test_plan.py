@@ -374,8 +374,6 @@ def test_a_plan_changes_no_bit_unless_it_is_asked_to():
     with pytest.raises(ms.BudgetError, match=reached):
         ms.plan(model, x, plain // 2, **step)
     rounds = ms.plan(model, x, plain // 2, exact=False, **step)
-    asked = ms.plan(model, x, plain // 2, config=ms.Config(mode="aggressive"), **step)
-    assert rounds == asked
     assert any("tile(" in repr(rule) for rule in rounds)
     curve = ms.frontier(model, x, points=2, **step)
     assert all(ms.verify(model, ms.transform(model, point.plan), x, loss=step["loss"]).exact for point in curve)

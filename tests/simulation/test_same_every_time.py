@@ -43,15 +43,6 @@ class Block(nn.Module):
         return x + routed
 
 
-class Conv(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.conv, self.norm = nn.Conv1d(width, width, 3, padding=1), nn.BatchNorm1d(16)
-
-    def forward(self, x):
-        return self.norm(F.relu(self.conv(x.mT).mT)) + x
-
-
 class Narrowed(nn.Module):
     """Autocast keeps what it narrowed in a table by address, and lets go of it in the order of that table."""
 
@@ -130,7 +121,7 @@ BEFORE = [after_nothing, after_a_real_step, after_garbage, after_an_error]
         pytest.param(Block, "plain", "h100", marks=pytest.mark.deep),
         pytest.param(Block, "offload", "h100", marks=pytest.mark.deep),
         (Block, "params+checkpoint", "h100"),
-        pytest.param(Conv, "params", "cpu", marks=pytest.mark.deep),
+        pytest.param(Block, "params", "cpu", marks=pytest.mark.deep),
     ],
 )
 def test_a_simulation_does_not_depend_on_what_was_before(block, plan, hardware):
