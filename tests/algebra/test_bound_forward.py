@@ -115,22 +115,6 @@ def test_its_function_runs_as_the_forward_of_any_copy_of_the_module(how, paths):
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_decorated_function_of_it_can_be_bound_again(how):
-    _, fit = transformed(how, ("",))
-    expected = gradients(fit)
-    calls = []
-    function = fit.forward.__func__
-
-    def counted(*args, **kwargs):
-        calls.append(args[0])
-        return function(*args, **kwargs)
-
-    fit.forward = types.MethodType(counted, fit)
-    assert gradients(fit) == expected
-    assert calls == [fit]
-
-
-@pytest.mark.parametrize("how", HOWS)
 def test_copies_and_pickles_have_methods_of_their_own(how):
     _, fit = transformed(how, ("", "blocks.*"))
     expected = gradients(fit)

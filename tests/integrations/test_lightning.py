@@ -198,30 +198,6 @@ def test_what_ends_a_fit_detaches(trainer: Any) -> None:
     assert set(model.regions) == {3}
 
 
-def test_fabric_takes_a_wrapped_module(trainer: Any) -> None:
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-
-    def trained(how: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        net: Any = Net()
-        if how == "before":
-            ms.wrap(net, FORCE)
-        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 1e-2))
-        if how == "after":
-            ms.wrap(model, FORCE)
-        torch.manual_seed(5)
-        for (rows,) in loader():
-            fabric.backward(model(rows).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        assert any("forward" in layer.__dict__ for layer in net.layers) is (how != "plain")
-        return [parameter.detach() for parameter in net.parameters()]
-
-    expected = trained("plain")
-    for how in ("before", "after"):
-        assert all(map(torch.equal, trained(how), expected))
-
-
 def test_loggers_get_the_memory_at_logging_steps(trainer: Any, tmp_path: Path) -> None:
     class Kept(lightning.pytorch.loggers.CSVLogger):  # type: ignore[misc, name-defined]
         def log_metrics(self, metrics: Any, step: Any = None) -> None:

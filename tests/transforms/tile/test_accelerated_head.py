@@ -74,12 +74,7 @@ def test_many_rows(chunks, taken):
 def test_scaling_and_retain_graph(dtype, taken):
     """A factor that only backward knows, of either sign, is in the exponent: float16 does not underflow."""
     model, (x, y) = Head().to(dtype), by_classes.sixteen_bit(dtype)
-
-    def small(logits):
-        weight = torch.full((CLASSES,), 1e-6, dtype=by_classes.wide(logits).dtype)
-        return F.cross_entropy(by_classes.wide(logits), y, weight, reduction="sum")
-
-    by_classes.as_right_as_untiled(model, tiled(model), x, small, factor=2.0**16)
+    by_classes.as_right_as_untiled(model, tiled(model), x, by_classes.small(y), factor=2.0**16)
     by_classes.as_right_as_untiled(model, tiled(model), x, by_classes.mean(y), factor=-3.0)
     loss = F.cross_entropy(tiled(model)(x).float(), y)
     first = torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True)

@@ -63,6 +63,16 @@ def mean(y):
     return lambda logits: F.cross_entropy(wide(logits), y)
 
 
+def small(y):
+    """A loss whose gradients, unscaled, are below the smallest number of float16."""
+
+    def loss(logits):
+        weight = torch.full((CLASSES,), 1e-6, dtype=wide(logits).dtype)
+        return F.cross_entropy(wide(logits), y, weight, reduction="sum")
+
+    return loss
+
+
 def as_right_as_untiled(model, fit, x, loss, factor=1.0, bound=1.001):
     """Against the truth in float64, the loss and every gradient are as close as those of the untiled model."""
     exact = trained(copy.deepcopy(model).double(), x.detach().double().requires_grad_(x.requires_grad), loss, factor)
@@ -165,12 +175,7 @@ def test_a_confident_loss_is_not_lost_beside_its_logits():
 def test_scaling_and_retain_graph(dtype, taken):
     """A factor that only backward knows is applied before gradients are rounded, even where float16 would underflow."""
     model, (x, y) = Head().to(dtype), sixteen_bit(dtype)
-
-    def small(logits):
-        weight = torch.full((CLASSES,), 1e-6, dtype=wide(logits).dtype)
-        return F.cross_entropy(wide(logits), y, weight, reduction="sum")
-
-    as_right_as_untiled(model, tiled(model), x, small, factor=2.0**16)
+    as_right_as_untiled(model, tiled(model), x, small(y), factor=2.0**16)
     as_right_as_untiled(model, tiled(model), x, mean(y), factor=-3.0 if dtype == torch.float16 else -4.0)
     assert len(taken) == 2
     loss = F.cross_entropy(tiled(model)(x), y)
