@@ -178,27 +178,27 @@ def _of_error(error: torch.OutOfMemoryError) -> Explanation:
 
 
 def _of_message(text: str, lines: Sequence[Frame]) -> Explanation:
-    def size(*patterns: str) -> int | None:
-        for pattern in patterns:
-            if match := re.search(pattern.format(size=_SIZE), text):
-                return int(Fraction(match[1]) * _UNITS[match[2]])
-        return None
+    def size(pattern: str) -> int | None:
+        match = re.search(pattern.format(size=_SIZE), text)
+        return None if match is None else int(Fraction(match[1]) * _UNITS[match[2]])
 
     requested = size("Tried to allocate {size}")
-    if requested is None:
-        raise ConfigError(f"explain() knows the error of PyTorch's CUDA allocator, and this one says: {text[:200]}")
-    # The second form is the message of PyTorch before 2.2.
-    allocated = size("Of the allocated memory {size} is allocated by PyTorch", "{size} already allocated")
+    allocated = size("Of the allocated memory {size} is allocated by PyTorch")
+    if requested is None or allocated is None:
+        raise ConfigError(
+            f"explain() knows the error of PyTorch's CUDA allocator, and this one says: {text[:200]}; pass the whole "
+            "message, of PyTorch 2.2 or later"
+        )
     free = size("and {size} is reserved by PyTorch but unallocated")
-    left = size("of which {size} is free", "{size} free")
+    left = size("of which {size} is free")
     limit = size("{size} allowed")
     where = re.search(r"GPU (\d+)", text)
-    reserved = size("{size} reserved in total") if allocated is None or free is None else allocated + free
+    reserved = None if free is None else allocated + free
     available = limit if limit is not None else None if reserved is None or left is None else reserved + left
     return Explanation(
         f"cuda:{0 if where is None else int(where[1])}",
         requested,
-        allocated or 0,
+        allocated,
         reserved,
         available,
         None,
