@@ -65,6 +65,8 @@ class Hooks(PacksSeveral):
             return self.keep(tensor)
         with _UNRECORDED:
             engine = self._engines.get((type(tensor), tensor.device)) or self._engine(tensor)
+            if engine is None:
+                return self.keep(tensor)
             return engine.stash(tensor, tier=self._tier, region=self._region, storage=storage)
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -80,8 +82,11 @@ class Hooks(PacksSeveral):
                 packed[index] = self.pack(tensor.detach())
         for found in moving.values():
             with _UNRECORDED:
-                engine = self._engine(tensors[found[0]])
-                handles = engine.stash_all([tensors[at] for at in found], tier=self._tier, region=self._region)
+                given = [tensors[at] for at in found]
+                if (engine := self._engine(given[0])) is None:
+                    handles: list[Any] = [self.keep(tensor) for tensor in given]
+                else:
+                    handles = engine.stash_all(given, tier=self._tier, region=self._region)
             for index, handle in zip(found, handles, strict=True):
                 packed[index] = handle
         return packed
@@ -103,15 +108,13 @@ class Hooks(PacksSeveral):
                 return packed.host.mover.fetch(packed)  # type: ignore[no-any-return]
         return packed.unpack(self)  # type: ignore[no-any-return]
 
-    def _engine(self, tensor: torch.Tensor) -> Engine:
+    def _engine(self, tensor: torch.Tensor) -> Engine | None:
+        """Returns the engine for `tensor`; None in `make_fx`, whose graph would hold moved bytes as constants."""
         key = type(tensor), tensor.device
         engine = self._engines.get(key)
         if engine is None:
             if any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in dispatch_modes()):
-                raise TransformError(
-                    "offload() inside make_fx: the graph would hold the bytes that come back from a tier as constants; "
-                    "trace the model without offload()"
-                )
+                return None
             engine = self._engines[key] = self._runtime.engine(tensor)
             self._runtime.warn_of_tier(engine, self._tier)
         return engine

@@ -272,7 +272,8 @@ class Recorder(_Watch):
         """
         # A recompute stops at the last tensor that autograd saved, before all later calls.
         last = self._marks[-1] if self._marks else 0
-        results = [result for call, result in self._results.items() if call < last]
+        # A change that no operator made (by NumPy, in an autograd.Function with `mark_dirty`) shows in versions alone.
+        results = [result for call, result in self._results.items() if call < last and not result.is_changed]
         del self._states[sum(result.forget_unmoved(moved) for result in results) :]
         self._by_memory.clear()
         self._made.clear()

@@ -295,7 +295,27 @@ def _sometimes(x, weight, bias):
     return (y.mul_(2) if _sometimes.now else y).sin().cos() + bias
 
 
-@pytest.mark.parametrize("fn", [_bias_in_place, _gates_in_place, _sometimes])
+class _Squared(torch.autograd.Function):
+    """Squares its argument in place without an operator that a mode sees."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.clone())
+        numbers = x.detach().numpy()
+        numbers *= numbers
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+def _by_numpy(x, weight, bias):
+    return _Squared.apply(x @ weight).sin() * bias
+
+
+@pytest.mark.parametrize("fn", [_bias_in_place, _gates_in_place, _sometimes, _by_numpy])
 def test_what_is_changed_in_place_is_computed_again(fn, weights):
     fit, found = DOTS(fn), []
     for now in (False, True, False, True):
