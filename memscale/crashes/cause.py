@@ -185,10 +185,7 @@ def _of_message(text: str, lines: Sequence[Frame]) -> Explanation:
     requested = size("Tried to allocate {size}")
     allocated = size("Of the allocated memory {size} is allocated by PyTorch")
     if requested is None or allocated is None:
-        raise ConfigError(
-            f"explain() knows the error of PyTorch's CUDA allocator, and this one says: {text[:200]}; pass the whole "
-            "message, of PyTorch 2.2 or later"
-        )
+        raise ConfigError(f"pass explain() the whole error of PyTorch's CUDA allocator; this one says: {text[:200]}")
     free = size("and {size} is reserved by PyTorch but unallocated")
     left = size("of which {size} is free")
     limit = size("{size} allowed")

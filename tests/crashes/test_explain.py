@@ -156,7 +156,7 @@ def test_a_log_tells_what_its_last_error_did(tmp_path: Path) -> None:
     assert from_file.failed_at == "/home/user/model.py:7 in forward"
     assert (from_file.allocated_bytes, from_file.reserved_bytes) == (12 * 2**30, 27 * 2**29)
     assert from_file.available_bytes == 29 * 2**29
-    with pytest.raises(ms.ConfigError, match=r"this one says: out of memory.*; pass the whole message"):
+    with pytest.raises(ms.ConfigError, match=r"pass explain\(\) the whole error .*; this one says: out of memory"):
         ms.explain("CUDA out of memory. Tried to allocate 2.00 GiB (GPU 1; 15.00 GiB total capacity)")
 
 
