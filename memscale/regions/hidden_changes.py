@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -158,6 +159,8 @@ def _positions(func: Any, names: tuple[str, ...]) -> tuple[tuple[int, str], ...]
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns the half-open range of bytes [start, stop) that `tensor` may cover in its storage."""
+    if tensor.is_nested:  # the lengths of a jagged tensor are no numbers
+        return 0, sys.maxsize
     if tensor.numel() == 0:
         return 0, 0
     size = tensor.element_size()

@@ -35,6 +35,25 @@ def test_nested_tensors(model, layout, policy):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_one_that_is_changed_in_place(layout):
+    """Code that compares memory added the lengths of a jagged tensor, which are no numbers."""
+
+    def region(x):
+        return (x.relu_() * 3).sin()
+
+    found = []
+    for fn in (region, ms.checkpoint()(region)):
+        for _ in range(2):
+            leaf = lengths(layout).requires_grad_()
+            given = leaf * 1
+            mean_square(fn(given)).backward()
+            found.append([*leaf.grad.unbind(), *given.detach().unbind()])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_profile_of_them(model):
     assert ms.profile(model, lengths(torch.strided), loss=mean_square, hardware="cpu").peak_bytes > 0
 
