@@ -362,13 +362,15 @@ def test_an_inference_tensor_among_the_arguments_comes_back():
     assert torch.equal(gradient(how(region)), gradient(region))
 
 
-def test_nothing_moves_under_make_fx_whose_graph_would_hold_constants():
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+def test_nothing_moves_under_make_fx_whose_graph_would_hold_constants(mode):
     def step(fn):
         return lambda x: torch.autograd.grad(fn(x).sum(), x)[0]
 
     def region(x):
         return (x * 2).sin().exp()
 
-    traced = make_fx(step(offload().on(synchronous())(region)))(torch.ones(8, requires_grad=True))
+    moved = step(offload().on(synchronous())(region))
+    traced = make_fx(moved, tracing_mode=mode)(torch.ones(8, requires_grad=True))
     x = torch.randn(8, requires_grad=True)
     assert torch.equal(traced(x), step(region)(x))
