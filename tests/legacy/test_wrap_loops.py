@@ -98,7 +98,7 @@ def test_a_loop_that_clears_gradients_first_is_planned_once():
             lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
             0.9,
         ),  # 41.1 of 37 MiB with what is planned for AdamW
-        (torch.optim.SGD, 0.9),  # a plan for AdamW takes 18 of 20.7 MiB
+        pytest.param(torch.optim.SGD, 0.9, marks=pytest.mark.deep),  # a plan for AdamW takes 18 of 20.7 MiB
         (lambda parameters: torch.optim.LBFGS(parameters, max_iter=1), 0.0),  # a simulation cannot step it
     ],
 )
