@@ -39,6 +39,7 @@ class Optimizing:
         self._under: list[InPlace] = []
         # Weak sets, because the id of a freed optimizer may become that of another one.
         self._left: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # the rules cannot change these
+        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # these no plan can be made for
         # Optimizers known to have parameters of the model: finding out takes 1 ms per step for 1,000 parameters.
         self.own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -68,14 +69,16 @@ class Optimizing:
         It has to step all trained parameters: another one may step the others, with states of its own. A simulation
         cannot step one that needs a closure, such as LBFGS.
         """
-        if self.is_given or (self._met is not None and self._met() is optimizer):
+        if self.is_given or (self._met is not None and self._met() is optimizer) or optimizer in self._others:
             return False
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not all(id(parameter) in own for parameter in model.parameters() if parameter.requires_grad):
-            return False
         try:
             check_optimizer(model, optimizer)
+            are_all = all(id(parameter) in own for parameter in model.parameters() if parameter.requires_grad)
         except ConfigError:
+            are_all = False
+        if not are_all:
+            self._others.add(optimizer)
             return False
         is_first, self._met = self._met is None, weakref.ref(optimizer)
         return not (is_first and is_as_assumed(optimizer))
