@@ -139,9 +139,10 @@ def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, l
         # Training may still succeed: real tensors may be smaller, and the limit is below the device's memory.
         plan, planned_bytes = error.plan or Plan(), error.peak_bytes
         refusal = f"{wrapped(str(error))}\n  the model runs under the smallest plan, above {said}"
-    skipped = None if plan else "no transform that the config allows lowers the peak of the step"
-    limit_bytes, planned_bytes = (limit, planned_bytes) if plan else (None, None)
-    return Verdict(plan, profile, step_bytes, skipped, False, limit_bytes, planned_bytes, refusal)
+    if not plan:
+        skipped = "no transform that the config allows lowers the peak of the step"
+        return Verdict(plan, profile, step_bytes, skipped, refusal=refusal)
+    return Verdict(plan, profile, step_bytes, limit_bytes=limit, planned_bytes=planned_bytes, refusal=refusal)
 
 
 def _simulated(

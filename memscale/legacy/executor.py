@@ -475,7 +475,7 @@ class Executor:
         for wanted in dict.fromkeys([shapes if batch is None else self._plans.widened(shapes), shapes]):
             self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
             given = None if batch is None else with_shapes(batch, wanted)
-            verdict = decide(self.model, given, self._optimizing.plain(), self._terms)
+            verdict = decide(self.model, given, self._optimizing.plain(self.model), self._terms)
             self._plans.rounds_up = self._plans.rounds_up and verdict.profile is not None
             if verdict.profile is not None and verdict.refusal is None:
                 break

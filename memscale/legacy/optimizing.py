@@ -25,21 +25,20 @@ class Optimizing:
         optimizer: the optimizer that trains the model; None if it is to be found by its first step.
 
     Attributes:
-        is_given: whether the caller gave the optimizer.
         own: the optimizers that were seen to step parameters of the model.
     """
 
     def __init__(self, config: Config, optimizer: torch.optim.Optimizer | None) -> None:
         self._config = config
         self._known = None if optimizer is None else weakref.ref(optimizer)
-        self.is_given = optimizer is not None
-        self._met: weakref.ref[torch.optim.Optimizer] | None = None  # the last that stepped all that is trained
+        self._met: weakref.ref[torch.optim.Optimizer] | None = None  # the last that a loop stepped, if none is given
+        self._is_as_assumed = True  # whether it takes the memory of the optimizer that plans assume until one is met
         self._rules = Plan()
         self._runtime: Runtime | None = None
         self._under: list[InPlace] = []
         # Weak sets, because the id of a freed optimizer may become that of another one.
         self._left: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # the rules cannot change these
-        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # these no plan can be made for
+        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # these step some parameters only
         # Optimizers known to have parameters of the model: finding out takes 1 ms per step for 1,000 parameters.
         self.own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -64,31 +63,29 @@ class Optimizing:
             self._take(model, optimizer)
 
     def meets(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether plans have to be made for `optimizer` from now on, which was not given and has just stepped.
-
-        It has to step all trained parameters: another one may step the others, with states of its own. A simulation
-        cannot step one that needs a closure, such as LBFGS.
-        """
-        if self.is_given or (self._met is not None and self._met() is optimizer) or optimizer in self._others:
+        """Whether plans have to be made again for `optimizer`, which the loop steps, where none was given."""
+        is_met = self._met is not None and self._met() is optimizer
+        if self._known is not None or is_met or optimizer in self._others:
             return False
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        try:
-            check_optimizer(model, optimizer)
-            are_all = all(id(parameter) in own for parameter in model.parameters() if parameter.requires_grad)
-        except ConfigError:
-            are_all = False
-        if not are_all:
+        was_as_assumed = self._is_as_assumed
+        if _steps_all(model, optimizer):
+            self._met, self._is_as_assumed = weakref.ref(optimizer), is_as_assumed(optimizer)
+        else:
             self._others.add(optimizer)
-            return False
-        is_first, self._met = self._met is None, weakref.ref(optimizer)
-        return not (is_first and is_as_assumed(optimizer))
+            self._met, self._is_as_assumed = None, True
+        return not (was_as_assumed and self._is_as_assumed)
 
-    def plain(self) -> torch.optim.Optimizer | None:
-        """Returns the optimizer to plan for, given or met; if under rules, an equal one without rules and states."""
+    def plain(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """Returns the optimizer to plan for, given or met; None if unknown, or if it does not train all of `model`.
+
+        Another one may step the other parameters, with states of its own. In place of an optimizer under rules it is an
+        equal one without rules and states.
+        """
         known = self._known or self._met
         optimizer = None if known is None else known()
-        under = optimizer is not None and any(each.optimizer is optimizer for each in self._under)
-        return as_plain(optimizer) if under and optimizer is not None else optimizer
+        if optimizer is None or (self._known is None and not _steps_all(model, optimizer)):
+            return None
+        return as_plain(optimizer) if any(each.optimizer is optimizer for each in self._under) else optimizer
 
     def _take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Puts `optimizer` under the rules; logs a warning if they cannot change it."""
@@ -114,6 +111,16 @@ class Optimizing:
         """Returns lines about what is done to which parameters."""
         found = [each.optimizer for each in self._under]
         return [each.report() for each in found if isinstance(each, TransformedOptimizer)]
+
+
+def _steps_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a simulated step of `optimizer` steps all trained parameters of `model`; LBFGS needs a closure."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    try:
+        check_optimizer(model, optimizer)
+    except ConfigError:
+        return False
+    return all(id(parameter) in own for parameter in model.parameters() if parameter.requires_grad)
 
 
 def without_8_bits(config: Config) -> str | None:

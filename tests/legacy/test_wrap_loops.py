@@ -94,35 +94,52 @@ def test_a_loop_that_clears_gradients_first_is_planned_once():
 @pytest.mark.parametrize(
     ("made_of", "least"),
     [
-        (
-            lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
-            0.9,
-        ),  # 41.1 of 37 MiB with what is planned for AdamW
-        pytest.param(torch.optim.SGD, 0.9, marks=pytest.mark.deep),  # a plan for AdamW takes 18 of 20.7 MiB
-        (lambda parameters: torch.optim.LBFGS(parameters, max_iter=1), 0.0),  # a simulation cannot step it
+        (lambda parameters: torch.optim.AdamW(parameters, amsgrad=True), 0.9),  # 41.1 of 37 MiB if planned for AdamW
+        pytest.param(torch.optim.SGD, 0.9, marks=pytest.mark.deep),  # 18 of 20.7 MiB if planned for AdamW
     ],
 )
 def test_the_optimizer_of_the_loop_is_planned_for_from_its_first_step_on(made_of, least):
     model, _, x = made()
-    optimizer, (plain, _, _) = made_of(model.parameters()), made()
-    plain_optimizer = made_of(plain.parameters())
-
-    def step(model, optimizer, x):
-        def loss():
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), x.argmax(1))
-            loss.backward()
-            return loss
-
-        loss() if least else None
-        optimizer.step(None if least else loss)
-
-    budget = int(0.9 * max(peaks(step, plain, plain_optimizer, x, 3))) if least else BUDGET
+    plain, _, _ = made()
+    optimizer, plain_optimizer = made_of(model.parameters()), made_of(plain.parameters())
+    budget = int(0.9 * max(peaks(clears_first, plain, plain_optimizer, x, 3)))
     ms.wrap(model, QUIET, budget=budget)
-    took = peaks(step, model, optimizer, x, 3)
-    assert all(map(torch.equal, model.parameters(), plain.parameters())) or not least
+    took = peaks(clears_first, model, optimizer, x, 3)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert least * budget <= max(took[1:]) <= budget
+
+
+def test_an_optimizer_that_a_simulation_cannot_step_leaves_the_plan_as_it_was():
+    model, _, x = made()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    ms.wrap(model, QUIET, sample_input=x, budget=BUDGET)
+    first = ms.Executor.of(model).plan
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.step(lambda: cross_entropy(model(x), x.argmax(1)).backward() or 0.0)
+    assert ms.Executor.of(model).plan is first
+
+
+def test_an_optimizer_of_some_parameters_is_not_taken_for_that_of_all():
+    """The body is unfrozen, and another optimizer steps it: 35.0 of 34 MiB with a plan for the head's states alone."""
+    model, _, x = made()
+    model[:-1].requires_grad_(False)
+    optimizers = [torch.optim.AdamW(model[-1].parameters())]
+
+    def step(model, optimizers, x):
+        model.zero_grad()
+        cross_entropy(model(x), x.argmax(1)).backward()
+        for each in optimizers:
+            each.step()
+
+    ms.wrap(model, QUIET, budget=BUDGET)
+    step(model, optimizers, x)
+    model.zero_grad()
+    model.requires_grad_(True)
+    optimizers.append(torch.optim.AdamW(model[:-1].parameters()))
+    took = peaks(lambda model, _, x: step(model, optimizers, x), model, optimizers[0], x, 3)
     assert ms.Executor.of(model).plan
-    assert not least or least * budget <= max(took[1:]) <= budget
+    assert max(took) <= BUDGET
 
 
 @pytest.mark.parametrize("trains_at_first", [True, False])

@@ -32,10 +32,7 @@ class Layout(NamedTuple):
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def of(self, base: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Returns the view with this layout of `base`, bytes that begin at byte `start` of those that are laid out.
-
-        A `base` of the layout's dtype is used as it is, in two thirds of the time.
-        """
+        """Returns the view with this layout of `base`, bytes that begin at byte `start` of those that are laid out."""
         elements = base if base.dtype is self.dtype else base.view(self.dtype)
         first = int(elements.storage_offset()) + self.offset - start // self.dtype.itemsize
         tensor = elements.as_strided(self.size, self.stride, first)

@@ -245,7 +245,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def refuse_time(how: Cutting, fn: Any, cut: Cut) -> None:
+def refuse_cut_steps(how: Cutting, fn: Any, cut: Cut) -> None:
     """Raises `TransformError` if `fn` is a recurrent layer or attention of PyTorch's, and `how` cuts its steps.
 
     Sizes alone do not show the difference: the state of a one-layer RNN has the same first size as a piece of one step.

@@ -33,7 +33,7 @@ from memscale.regions import (
 )
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
 from memscale.transforms.tile import independence
-from memscale.transforms.tile.cutting import Cut, Joined, refuse_time
+from memscale.transforms.tile.cutting import Cut, Joined, refuse_cut_steps
 from memscale.transforms.tile.head.lazy_logits import LazyLogits, defer
 from memscale.transforms.tile.head.linear import is_projection
 from memscale.transforms.tile.packed_pieces import packed_pieces_of
@@ -228,7 +228,7 @@ class Tiled(Transformed):
             parts = [self.fn, *self.captured]
             joined = Joined(self.how, cut.total, in_place=False)
             return independence.prove(self.body, parts, Captures(self.fn, follows=True), cut, joined, repr(self.how))
-        refuse_time(self.how, self.fn, cut)
+        refuse_cut_steps(self.how, self.fn, cut)
         # The chained buffers write in place, which neither torch.func nor a compiler's trace can follow.
         in_place = not (compiling or functorch_state.active())
         sources = {index: Source(cut.leaves[index], cut.dims[index], in_place=in_place) for index in cut.dims}
