@@ -149,18 +149,13 @@ class History:
         Raises:
             ConfigError: no run, or more than one run, begins with `start`.
         """
-        which = (
-            "ORDER BY id DESC LIMIT 1" if start == "last" else "WHERE substr(id, 1, length(:start)) = :start LIMIT 2"
-        )
+        which = "WHERE substr(id, 1, length(:start)) = :start OR :start = 'last' ORDER BY id DESC LIMIT 2"
         found = self._found(which, start=start)
-        if len(found) != 1 or not start:
-            if not start:
-                fault = "an id is empty; write the beginning of one, or last"
-            elif start == "last":
-                fault = f"there are no runs yet in {str(self.path)!r}"
-            else:
-                fault = f"{'several runs begin' if found else 'no run begins'} with {start!r} in {str(self.path)!r}"
-            raise ConfigError(f"{fault}; `memscale history list` shows the ids")
+        if not found or (len(found) > 1 and start != "last"):
+            raise ConfigError(
+                f"{'several runs begin' if found else 'no run begins'} with {start!r} in {str(self.path)!r}; "
+                "`memscale history list` shows the ids"
+            )
         return found[0]
 
     def _found(self, which: str, **values: object) -> list[Run]:
