@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from typer import Option
 
-from memscale.cli.options import Options, one_of
+from memscale.cli.options import Options, choice
 from memscale.cli.subject import DTYPES, Subject, first_line, offline, word_of_dtype
 from memscale.core import ConfigError, format_bytes, package
 
@@ -68,15 +68,11 @@ class AdapterOptions(Options):
     ] = None
     quant: Annotated[
         str | None,
-        Option(metavar="nf4|fp4|int8", help="Linear layers of bitsandbytes, whose weights are frozen."),
-        one_of("nf4", "fp4", "int8"),
+        choice(
+            "Linear layers of bitsandbytes, whose weights are frozen.", "nf4", "fp4", "int8", metavar="nf4|fp4|int8"
+        ),
     ] = None
     double_quant: Annotated[bool, Option("--double-quant", help="With nf4 and fp4: scales in 8 bits, too.")] = False
-    compute_dtype: Annotated[
-        str | None,
-        Option(help="Dtype of products with nf4 and fp4; by default --amp or --dtype, else bf16."),
-        one_of(*DTYPES),
-    ] = None
     kbit: Annotated[
         bool,
         Option(
@@ -86,22 +82,20 @@ class AdapterOptions(Options):
     ] = True
 
     def check(self) -> None:
-        of_4_bits = self.quant is not None and self.quant.lower() != "int8"
-        for name, given in (("double-quant", self.double_quant), ("compute-dtype", self.compute_dtype is not None)):
-            if given and not of_4_bits:
-                raise ConfigError(f"--{name} is about weights in 4 bits; add --quant nf4 or fp4, or leave it out")
+        if self.double_quant and self.quant not in ("nf4", "fp4"):
+            raise ConfigError("--double-quant is about weights in 4 bits; add --quant nf4 or fp4, or leave it out")
         if self.quant is not None and self.lora is None:
             raise ConfigError(f"--quant {self.quant} freezes the weights; name what is trained, as --lora {_EXAMPLE}")
         if self.lora is not None:
             settings_of(self.lora)
 
-    def compute(self, others: tuple[str | None, ...], hardware: Hardware) -> torch.dtype:
-        """Returns the dtype in which quantized layers multiply: the option, else one of `others`, else `hardware`'s."""
-        said = next(filter(None, (self.compute_dtype, *others)), None)
-        if said is not None:
-            return DTYPES[said.lower()]
-        rates = hardware.flops_per_second
-        return torch.bfloat16 if not rates or "bfloat16" in rates else torch.float16
+
+def compute_dtype(said: str | None, hardware: Hardware) -> torch.dtype:
+    """Returns the dtype in which quantized layers multiply: that of ``--amp`` or ``--dtype``, else `hardware`'s."""
+    if said is not None:
+        return DTYPES[said]
+    rates = hardware.flops_per_second
+    return torch.bfloat16 if not rates or "bfloat16" in rates else torch.float16
 
 
 def settings_of(text: str) -> dict[str, Any]:
@@ -178,7 +172,7 @@ def note_of(model: torch.nn.Module, options: AdapterOptions, compute: torch.dtyp
     if options.quant is not None:
         packed = sum(each.nbytes for each in model.parameters() if type(each) in _packed_kinds())
         rest = sum(each.nbytes for each in model.parameters()) - packed
-        multiplies = "" if options.quant.lower() == "int8" else f", multiplied in {str(compute).partition('.')[2]}"
+        multiplies = "" if options.quant == "int8" else f", multiplied in {str(compute).partition('.')[2]}"
         words.append(
             f"--quant {options.quant} packs linear layers into {format_bytes(packed)}{multiplies}; the other weights "
             f"take {format_bytes(rest)}"
@@ -194,17 +188,14 @@ def _packed_kinds() -> tuple[type, ...]:
 
 def _settings(options: AdapterOptions, compute: torch.dtype) -> dict[str, Any]:
     """Returns the arguments of a ``BitsAndBytesConfig``."""
-    assert options.quant is not None
-    kind = options.quant.lower()
-    if kind == "int8":
+    if options.quant == "int8":
         return {"load_in_8bit": True}
-    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_compute_dtype": compute}
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": options.quant, "bnb_4bit_compute_dtype": compute}
     return {**settings, "bnb_4bit_use_double_quant": True} if options.double_quant else settings
 
 
 def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype) -> None:
     """Replaces linear layers of `model`, which is on meta, by layers of bitsandbytes, as transformers does."""
-    assert options.quant is not None
     from memscale.simulation import pack_weights
 
     package("bitsandbytes.nn", "--quant")
@@ -228,7 +219,7 @@ def _pack(model: Any, options: AdapterOptions, source: str, compute: torch.dtype
     if not any(type(each) in _packed_kinds() for each in model.parameters()):
         raise ConfigError(f"--quant {options.quant}: {type(model).__name__} has no linear layers to pack")
     pack_weights(model)
-    setattr(model, "is_loaded_in_8bit" if options.quant.lower() == "int8" else "is_loaded_in_4bit", True)
+    setattr(model, "is_loaded_in_8bit" if options.quant == "int8" else "is_loaded_in_4bit", True)
 
 
 def _packed_code(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -19,17 +17,15 @@ from torch import nn
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import SIZE, File, OptionRule, Options, at_least, count
-from memscale.cli.subject import offline
+from memscale.cli.options import Options, file, number, size
+from memscale.cli.subject import first_line, offline
 from memscale.cli.terminal import Progress, progress, show, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, TrainingRun, gpt2, read_text, train
 from memscale.core import (
     ConfigError,
     RuntimeUnavailable,
-    budget_bytes,
     format_bytes,
     format_seconds,
-    format_unlike,
     package,
 )
 
@@ -39,30 +35,31 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 _SHARE = 0.4  # the default budget, as a share of the memory of the plain step
 _ROOM = 1.01  # the default budget as a multiple of the least reachable memory, if that is more
-_STEPS = OptionRule(lambda steps: steps >= 3, "at least 3 (the first warms up, the last is measured)")
-_WIDTH = OptionRule(
-    lambda width: width > 0 and width % HEAD_WIDTH == 0, f"a multiple of {HEAD_WIDTH}, the width of a head"
-)
-_SEQ = OptionRule(lambda seq: 2 <= seq <= MAX_SEQ, f"from 2 to {MAX_SEQ}, GPT-2's longest text")
-_DEVICE = OptionRule(lambda device: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", device)), "auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(Options):
     """The command line of ``memscale demo``, as typed."""
 
-    steps: Annotated[int, count("N", "Optimizer steps for each of the two models."), _STEPS] = 8
-    layers: Annotated[int, count("N", "Transformer blocks."), at_least(1)] = 8
-    width: Annotated[int, count("N", "Hidden size, a multiple of 64."), _WIDTH] = 256
-    batch: Annotated[int, count("N", "Rows of text in a step."), at_least(1)] = 8
-    seq: Annotated[int, count("N", "Bytes of text in a row, at most 1024."), _SEQ] = 256
-    device: Annotated[str, Option(help="cpu, cuda or cuda:N; auto takes CUDA if it can."), _DEVICE] = "auto"
+    steps: Annotated[
+        int, number("Optimizer steps of each model; the first warms up, the last is measured.", least=3)
+    ] = 8
+    layers: Annotated[int, number("Transformer blocks.", least=1)] = 8
+    width: Annotated[int, number("Hidden size, a multiple of 64.", least=HEAD_WIDTH)] = 256
+    batch: Annotated[int, number("Rows of text in a step.", least=1)] = 8
+    seq: Annotated[int, number("Bytes of text in a row, at most 1024.", least=2)] = 256
+    device: Annotated[str, Option(help="cpu, cuda or cuda:N; auto takes CUDA if it can.")] = "auto"
     budget: Annotated[
         str | None,
-        Option(metavar="SIZE", help="Memory of a step, such as 300MiB; by default 2/5 of the step without a plan."),
-        SIZE,
+        size("Memory of a step, by default 2/5 of the step without a plan"),
     ] = None
-    out: Annotated[Path, Option(help="File of the picture, a .png."), File((".png",))] = Path("memscale-demo.png")
+    out: Annotated[Path, file("File of the picture, a .png.", ".png")] = Path("memscale-demo.png")
+
+    def check(self) -> None:
+        if self.seq > MAX_SEQ:
+            raise ConfigError(f"--seq must be at most {MAX_SEQ}, GPT-2's longest text, got {self.seq}")
+        if self.width % HEAD_WIDTH:
+            raise ConfigError(f"--width must be a multiple of {HEAD_WIDTH}, the width of a head, got {self.width}")
 
 
 def demo(options: DemoOptions) -> int:
@@ -76,11 +73,8 @@ def demo(options: DemoOptions) -> int:
         RuntimeUnavailable: the device, transformers or matplotlib is missing.
     """
     job, budget, out = _job(options), options.budget, options.out
-    if budget is not None:
-        budget_bytes(budget, ms.Hardware.detect(job.device.type).usable_bytes)
     with offline():
         package("transformers", "memscale demo", "hf")
-        package("matplotlib", "memscale demo", "plot")
     text = read_text()
     with _deterministic(job.device):
         with simulations() as simulated:
@@ -147,28 +141,14 @@ def _job(options: DemoOptions) -> Job:
     """Returns the training job of the options.
 
     Raises:
-        ConfigError: the device has too little free memory.
-        RuntimeUnavailable: the device does not exist.
+        RuntimeUnavailable: PyTorch cannot use the device.
     """
     kind = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device, free_bytes = torch.device(kind), psutil.virtual_memory().available
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            found = f"it finds {count}" if count else "it finds none; use --device cpu"
-            raise RuntimeUnavailable(f"--device {kind} needs a CUDA device that PyTorch can use, and {found}")
-        free_bytes = torch.cuda.mem_get_info(device)[0]
-    width, tokens = options.width, options.batch * options.seq
-    # Weights, gradients and two moments, and the baseline's activations: only exact enough to refuse a job.
-    kept = 20 * width + 3 * (width // HEAD_WIDTH) * options.seq
-    needed_bytes = 4 * options.layers * (4 * 12 * width * width + tokens * kept)
-    if needed_bytes > free_bytes:
-        needed, free = format_unlike(needed_bytes, free_bytes)
-        raise ConfigError(
-            f"the demo would need about {needed} and {device} has {free} free; lower "
-            "--batch, --seq, --layers or --width"
-        )
-    return Job(options.steps, options.layers, width, options.batch, options.seq, device)
+    try:
+        device = torch.empty(0, device=kind).device
+    except (AssertionError, RuntimeError) as error:
+        raise RuntimeUnavailable(f"--device {kind} cannot be used: {first_line(error)}; use --device cpu") from error
+    return Job(options.steps, options.layers, options.width, options.batch, options.seq, device)
 
 
 @contextmanager

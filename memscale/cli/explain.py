@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 import memscale as ms
-from memscale.cli.options import SIZE, SIZES, Html, count
+from memscale.cli.options import Html, size
 from memscale.cli.step import StepOptions, TrainingOptions, batch_of, read_step
 from memscale.cli.terminal import show, write
 from memscale.core import ConfigError
@@ -21,12 +21,14 @@ class ExplainOptions(TrainingOptions):
     """The command line of ``memscale explain``, as typed."""
 
     snapshot: Annotated[Path, Argument(help="A file of torch.cuda.memory._dump_snapshot, or a log with the error.")]
-    device: Annotated[int | None, count("N", "The index of the device; by default the one that ran out.")] = None
+    device: Annotated[
+        int | None, Option(metavar="N", help="The index of the device; by default the one that ran out.")
+    ] = None
     html: Html = None
     hf: Annotated[
         str | None, Option(metavar="CONFIG|MODULE:FACTORY", help="The model, to find the plan that would have fit.")
     ] = None
-    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Memory for its step: {SIZES}."), SIZE] = None
+    budget: Annotated[str | None, size("Memory for its step")] = None
 
     def check(self) -> None:
         if self.hf is None and self.budget is not None:
@@ -59,7 +61,7 @@ def explain(options: ExplainOptions) -> int:
             budget=options.budget,
             **step.arguments,
         )
-    write(options.files, {"html": found.html})
+    write(options, {"html": found.html})
     show(str(found))
     if step_options is None:
         show(f"next: memscale explain {shlex.quote(str(options.snapshot))} --hf CONFIG --batch N --gpu NAME")

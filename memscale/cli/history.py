@@ -13,7 +13,7 @@ import torch
 import typer
 from typer import Argument, Option
 
-from memscale.cli.options import BYTES, OptionRule, Options, PrintJson, Shorthand, add
+from memscale.cli.options import PrintJson, Shorthand, add, size
 from memscale.cli.predict import read_plan
 from memscale.cli.step import Step, StepOptions, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, show
@@ -36,15 +36,13 @@ from memscale.simulation import MemoryProfiler
 
 HISTORY = typer.Typer()
 
-_TOLERANCE = OptionRule(lambda text: text == "0" or BYTES.holds(text), BYTES.text)
 _RunId = Annotated[str, Argument(metavar="ID", help="The beginning of a run's id, or last.")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckOptions(Options):
+class CheckOptions(StepOptions):
     """The command line of ``memscale history check``, as typed."""
 
-    step: StepOptions
     baseline: Annotated[
         str,
         Option(
@@ -53,11 +51,7 @@ class CheckOptions(Options):
         ),
     ]
     plan: Shorthand = None
-    tolerance: Annotated[
-        str,
-        Option(metavar="SIZE", help=f"The largest increase that passes: {BYTES.text}."),
-        _TOLERANCE,
-    ] = "0"
+    tolerance: Annotated[str | None, size("The largest increase that passes", may_be_share=False)] = None
     update: Annotated[bool, Option("--update", help="Replace the baseline in the file by this run.")] = False
     as_json: PrintJson = False
 
@@ -69,9 +63,9 @@ def check(options: CheckOptions) -> int:
         ConfigError: an option is wrong, there is no such baseline, or the step cannot be simulated.
         RuntimeUnavailable: a package is missing.
     """
-    tolerance_bytes = 0 if options.tolerance == "0" else budget_bytes(options.tolerance, 0)
+    tolerance_bytes = 0 if options.tolerance is None else budget_bytes(options.tolerance, 0)
     torch.manual_seed(0)  # for models that route or drop layers at random
-    step = read_step(options.step)
+    step = read_step(options)
     find, make = _source(options.baseline)
     run = _simulated(step, options)
     before = find(run)
@@ -101,21 +95,24 @@ def _source(baseline: str) -> tuple[Callable[[Run], Run | None], Callable[[Run],
 
 
 def _simulated(step: Step, options: CheckOptions) -> Run:
-    given, subject = options.step, step.subject
+    subject = step.subject
     plan = None if options.plan is None else read_plan(options.plan, subject.model, step.hardware)
     profiler = MemoryProfiler(
         subject.model,
         plan=plan,
         **step.arguments,
-        keeps_output=options.step.keeps_output,
+        keeps_output=options.keeps_output,
         config=Config(use_empirical_fallback=False),
     )
-    batch = batch_of(subject, given.batch, step.seq)
-    profile = profiler.profile(batch, accumulate=given.accumulate)
+    batch = batch_of(subject, options.batch, step.seq)
+    profile = profiler.profile(batch, accumulate=options.accumulate)
     # Named by the options, not by the resulting plan: a check must notice that the same options give another plan.
-    name = f"{given.hf} batch={given.batch} seq={step.seq} accumulate={given.accumulate} optimizer={given.optimizer}"
-    name += " keeps_output" * given.keeps_output
-    name += f" dtype={given.dtype}" * (given.dtype is not None) + f" plan={options.plan}" * (options.plan is not None)
+    name = f"{options.hf} batch={options.batch} seq={step.seq} accumulate={options.accumulate} "
+    name += f"optimizer={options.optimizer}"
+    name += " keeps_output" * options.keeps_output
+    name += f" dtype={options.dtype}" * (options.dtype is not None) + f" plan={options.plan}" * (
+        options.plan is not None
+    )
     about: dict[str, Any] = {"plan": plan, "model": subject.model, "batch": batch}
     return record(profile, name, **about) or Run.of(profile, name, **about)
 

@@ -13,9 +13,6 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import (
-    BYTES,
-    SIZE,
-    SIZES,
     SWITCHES,
     Html,
     Json,
@@ -23,13 +20,13 @@ from memscale.cli.options import (
     Plot,
     Python,
     Seconds,
-    at_least,
-    count,
-    one_of,
+    choice,
+    number,
+    size,
 )
 from memscale.cli.price import PriceOptions, cost_of, line_of
 from memscale.cli.script import as_script
-from memscale.cli.step import RankOptions, Step, batch_of, read_step
+from memscale.cli.step import Step, batch_of, read_step
 from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
 from memscale.core import (
     BudgetError,
@@ -51,25 +48,22 @@ class AllowOptions(Options):
 
     mode: Annotated[
         str | None,
-        Option(metavar="MODE", help="conservative, balanced or aggressive; by default what changes no bit."),
-        one_of(*_MODES),
+        choice("conservative, balanced or aggressive; by default what changes no bit.", *_MODES, metavar="MODE"),
     ] = None
     allow: Annotated[
         list[str] | None,
-        Option(metavar="NAME", help="Allow checkpoint, offload, tile or cast too; cast changes numbers. Repeatable."),
-        one_of(*SWITCHES),
+        choice(
+            "Allow checkpoint, offload, tile or cast too; cast changes numbers. Repeatable.", *SWITCHES, metavar="NAME"
+        ),
     ] = None
     allow_rounding: Annotated[
         bool, Option("--allow-rounding", help="Allow tile: less memory, with sums in another order.")
     ] = False
     forbid: Annotated[
         list[str] | None,
-        Option(metavar="NAME", help="Forbid checkpoint, offload, tile or cast. Repeatable."),
-        one_of(*SWITCHES),
+        choice("Forbid checkpoint, offload, tile or cast. Repeatable.", *SWITCHES, metavar="NAME"),
     ] = None
-    host: Annotated[
-        str | None, Option(metavar="SIZE", help=f"The most host memory that a plan may use: {BYTES.text}."), BYTES
-    ] = None
+    host: Annotated[str | None, size("The most host memory that a plan may use", may_be_share=False)] = None
 
     def check(self) -> None:
         if both := {*(self.allow or ())} & {*(self.forbid or ())}:
@@ -77,23 +71,19 @@ class AllowOptions(Options):
 
     def config(self, *, auto: bool = False) -> ms.Config:
         """Returns the config of these options; without a mode it allows every transform that changes no bit."""
-        mode = "aggressive" if self.mode is None else self.mode.lower()
         allowed = {**dict.fromkeys(self.forbid or (), False), **dict.fromkeys(self.allow or (), True)}
-        switches: dict[str, Any] = {SWITCHES[name.lower()]: allow for name, allow in allowed.items()}
+        switches: dict[str, Any] = {SWITCHES[name]: allow for name, allow in allowed.items()}
         if self.allow_rounding or self.mode is None:  # a mode sets this itself
             switches.setdefault("enable_tiling", self.allow_rounding)
         if self.host is not None:
             switches["max_cpu_offload_gb"] = budget_bytes(self.host, 0) / 1e9
-        return ms.Config(mode=mode, auto_policy=auto, **switches)
+        return ms.Config(mode=self.mode or "aggressive", auto_policy=auto, **switches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchOptions(Options):
+class SearchOptions(AllowOptions, PriceOptions):
     """The options of the commands that search for plans, as typed."""
 
-    step: RankOptions
-    using: AllowOptions
-    prices: PriceOptions
     json: Json = None
     plot: Plot = None
     html: Html = None
@@ -101,12 +91,12 @@ class SearchOptions(Options):
     seconds: Seconds = 30.0
     stepping: Annotated[
         list[str] | None,
-        Option(
-            metavar="NAME",
-            help="Let a plan change how the optimizer steps: step_in_groups, step_in_backward, offload_states, or "
+        choice(
+            "Let a plan change how the optimizer steps: step_in_groups, step_in_backward, offload_states, or "
             "quantize_states, which changes numbers. Repeatable.",
+            *_STEPPING,
+            metavar="NAME",
         ),
-        one_of(*_STEPPING),
     ] = None
 
 
@@ -114,7 +104,7 @@ class SearchOptions(Options):
 class PlanOptions(SearchOptions):
     """The command line of ``memscale plan``, as typed."""
 
-    budget: Annotated[str, Option(metavar="SIZE", help=f"Memory for the step: {SIZES}."), SIZE]
+    budget: Annotated[str, size("Memory for the step")]
     auto: Annotated[bool, Option("--auto", help="Let a policy choose the techniques that are tried first.")] = False
 
 
@@ -122,8 +112,8 @@ class PlanOptions(SearchOptions):
 class FrontierOptions(SearchOptions):
     """The command line of ``memscale frontier``, as typed."""
 
-    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Plan for this, too: {SIZES}."), SIZE] = None
-    points: Annotated[int, count("N", "Budgets to plan for."), at_least(2)] = 12
+    budget: Annotated[str | None, size("Plan for this, too")] = None
+    points: Annotated[int, number("Budgets to plan for.", least=2)] = 12
 
     def check(self) -> None:
         if self.python is not None and self.budget is None:
@@ -147,10 +137,10 @@ def plan(options: PlanOptions) -> int:
             "json": found.to_json(),
             "plot": lambda path: engine.steps.profile(found).plot(path, budget_bytes=found.evidence.budget_bytes),
             "html": ms.Frontier.of(map(Point.of, (found, as_it_is))).html,
-            "python": as_script(step, options.step, found, engine.step.batch),
+            "python": as_script(step, options, found, engine.step.batch),
         }
-        write(options.files, contents)
-    cost = line_of(options.prices, cost_of(options.prices, options.step, step, found.evidence.planned.step_seconds))
+        write(options, contents)
+    cost = line_of(options, cost_of(options, step, found.evidence.planned.step_seconds))
     show("\n".join([found.explain(), *filter(None, [cost, step.precision]), "", str(found)]))
     if found and options.python is None:
         show("\nnext: --python fit.py writes a script that trains under this plan")
@@ -179,11 +169,11 @@ def frontier(options: FrontierOptions) -> int:
             else:
                 curve = ms.Frontier.of([*curve, Point.of(found)])
         ends = {"smallest": curve[0].step_seconds, "fastest": curve[-1].step_seconds}
-        costs = {name: cost_of(options.prices, options.step, step, seconds) for name, seconds in ends.items()}
+        costs = {name: cost_of(options, step, seconds) for name, seconds in ends.items()}
         contents: dict[str, Content] = {"json": curve.to_json(), "plot": curve.plot, "html": curve.html}
         if found is not None:
-            contents["python"] = as_script(step, options.step, found, engine.step.batch)
-        write({name: path for name, path in options.files.items() if name in contents}, contents)
+            contents["python"] = as_script(step, options, found, engine.step.batch)
+        write(options, contents)
     priced = [f"{name}, {cost}" for name, cost in costs.items() if cost is not None]
     show("\n".join([str(curve), *priced, *(f"note: {note}" for note in stopped)]))
     if fault is not None:
@@ -202,11 +192,11 @@ def _engine(
 
     With `verdict`, prints before the search whether the plain step fits the budget.
     """
-    config = options.using.config(auto=auto)
-    step = read_step(options.step)
+    config = options.config(auto=auto)
+    step = read_step(options)
     usable_bytes = step.hardware.usable_bytes
     limit = usable_bytes if options.budget is None else budget_bytes(options.budget, usable_bytes)
-    batch = batch_of(step.subject, options.step.batch, step.seq)
+    batch = batch_of(step.subject, options.batch, step.seq)
     with simulations() as bar:
         engine = ms.DecisionEngine(
             step.subject.model,
@@ -215,7 +205,7 @@ def _engine(
             stepping=options.stepping or (),
             progress=lambda what, done, total: bar(what, done, total),  # the one that is on the screen then
             **step.arguments,
-            **options.step.arguments,
+            **options.arguments,
         )
     if verdict and (above_bytes := engine.plain.taken_bytes - limit) > 0:
         takes, budget = format_unlike(engine.plain.taken_bytes, limit)

@@ -14,20 +14,15 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import (
-    SIZE,
-    SIZES,
-    File,
     Html,
-    Options,
     Plot,
     PrintJson,
     Seconds,
     Shorthand,
     as_option,
-    at_least,
-    count,
-    file,
-    one_of,
+    choice,
+    number,
+    size,
     typed,
 )
 from memscale.cli.price import PriceOptions, cost_of, line_of
@@ -41,24 +36,22 @@ if TYPE_CHECKING:
     from memscale.planning import OOMPrediction, OOMPredictor, Recommendation
 
 _MOST = 2**20
+_LARGEST = ("batch", "seq", "grid")
 # The table of --largest grid: batches are powers of two from --batch up, sequences powers of two from the longest down.
 _ROWS, _COLUMNS, _DEFAULT_LONGEST = 6, 6, 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictOptions(Options):
+class PredictOptions(PriceOptions):
     """The command line of ``memscale predict``, as typed."""
 
-    step: RankOptions
-    prices: PriceOptions
     plan: Shorthand = None
-    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Memory for the step: {SIZES}."), SIZE] = None
+    budget: Annotated[str | None, size("Memory for the step")] = None
     largest: Annotated[
         str | None,
-        Option(metavar="batch|seq|grid", help="Also find the largest batch or sequence that fits, or a table."),
-        one_of("batch", "seq", "grid"),
+        choice("Also find the largest batch or sequence that fits, or a table.", *_LARGEST, metavar="batch|seq|grid"),
     ] = None
-    at_most: Annotated[int | None, count("N", "The largest size that --largest tries."), at_least(1)] = None
+    at_most: Annotated[int | None, number("The largest size that --largest tries.", least=1)] = None
     recommend: Annotated[
         bool | None,
         Option("--recommend/--no-recommend", help="Simulate ways to free memory; by default if memory is short."),
@@ -70,7 +63,6 @@ class PredictOptions(Options):
     as_json: PrintJson = False
     html: Html = None
     plot: Plot = None
-    csv: Annotated[Path | None, file("File for the table of --largest grid, a .csv."), File()] = None
 
     def check(self) -> None:
         others = {"--json": self.as_json, "--largest": self.largest, "--html": self.html, "--plot": self.plot}
@@ -78,8 +70,6 @@ class PredictOptions(Options):
             raise ConfigError(f"--fits prints the verdict and nothing else; leave out {given}, or --fits")
         if self.at_most is not None and self.largest is None:
             raise ConfigError("--at-most is the largest size to try; add --largest batch, seq or grid")
-        if self.csv is not None and self.largest != "grid":
-            raise ConfigError("--csv is for the table of --largest grid; the numbers of a step come with --json")
 
 
 def predict(options: PredictOptions) -> int:
@@ -89,11 +79,11 @@ def predict(options: PredictOptions) -> int:
         ConfigError: an option is wrong.
         RuntimeUnavailable: a package is missing, or the step can be neither simulated nor run on this machine.
     """
-    step = read_step(options.step)
+    step = read_step(options)
     subject, seq = step.subject, step.seq
     if options.largest is not None:
         wanted = ["batch", "seq"] if options.largest == "grid" else [options.largest]
-        check_axis("--largest", options.largest, wanted, subject, options.step.batch, seq)
+        check_axis("--largest", options.largest, wanted, subject, options.batch, seq)
     budget = options.budget
     with simulations() as bar:
         predictor = ms.OOMPredictor(
@@ -101,23 +91,24 @@ def predict(options: PredictOptions) -> int:
             plan=None if options.plan is None else read_plan(options.plan, subject.model, step.hardware),
             progress=lambda what, done, total: bar(what, done, total),  # the one that is on the screen then
             **step.arguments,
-            **options.step.arguments,
+            **options.arguments,
         )
-        batch = batch_of(subject, options.step.batch, seq)
+        batch = batch_of(subject, options.batch, seq)
         prediction = predictor.predict(batch, budget=budget, recommend=False)
-    cost = cost_of(options.prices, options.step, step, prediction.profile.step_seconds)
+    cost = cost_of(options, step, prediction.profile.step_seconds)
     if options.fits:
         print(f"{prediction.risk}: {prediction.message}")
         return 0 if prediction.fits else DOES_NOT_FIT
     if not options.as_json:
-        cost_line = line_of(options.prices, cost)
-        show("\n".join(filter(None, (prediction.verdict(), step.line(options.step.batch), cost_line, step.precision))))
+        cost_line = line_of(options, cost)
+        show("\n".join(filter(None, (prediction.verdict(), step.line(options.batch), cost_line, step.precision))))
     with simulations() as bar:
         if prediction.risk > ms.OOMRisk.LOW if options.recommend is None else options.recommend:
             prediction = predictor.recommended(prediction, batch, seconds=options.seconds)
         sizes = None if options.largest is None else _largest(predictor, subject, options, options.largest, seq)
     profile = prediction.profile
-    write(options.files, {"html": profile.html, "plot": profile.plot} | ({} if sizes is None else sizes.contents))
+    drawn = profile.plot if sizes is None or sizes.plot is None else sizes.plot
+    write(options, {"html": profile.html, "plot": drawn})
     if options.as_json:
         data = json.loads(prediction.to_json())
         data |= {} if sizes is None else {"largest": sizes.data}
@@ -177,16 +168,16 @@ def check_axis(option: str, given: str, wanted: list[str], subject: Subject, bat
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """The answer to ``--largest``: as text, as JSON data, and as files by the name of their option."""
+    """The answer to ``--largest``: as text, as JSON data, and as a picture."""
 
     text: str
     data: Any
-    contents: dict[str, Content] = dataclasses.field(default_factory=dict)
+    plot: Content | None = None
     interrupted: bool = False
 
 
 def _largest(predictor: OOMPredictor, subject: Subject, options: PredictOptions, axis: str, seq: int) -> _Sizes:
-    rows = options.step.batch
+    rows = options.batch
     longest = subject.longest or _MOST
     if axis == "grid":
         longest = min(options.at_most or max(seq, _DEFAULT_LONGEST), longest)
@@ -201,7 +192,7 @@ def _largest(predictor: OOMPredictor, subject: Subject, options: PredictOptions,
             {"batch": cell[0], "seq": cell[1], "fits": grid.fits(*cell), "peak_bytes": grid.peaks.get(cell)}
             for cell in cells
         ]
-        return _Sizes(str(grid), data, {"plot": grid.plot, "csv": grid.to_csv()})
+        return _Sizes(str(grid), data, grid.plot)
     try:
         found = predictor.largest(
             lambda n: subject.batch(n, seq) if axis == "batch" else subject.batch(rows, n),
@@ -232,12 +223,12 @@ def _next(prediction: OOMPrediction, options: PredictOptions) -> str:
         return ""
     share = f"{1 - LEFT_FREE:.0%}" if best.peak_bytes <= most else "100%"
     budget = share if options.budget is None else options.budget
-    step, loop = options.step, next(iter(best.optimizer_options), "")
+    step, loop = options, next(iter(best.optimizer_options), "")
     if best.parts > 1:
         step = dataclasses.replace(step, batch=step.batch // best.parts, accumulate=step.accumulate * best.parts)
     if loop and best.optimizer_options[loop]:
         step = dataclasses.replace(step, optimizer=f"{step.optimizer}-{loop}")
-    words = [typed(step), *map(_option, best.arguments)]
+    words = [typed(step, RankOptions), *map(_option, best.arguments)]
     if not best.plan:
         words += [f"--budget {budget}"] if options.budget is not None else []
         words += [f"--plan {shlex.quote(options.plan)}"] if options.plan is not None else []

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Annotated
 
 from typer import Option
 
-from memscale.cli.options import OptionRule, Options
-from memscale.cli.step import Step, StepOptions, batch_of
+from memscale.cli.options import number
+from memscale.cli.step import RankOptions, Step, batch_of
 from memscale.core import ConfigError, format_count
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmbt]?)", re.IGNORECASE)
-_PRICE = OptionRule(lambda price: 0 < price < math.inf, "dollars an hour above 0, as in --price 2.50")
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PriceOptions(Options):
-    """The options for the price of an hour and the number of tokens, as typed."""
-
-    price: Annotated[
-        float | None,
-        Option(metavar="DOLLARS", help="The price of an hour of one card: shows tokens for a dollar."),
-        _PRICE,
-    ] = None
-    tokens: Annotated[
-        str | None, Option(metavar="10B", help="Tokens to train: shows the hours, and with --price dollars.")
-    ] = None
-
-    def check(self) -> None:
-        if self.tokens is not None:
-            amount(self.tokens)
 
 
 def amount(text: str) -> float:
@@ -51,6 +31,20 @@ def amount(text: str) -> float:
             f"--tokens must be a number above 0, with K, M, B or T behind it, got {text!r}; write --tokens 10B"
         )
     return float(found[1]) * _POWERS[found[2].lower()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceOptions(RankOptions):
+    """The options of a step with the price of an hour and the number of tokens, as typed."""
+
+    price: Annotated[
+        float | None,
+        number("The price of an hour of one card: shows tokens for a dollar.", least=0.01, metavar="DOLLARS"),
+    ] = None
+    tokens: Annotated[
+        float | None,
+        Option(parser=amount, metavar="10B", help="Tokens to train: shows the hours, and with --price dollars."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -83,27 +77,27 @@ class Cost:
         return f"cost: {', '.join(words)}{f', on {self.cards} cards' if self.cards > 1 else ''}"
 
 
-def cost_of(prices: PriceOptions, options: StepOptions, step: Step, seconds: float | None, **size: int) -> Cost | None:
+def cost_of(options: PriceOptions, step: Step, seconds: float | None, **size: int) -> Cost | None:
     """Returns the cost at `seconds` a step; `None` without a price and an amount, or if the time is unknown.
 
     Args:
-        prices, options: the options as typed.
+        options: the options as typed.
         step: the step of the options.
         seconds: the seconds of the step.
         size: ``batch`` or ``seq`` of the step, if they differ from the options.
     """
-    if (prices.price is None and prices.tokens is None) or not seconds:
+    if (options.price is None and options.tokens is None) or not seconds:
         return None
     from memscale.planning import parts_of
 
     rows, length = size.get("batch", options.batch), size.get("seq", step.seq)
     short, long = (parts_of(batch_of(step.subject, 1, each)) for each in (1, 2))
     unit = "samples" if short == long else "tokens"
-    cards = getattr(options, "world", None) or 1
-    copies = cards // (getattr(options, "tensor", None) or 1)
+    cards = options.world or 1
+    copies = cards // (options.tensor or 1)
     per_second = rows * (1 if unit == "samples" else length) * options.accumulate * copies / seconds
-    hourly = None if prices.price is None else prices.price * cards
-    hours = None if prices.tokens is None else amount(prices.tokens) / per_second / 3600
+    hourly = None if options.price is None else options.price * cards
+    hours = None if options.tokens is None else options.tokens / per_second / 3600
     return Cost(
         unit=unit,
         per_second=per_second,
@@ -114,9 +108,9 @@ def cost_of(prices: PriceOptions, options: StepOptions, step: Step, seconds: flo
     )
 
 
-def line_of(prices: PriceOptions, cost: Cost | None) -> str:
+def line_of(options: PriceOptions, cost: Cost | None) -> str:
     """Returns the line to print for a cost; empty without a price and an amount."""
     if cost is not None:
         return str(cost)
-    wanted = prices.price is not None or prices.tokens is not None
+    wanted = options.price is not None or options.tokens is not None
     return "cost: unknown, like the time of a step on this device" if wanted else ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memscale.cli.step import Step, StepOptions
+from memscale.cli.step import RankOptions, Step
 from memscale.cli.subject import DTYPES
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _CPU_OR_CARD = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
 
 
-def as_script(step: Step, options: StepOptions, plan: Plan, batch: Any) -> str:
+def as_script(step: Step, options: RankOptions, plan: Plan, batch: Any) -> str:
     """Returns Python that builds the model with its weights, applies the plan, and trains.
 
     For a step of several processes the script ends with the planned model; starting and sharding are left to the user.
@@ -34,7 +34,7 @@ def as_script(step: Step, options: StepOptions, plan: Plan, batch: Any) -> str:
     if optimizer is not None and steps:
         code += "\n" + making.format("model")
     parts = [code, plan.to_python()]
-    if getattr(options, "parallel", None) is None:
+    if options.parallel is None:
         placed = [_CPU_OR_CARD, "fit = fit.to(device)  # what the plan streams stays on the host"]
         if optimizer is not None and not steps:
             placed.append(making.format("fit"))
@@ -74,11 +74,11 @@ def _random_data(value: Any) -> str:
     return repr(value)
 
 
-def _loop(step: Step, options: StepOptions, batch: Any) -> str:
+def _loop(step: Step, options: RankOptions, batch: Any) -> str:
     given = "**batch" if isinstance(batch, Mapping) else "*batch" if isinstance(batch, (tuple, list)) else "batch"
     call = f"fit({given})"
     lines = [] if step.subject.loss is None else ["loss_fn = made[2]"]
-    half = None if (name := options.amp or options.dtype) is None else DTYPES[name.lower()]
+    half = None if (name := options.amp or options.dtype) is None else DTYPES[name]
     scaled = half is torch.float16 and step.optimizer is not None
     if scaled:
         lines += ["from memscale import LossScale", "", "scale = LossScale()  # small gradients are zeros in float16"]

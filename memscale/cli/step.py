@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from typer import Option
 
-from memscale.cli.adapters import AdapterOptions, adapted, note_of
-from memscale.cli.options import Options, at_least, count, one_of
+from memscale.cli.adapters import AdapterOptions, adapted, compute_dtype, note_of
+from memscale.cli.options import Options, choice, number
 from memscale.cli.subject import DTYPES, Subject, explained, read_subject
 from memscale.core import ConfigError
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
 
-_WHOLE = AdapterOptions()
 # These need more than a plain loop has: a closure that runs the step, or sparse gradients.
 _NOT_OPTIMIZERS = ("optimizer", "lbfgs", "sparseadam")
+_WIDTHS = "fp32|bf16|fp16"
 _AMP = ("bf16", "bfloat16", "fp16", "float16")
 
 
@@ -27,8 +27,8 @@ _AMP = ("bf16", "bfloat16", "fp16", "float16")
 class TrainingOptions(Options):
     """The options of a training loop, as typed."""
 
-    batch: Annotated[int, count("N", "Rows of a batch."), at_least(1)] = 1
-    seq: Annotated[int | None, count("N", "Tokens of a row; by default 1024 or all positions."), at_least(1)] = None
+    batch: Annotated[int, number("Rows of a batch.", least=1)] = 1
+    seq: Annotated[int | None, number("Tokens of a row; by default 1024 or all positions.", least=1)] = None
     optimizer: Annotated[
         str, Option(help="An optimizer of torch.optim, also as adamw-fused or adamw-foreach; or none.")
     ] = "adamw"
@@ -37,18 +37,16 @@ class TrainingOptions(Options):
     ] = None
     dtype: Annotated[
         str | None,
-        Option(help="Dtype of the weights: fp32, bf16 or fp16; by default fp32 for a config, unchanged for a factory."),
-        one_of(*DTYPES),
+        choice("Dtype of the weights; by default fp32 for a config, as made by a factory.", *DTYPES, metavar=_WIDTHS),
     ] = None
     amp: Annotated[
         str | None,
-        Option(metavar="bf16|fp16", help="Train under autocast, as a Trainer's bf16=True; weights keep their dtype."),
-        one_of(*_AMP),
+        choice("Train under autocast, as a Trainer's bf16=True; weights keep their dtype.", *_AMP, metavar="bf16|fp16"),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions(TrainingOptions):
+class StepOptions(TrainingOptions, AdapterOptions):
     """The options of a training step, as typed."""
 
     hf: Annotated[
@@ -59,8 +57,7 @@ class StepOptions(TrainingOptions):
             "(model, batch_fn, loss); batch_fn(batch, seq) makes a batch.",
         ),
     ]
-    adapters: AdapterOptions = _WHOLE
-    accumulate: Annotated[int, count("N", "Batches for each optimizer step."), at_least(1)] = 1
+    accumulate: Annotated[int, number("Batches for each optimizer step.", least=1)] = 1
     keeps_output: Annotated[
         bool,
         Option(
@@ -81,15 +78,16 @@ class RankOptions(StepOptions):
 
     parallel: Annotated[
         str | None,
-        Option(metavar="fsdp2|ddp", help="Train on several processes; the batch is that of one process."),
-        one_of("fsdp2", "ddp"),
+        choice("Train on several processes; the batch is that of one.", "fsdp2", "ddp", metavar="fsdp2|ddp"),
     ] = None
-    world: Annotated[int | None, count("N", "How many processes, with --parallel.")] = None
+    world: Annotated[int | None, Option(metavar="N", help="How many processes, with --parallel.")] = None
     shard: Annotated[
         list[str] | None,
         Option(metavar="PATTERN", help="Modules that fsdp2 shards, by default the repeated blocks. Repeatable."),
     ] = None
-    tensor: Annotated[int | None, count("M", "The number of processes of tensor parallelism, with fsdp2.")] = None
+    tensor: Annotated[
+        int | None, Option(metavar="M", help="The number of processes of tensor parallelism, with fsdp2.")
+    ] = None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -139,24 +137,24 @@ def read_step(options: StepOptions) -> Step:
     from memscale.simulation import as_hardware
 
     hardware = as_hardware(options.gpu, "meta")
-    dtype, adapters = None if options.dtype is None else DTYPES[options.dtype.lower()], options.adapters
-    compute = adapters.compute((options.amp, options.dtype), hardware)
-    if dtype is None and adapters.quant is not None:
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    compute = compute_dtype(options.amp or options.dtype, hardware)
+    if dtype is None and options.quant is not None:
         dtype = compute  # as in a checkpoint, whose weights are then quantized
-    subject = adapted(read_subject(options.hf, dtype), adapters, options.hf, dtype or torch.float32, compute)
+    subject = adapted(read_subject(options.hf, dtype), options, options.hf, dtype or torch.float32, compute)
     optimizer, precision = _optimizer(options.optimizer, subject.model), ""
     if options.amp is not None:
         from memscale.integrations import MixedPrecisionForward
 
         model = subject.model
-        model.forward = MixedPrecisionForward(model, model.__dict__.get("forward"), DTYPES[options.amp.lower()])
+        model.forward = MixedPrecisionForward(model, model.__dict__.get("forward"), DTYPES[options.amp])
         precision = (
             f"note: --amp {options.amp} is autocast around unchanged weights, with outputs in float32, as a Trainer's"
         )
-    elif options.dtype is not None and DTYPES[options.dtype.lower()] is not torch.float32:
+    elif options.dtype is not None and DTYPES[options.dtype] is not torch.float32:
         other = f"a Trainer's {options.dtype}=True is --amp {options.dtype}"
         precision = f"note: --dtype {options.dtype} converts the weights; {other}"
-    notes = "\n".join(filter(None, (precision, note_of(subject.model, adapters, compute))))
+    notes = "\n".join(filter(None, (precision, note_of(subject.model, options, compute))))
     return Step(subject, subject.seq(options.seq), optimizer, hardware, notes)
 
 

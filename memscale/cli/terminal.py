@@ -60,15 +60,14 @@ def progress(name: str) -> Bar:
     return Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
 
 
-def write(files: Mapping[str, Path | None], contents: Mapping[str, Content]) -> None:
-    """Writes each of `files` that is not `None`.
+def write(options: object, contents: Mapping[str, Content]) -> None:
+    """Writes each of `contents` to the file that the option of its name names, if it is given.
 
     Raises:
         ConfigError: a file cannot be written.
     """
-    for option, path in files.items():
-        if path is not None:
-            content = contents[option]
+    for option, content in contents.items():
+        if (path := getattr(options, option)) is not None:
             try:
                 if isinstance(content, str):
                     path.write_text(content, encoding="utf-8")

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import SIZE, SIZES, at_least, count, one_of
+from memscale.cli.options import choice, number, size
 from memscale.cli.plan import SearchOptions
 from memscale.cli.predict import check_axis
 from memscale.cli.price import cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step import read_step
 from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
-from memscale.core import ConfigError, budget_bytes
+from memscale.core import ConfigError
 
 _AXES = {"throughput": "batch", "batch": "batch", "sequence": "seq"}
 _MOST = 2**20
@@ -28,18 +28,16 @@ class TuneOptions(SearchOptions):
 
     objective: Annotated[
         str,
-        Option(
-            metavar="throughput|batch|sequence",
-            help="The batch size that gets through most in a second, the largest one, or the longest sequence, of "
+        choice(
+            "The batch size that gets through most in a second, the largest one, or the longest sequence, of "
             "--batch rows.",
+            *_AXES,
+            metavar="throughput|batch|sequence",
         ),
-        one_of(*_AXES),
     ] = "throughput"
-    budget: Annotated[
-        str | None, Option(metavar="SIZE", help=f"What a step may take: {SIZES}; by default 95 % of the device."), SIZE
-    ] = None
-    at_least: Annotated[int, count("N", "The smallest size to try."), at_least(1)] = 1
-    at_most: Annotated[int | None, count("N", "The largest size to try."), at_least(1)] = None
+    budget: Annotated[str | None, size("What a step may take, by default 95 % of the device")] = None
+    at_least: Annotated[int, number("The smallest size to try.", least=1)] = 1
+    at_most: Annotated[int | None, number("The largest size to try.", least=1)] = None
     confirm: Annotated[
         bool, Option("--confirm/--no-confirm", help="Run a real step at the end, if the weights and the device exist.")
     ] = True
@@ -58,22 +56,20 @@ def tune(options: TuneOptions) -> int:
     """
     from memscale.planning import LEFT_FREE
 
-    config = options.using.config()
+    config = options.config()
     # Kineto records the real step and logs to stderr, which would break the progress bar; see `demo`.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    step = read_step(options.step)
+    step = read_step(options)
     subject = step.subject
     budget = options.budget
-    if budget is not None:
-        budget_bytes(budget, step.hardware.usable_bytes)
     axis = _AXES[options.objective]
-    check_axis("--objective", options.objective, [axis], subject, options.step.batch, step.seq)
+    check_axis("--objective", options.objective, [axis], subject, options.batch, step.seq)
     longest = subject.longest or _MOST if axis == "seq" else _MOST
     if options.at_least > longest:
         raise ConfigError(f"--at-least {options.at_least} is more than {longest}, the most that is tried; lower it")
 
     def batch_fn(size: int) -> Any:
-        return subject.batch(*((size, step.seq) if axis == "batch" else (options.step.batch, size)))
+        return subject.batch(*((size, step.seq) if axis == "batch" else (options.batch, size)))
 
     with simulations() as progress:
         tuner = ms.AutoTuner(
@@ -82,7 +78,7 @@ def tune(options: TuneOptions) -> int:
             stepping=options.stepping or (),
             progress=progress,
             **step.arguments,
-            **options.step.arguments,
+            **options.arguments,
         )
         found = tuner.tune(
             batch_fn,
@@ -97,11 +93,11 @@ def tune(options: TuneOptions) -> int:
             "json": found.to_json(),
             "plot": found.plot,
             "html": found.html,
-            "python": as_script(step, options.step, found.plan, batch_fn(found.size)),
+            "python": as_script(step, options, found.plan, batch_fn(found.size)),
         }
-        write(options.files, contents)
+        write(options, contents)
     seconds, size = found.plan.evidence.planned.step_seconds, {axis: found.size}
-    cost = line_of(options.prices, cost_of(options.prices, options.step, step, seconds, **size))
+    cost = line_of(options, cost_of(options, step, seconds, **size))
     left_free = f"note: {LEFT_FREE:.0%} of the device stays free, as a prediction may be off; --budget 100% takes all"
     show("\n".join(filter(None, (str(found), left_free if budget is None else "", cost, step.precision))))
     return INTERRUPTED if found.interrupted else 0

@@ -64,13 +64,12 @@ def test_a_transform_that_disturbs_dropout_is_caught(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--steps", "2"], "--steps must be at least 3 (the first warms up, the last is measured), got 2"),
+        (["--steps", "2"], "'--steps': must be at least 3, got 2"),
         (["--width", "100"], "--width must be a multiple of 64, the width of a head, got 100"),
-        (["--seq", "1025"], "--seq must be from 2 to 1024, GPT-2's longest text, got 1025"),
-        (["--device", "abacus"], "--device must be auto, cpu, cuda or cuda:N, got 'abacus'"),
-        (["--device", "cuda:99"], "--device cuda:99 needs a CUDA device that PyTorch can use, and it finds"),
-        (["--batch", "1000000"], "free; lower --batch, --seq, --layers or --width"),
-        (["--out", "memory.jpg"], "--out must end in .png, got 'memory.jpg'"),
+        (["--seq", "1025"], "--seq must be at most 1024, GPT-2's longest text, got 1025"),
+        (["--device", "abacus"], "--device abacus cannot be used: "),
+        (["--device", "cuda:99"], "--device cuda:99 cannot be used: "),
+        (["--out", "memory.jpg"], "'--out': must end in .png, got 'memory.jpg'"),
     ],
 )
 def test_bad_options_get_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -87,7 +86,6 @@ def test_bad_options_get_one_line(options: list[str], message: str, capsys: pyte
     [
         ("typer", "typer: pip install 'memscale-transforms[cli]'"),
         ("rich.console", "rich: pip install 'memscale-transforms[cli]'"),
-        ("psutil", "psutil: pip install 'memscale-transforms[cli]'"),
         ("transformers", "transformers: pip install 'memscale-transforms[hf]'"),
         ("matplotlib", "matplotlib: pip install 'memscale-transforms[plot]'"),
     ],

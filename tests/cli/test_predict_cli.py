@@ -325,11 +325,11 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--optimizer", "adanw"], "--optimizer must be none or one of "),
         (["--optimizer", "muon"], "--optimizer muon: "),
         (["--gpu", "h10"], "no card is called 'h10'; the nearest are 'h100'"),
-        (["--dtype", "fp8"], "--dtype must be one of fp32, float32, bf16, bfloat16, fp16, float16, got 'fp8'"),
+        (["--dtype", "fp8"], "'--dtype': must be one of fp32, float32, bf16, bfloat16, fp16, float16, got 'fp8'"),
         (["--plan", "ofload"], "'ofload' is no file, and no transform of this model on"),
         (["--plan", "weights.pt"], "--plan 'weights.pt': load('weights.pt'): 'utf-8' codec can't decode byte"),
         (["--hf", "factories:lossless"], "pass loss in the (model, batch_fn, loss) of --hf and take its mean"),
-        (["--largest", "width"], "--largest must be one of batch, seq, grid, got 'width'"),
+        (["--largest", "width"], "'--largest': must be one of batch, seq, grid, got 'width'"),
         (
             ["--hf", "vit.json", "--largest", "seq"],
             "--largest seq: the batches of this model are the same for any seq; use --largest batch",
@@ -492,4 +492,4 @@ def test_a_limit_of_seconds_keeps_what_was_found(folder, capsys):
     assert stopped in " ".join(shown.split())
     assert "what would free memory" not in shown
     assert predict(*step, "--seconds", -1) == 2
-    assert "--seconds must be at least 0, got -1" in capsys.readouterr().err
+    assert "'--seconds': must be at least 0, got -1" in capsys.readouterr().err

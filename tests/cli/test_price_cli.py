@@ -85,8 +85,8 @@ def test_fits_is_one_line_and_the_exit_status(folder, capsys, budget, status, sa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--price", "0"], "--price must be dollars an hour above 0, as in --price 2.50, got 0.0"),
-        (["--price", "nan"], "--price must be dollars an hour above 0, as in --price 2.50, got nan"),
+        (["--price", "0"], "'--price': must be at least 0.01, got 0.0"),
+        (["--price", "nan"], "'--price': must be at least 0.01, got nan"),
         (["--tokens", "many"], "--tokens must be a number above 0, with K, M, B or T behind it, got 'many'; write"),
         (["--tokens", "0B"], "--tokens must be a number above 0"),
         (["--fits", "--json"], "--fits prints the verdict and nothing else; leave out --json, or --fits"),

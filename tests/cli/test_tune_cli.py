@@ -80,7 +80,7 @@ def test_sequences_and_the_fastest(capsys):
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (("--objective", "speed"), 2, "--objective must be one of throughput, batch, sequence, got 'speed'"),
+        (("--objective", "speed"), 2, "'--objective': must be one of throughput, batch, sequence, got 'speed'"),
         (("--at-least", "5", "--at-most", "4"), 2, "--at-least 5 and --at-most 4 leave no size; swap the two"),
         (("--at-least", "2000000"), 2, "--at-least 2000000 is more than 1048576, the most that is tried; lower it"),
     ],

@@ -28,17 +28,6 @@ class SizeGrid:
     1        yes   yes   8 B
     2        yes   8 B  16 B
     4        8 B  16 B    no
-    >>> print(grid.to_csv(), end="")
-    batch,length,fits,peak_bytes
-    1,2,yes,
-    1,4,yes,
-    1,8,yes,8
-    2,2,yes,
-    2,4,yes,8
-    2,8,no,16
-    4,2,yes,8
-    4,4,no,16
-    4,8,no,
     """
 
     batches: tuple[int, ...]
@@ -52,16 +41,6 @@ class SizeGrid:
             nbytes <= self.capacity_bytes and batch <= rows and length <= tokens
             for (rows, tokens), nbytes in self.peaks.items()
         )
-
-    def to_csv(self) -> str:
-        """Returns the table as CSV text: one line per pair, with the peak in bytes if the pair was simulated."""
-        lines = ["batch,length,fits,peak_bytes"]
-        lines += [
-            f"{batch},{length},{'yes' if self.fits(batch, length) else 'no'},{self.peaks.get((batch, length), '')}"
-            for batch in self.batches
-            for length in self.lengths
-        ]
-        return "\n".join(lines) + "\n"
 
     def plot(self, path: str | Path) -> None:
         """Draws the table to the file `path`; its suffix is the format (``.png``, ``.svg``, ``.pdf``)."""
