@@ -79,9 +79,6 @@ class _PlainUnpickler(pickle.Unpickler):
             "data; no code of the file was run"
         )
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise ConfigError("this file is no memory snapshot: it refers to something outside of itself")
-
 
 def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any] | str:
     """Returns the snapshot in a file, or the text of a log with the error.

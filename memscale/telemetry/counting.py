@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -18,7 +17,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _MOST_EVENTS = 64  # per process
 _MOST_BYTES = 1 << 20  # per week
-_MOST_LINE = 512  # short enough for one write to append it whole, whatever other processes write
 
 _process = os.getpid()  # forks are workers, whose calls are not the user's
 _events = 0
@@ -75,9 +73,7 @@ def count(name: str, facts: Callable[[], Iterable[str]] = tuple) -> None:
         if (state := consent().state) is State.OFF:
             return
         _events += 1
-        line = " ".join((name, *facts()))
-        if len(line) < _MOST_LINE:
-            _append(f"{folder()}/{state.value}", line)
+        _append(f"{folder()}/{state.value}", " ".join((name, *facts())))
     except Exception:  # for example a full disk or a missing folder: the caller's call must not fail
         return
 
@@ -88,8 +84,7 @@ def week_of(now: datetime) -> str:
     >>> week_of(datetime(2026, 11, 22))
     '2026-W47'
     """
-    year, week, _ = now.isocalendar()
-    return f"{year:04d}-W{week:02d}"
+    return now.strftime("%G-W%V")
 
 
 def _append(place: str, line: str) -> None:
@@ -98,8 +93,7 @@ def _append(place: str, line: str) -> None:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
     number = os.open(f"{place}/{week_of(datetime.now(timezone.utc))}.txt", flags, 0o600)
     try:
-        found = os.fstat(number)
-        if stat.S_ISREG(found.st_mode) and found.st_size < _MOST_BYTES:
+        if os.fstat(number).st_size < _MOST_BYTES:
             os.write(number, f"{line}\n".encode("ascii"))
     finally:
         os.close(number)

@@ -13,7 +13,6 @@ from memscale.core import ConfigError
 from memscale.telemetry.consent import State, folder
 from memscale.telemetry.counters import MOST, SCHEMA, counters
 
-_MOST_BYTES = 2 << 20
 _WEEK = re.compile(r"[0-9]{4}-W[0-9]{2}")
 
 
@@ -47,10 +46,8 @@ class Weeks:
             raise ConfigError(
                 f"nothing was counted in the week {week!r}; give one as 2026-W47, of those with counts: {counted}"
             )
-        with open(self.counted / f"{week}.txt", "rb") as file:
-            lines = file.read(_MOST_BYTES).decode("ascii", "replace").splitlines()
         found = collections.Counter[str]()
-        for line in lines:
+        for line in (self.counted / f"{week}.txt").read_text("ascii", "replace").splitlines():
             call, *facts = line.split(" ")
             found.update([call, *(f"{call}/{fact}" for fact in dict.fromkeys(facts))])
         # Names that are not listed, as in a torn or foreign line, are dropped.
