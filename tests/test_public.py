@@ -83,7 +83,7 @@ memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TOGETHER_BY
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: HostCopy Mapped MappedTensors is_movable
 memscale.runtime.storage: PAGE_BYTES page_aligned_memory
-memscale.server: backup invite migrate run
+memscale.server: backup invite run
 memscale.server.migrations:
 memscale.server.templatetags:
 memscale.simulation: Attribution Holding Loop MemoryProfiler NeedsValues OUTSIDE Parallel ParallelKind

@@ -12,6 +12,7 @@ from typing import Any
 from django.db import transaction
 
 from memscale.server.models import Audit, Baseline, Membership, Plan, Project, Role, Run, Team, Token, User
+from memscale.server.problems import Problem
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,27 @@ class Access:
         """The team's audit log, newest entry first."""
         return Audit.objects.filter(team=self.team).select_related("user").order_by("-id")
 
-    def project(self, slug: str) -> Project | None:
-        """Returns the team's project of this name; None if there is none."""
+    def project(self, slug: str) -> Project:
+        """Returns the team's project of this name.
+
+        Raises:
+            Problem: 404 if there is none.
+        """
         found: Project | None = self.projects.filter(slug=slug).first()
+        if found is None:
+            raise Problem(404, f"there is no project {slug!r}", "a run goes into one that exists", "check the address")
         return found
 
-    def run(self, project: Project, uid: str) -> Run | None:
-        """Returns the run of a project with this whole id; None if there is none."""
-        found: Run | None = self.runs.filter(project=project, uid=uid).select_related("plan", "sent_by").first()
+    def run(self, project: str, uid: str) -> Run:
+        """Returns the run of a project with this whole id.
+
+        Raises:
+            Problem: 404 if there is none.
+        """
+        runs = self.runs.filter(project=self.project(project), uid=uid).select_related("plan", "sent_by")
+        found: Run | None = runs.first()
+        if found is None:
+            raise Problem(404, f"there is no run {uid!r}", "a run is named by its whole id", "see the list of runs")
         return found
 
     def made_project(self, slug: str, name: str) -> Project | None:

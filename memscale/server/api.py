@@ -6,9 +6,9 @@ A row is identified by the method and the `url_name`; all operations of one path
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Annotated, Any
 
-from django.core.paginator import InvalidPage
 from django.db import transaction
 from django.db.utils import DataError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse
@@ -21,7 +21,7 @@ from memscale.server.access import Access
 from memscale.server.documents import Closed, Line, RunDocument, document_of, keep
 from memscale.server.listing import Listing
 from memscale.server.middleware import problem_of
-from memscale.server.models import Baseline, Project, Run
+from memscale.server.models import Baseline, Run
 from memscale.server.problems import Problem
 from memscale.server.tokens import TokenAuth
 
@@ -58,12 +58,17 @@ class RunSummary(Schema):
     card: str
     model: str
     commit: str
-    made: str
+    made: datetime
     taken_bytes: int
     measured_bytes: int | None
     step_seconds: float | None
     fits: bool
     plan: str | None
+
+    @staticmethod
+    def resolve_plan(run: Run) -> str | None:
+        """Returns the hash of the run's plan."""
+        return run.plan.hash if run.plan else None
 
 
 class RunPage(Schema):
@@ -128,13 +133,13 @@ _PROJECT = _TEAM + "/projects/{project}"
 @api.get(_TEAM + "/projects", url_name="projects", response={200: list[ProjectSchema], **_P})
 def list_projects(request: HttpRequest, team: str) -> Any:
     """Returns the team's projects."""
-    return list(_access(request).projects.order_by("slug"))
+    return list(request.auth.projects.order_by("slug"))
 
 
 @api.post(_TEAM + "/projects", url_name="projects", response={201: ProjectSchema, **_P})
 def make_project(request: HttpRequest, team: str, new: NewProject) -> Any:
     """Creates a project."""
-    project = _access(request).made_project(new.slug, new.name)
+    project = request.auth.made_project(new.slug, new.name)
     if project is None:
         raise Problem(409, f"there is a project {new.slug!r}", "a team's projects differ by slug", "choose another")
     return Status(201, project)
@@ -154,39 +159,27 @@ def list_runs(
 ) -> Any:
     """Returns runs, fifty per page; `name`, `card`, `commit` and `model` filter, `sort` is ``made`` or ``peak``."""
     filters = {"name": name, "card": card, "commit": commit, "model": model}
-    try:
-        page = Listing(_access(request).runs.filter(project=_project(request, project)), filters, sort, after)
-    except InvalidPage as error:
-        raise Problem(400, str(error), "a page follows another", "take the address from `next`") from error
-    runs = [
-        RunSummary(
-            **{name: getattr(run, name) for name in RunSummary.model_fields if name not in ("made", "plan", "fits")},
-            made=f"{run.made:%Y-%m-%dT%H:%M:%SZ}",
-            plan=run.plan.hash if run.plan else None,
-            fits=run.fits,
-        )
-        for run in page.runs
-    ]
-    return {"runs": runs, "next": f"{request.path}?{page.next}" if page.next else None}
+    page = Listing(request.auth.runs.filter(project=request.auth.project(project)), filters, sort, after)
+    return {"runs": page.runs, "next": f"{request.path}?{page.next}" if page.next else None}
 
 
 @api.post(_PROJECT + "/runs", url_name="runs", response={200: Kept, 201: Kept, **_P})
 def send_run(request: HttpRequest, team: str, project: str, run: RunDocument) -> Any:
     """Stores a run: 201 for a new one, 200 for a known one. Sending an id twice stores one run."""
-    new = keep(_access(request), _project(request, project), run)
+    new = keep(request.auth, request.auth.project(project), run)
     return Status(201 if new else 200, {"id": run.id, "new": new})
 
 
 @api.get(_PROJECT + "/runs/{uid}", url_name="run", response={200: dict[str, Any], **_P})
 def read_run(request: HttpRequest, team: str, project: str, uid: str) -> Any:
     """Returns a run as it was sent, with later measurements."""
-    return document_of(_run(request, project, uid))
+    return document_of(request.auth.run(project, uid))
 
 
 @api.get(_TEAM + "/plans/{hash}", url_name="plan", response={200: dict[str, Any], **_P})
 def read_plan(request: HttpRequest, team: str, hash: str) -> Any:
     """Returns a plan by its hash or the first eight or more digits of it."""
-    found = list(_access(request).plans.filter(hash__startswith=hash)[:2]) if len(hash) >= 8 else []
+    found = list(request.auth.plans.filter(hash__startswith=hash)[:2]) if len(hash) >= 8 else []
     if len(found) != 1:
         many = "several plans begin" if found else "no plan begins"
         raise Problem(404, f"{many} with {hash!r}", "a plan is named by eight digits or more", "see the plans' page")
@@ -196,7 +189,7 @@ def read_plan(request: HttpRequest, team: str, hash: str) -> Any:
 @api.get(_PROJECT + "/baselines/{label}", url_name="baselines", response={200: list[BaselineSchema], **_P})
 def list_baselines(request: HttpRequest, team: str, project: str, label: str, name: str = "", card: str = "") -> Any:
     """Returns the baselines under a label, filtered by name and card if given."""
-    found = _access(request).baselines.filter(project=_project(request, project), label=label).order_by("name", "card")
+    found = request.auth.baselines.filter(project=request.auth.project(project), label=label).order_by("name", "card")
     given = {key: value for key, value in (("name", name), ("card", card)) if value}
     return [_baseline(each) for each in found.filter(**given)[:500]]
 
@@ -204,8 +197,8 @@ def list_baselines(request: HttpRequest, team: str, project: str, label: str, na
 @api.put(_PROJECT + "/baselines/{label}", url_name="baselines", response={200: BaselineSchema, **_P})
 def set_baseline(request: HttpRequest, team: str, project: str, label: str, new: NewBaseline) -> Any:
     """Makes a run the baseline of its name and card."""
-    run = _run(request, project, new.run)
-    return _baseline(make_baseline(_access(request), run, label))
+    run = request.auth.run(project, new.run)
+    return _baseline(make_baseline(request.auth, run, label))
 
 
 def _baseline(baseline: Baseline) -> dict[str, str]:
@@ -215,7 +208,7 @@ def _baseline(baseline: Baseline) -> dict[str, str]:
 @api.get(_TEAM + "/members", url_name="members", response={200: list[MemberSchema], **_P})
 def list_members(request: HttpRequest, team: str) -> Any:
     """Returns the members of the team."""
-    return [{"email": each.user.email, "role": each.get_role_display()} for each in _access(request).memberships]
+    return [{"email": each.user.email, "role": each.get_role_display()} for each in request.auth.memberships]
 
 
 @api.get(_TEAM + "/tokens", url_name="tokens", response={200: list[TokenSchema], **_P})
@@ -228,14 +221,14 @@ def list_tokens(request: HttpRequest, team: str) -> Any:
             "expires": each.expires.isoformat(),
             "revoked": each.revoked is not None,
         }
-        for each in _access(request).tokens.order_by("id")
+        for each in request.auth.tokens.order_by("id")
     ]
 
 
 @api.delete(_TEAM + "/tokens/{int:token}", url_name="token", response={204: None, **_P})
 def revoke_token(request: HttpRequest, team: str, token: int) -> Any:
     """Revokes a token permanently."""
-    revoke(_access(request), token)
+    revoke(request.auth, token)
     return Status(204, None)
 
 
@@ -270,25 +263,6 @@ def revoke(access: Access, token: int) -> None:
             found.revoked = timezone.now()
             found.save(update_fields=["revoked"])
             access.noted("token revoked", f"{found.name} of {found.user.email}")
-
-
-def _access(request: HttpRequest) -> Access:
-    access: Access = request.auth
-    return access
-
-
-def _project(request: HttpRequest, slug: str) -> Project:
-    found = _access(request).project(slug)
-    if found is None:
-        raise Problem(404, f"there is no project {slug!r}", "a run goes into one that exists", "check the address")
-    return found
-
-
-def _run(request: HttpRequest, project: str, uid: str) -> Run:
-    found = _access(request).run(_project(request, project), uid)
-    if found is None:
-        raise Problem(404, f"there is no run {uid!r}", "a run is named by its whole id", "see the list of runs")
-    return found
 
 
 def _answered(request: HttpRequest, error: Exception) -> HttpResponse:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
 
-from django.core.paginator import InvalidPage
 from django.db.models import Q
+
+from memscale.server.problems import Problem
 
 SORTS = {"made": "made", "peak": "taken_bytes"}
 _ROWS = 50
@@ -25,41 +22,24 @@ class Listing:
         next: the query string of the next page; ``""`` on the last page.
 
     Raises:
-        InvalidPage: `after` does not come from a page, or `sort` is unknown.
+        Problem: 400 if `after` is no run of the list, or `sort` is unknown.
     """
 
     def __init__(self, runs: Any, filters: Mapping[str, str], sort: str, after: str) -> None:
         if sort not in SORTS:
-            raise InvalidPage(f"sort={sort!r} must be one of {', '.join(SORTS)}")
+            raise Problem(400, f"sort={sort!r}", f"must be one of {', '.join(SORTS)}", "leave it out")
         column = SORTS[sort]
         given = {name: value for name, value in filters.items() if value}
         found = runs.filter(**given).select_related("plan").order_by(f"-{column}", "-id")
         if after:
-            value, key = _read(after, column)
-            found = found.filter(Q(**{f"{column}__lt": value}) | Q(**{column: value, "id__lt": key}))
+            last = runs.filter(uid=after).first()
+            if last is None:
+                raise Problem(400, f"after={after!r} is no run here", "a page follows another", "begin at the first")
+            value = getattr(last, column)
+            found = found.filter(Q(**{f"{column}__lt": value}) | Q(**{column: value, "id__lt": last.pk}))
             found = found.filter(**{f"{column}__lte": value})  # redundant, but an index can start here and not at an OR
         rows = list(found[: _ROWS + 1])
         self.runs = rows[:_ROWS]
         self.next = ""
         if len(rows) > _ROWS:
-            self.next = urlencode({**given, "sort": sort, "after": _written(self.runs[-1], column)})
-
-
-def _written(run: Any, column: str) -> str:
-    value = getattr(run, column)
-    text = json.dumps([value.isoformat() if isinstance(value, datetime) else value, run.pk])
-    return base64.urlsafe_b64encode(text.encode()).decode()
-
-
-def _read(after: str, column: str) -> tuple[Any, int]:
-    try:
-        value, key = json.loads(base64.urlsafe_b64decode(after.encode()))
-        if column == "made":
-            value = datetime.fromisoformat(value)
-            if value.tzinfo is None:
-                raise ValueError("a time without its zone")
-        if not all(isinstance(each, int) and abs(each) < 1 << 62 for each in (key, 0 if column == "made" else value)):
-            raise ValueError("a number out of range")
-    except (ValueError, TypeError, binascii.Error, RecursionError) as error:
-        raise InvalidPage(f"after={after[:80]!r} is no place in the list") from error
-    return value, key
+            self.next = urlencode({**given, "sort": sort, "after": self.runs[-1].uid})

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 from allauth.account.utils import perform_login
-from django.core.paginator import InvalidPage
 from django.db import connection, transaction
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
@@ -21,7 +20,7 @@ from memscale.server.access import Access
 from memscale.server.documents import document_of
 from memscale.server.listing import SORTS, Listing
 from memscale.server.middleware import PASSWORD_CHOSEN_AT, answer_to
-from memscale.server.models import Membership, Project, Role, Run, User
+from memscale.server.models import Membership, Role, User
 from memscale.server.problems import Problem
 from memscale.server.tokens import new_token
 
@@ -197,26 +196,19 @@ def audit(request: HttpRequest, team: str) -> HttpResponse:
 @require_GET
 def runs(request: HttpRequest, team: str, project: str) -> HttpResponse:
     """Lists the project's runs."""
-    found = _project(request, project)
+    found = request.access.project(project)
     filters = {name: request.GET.get(name, "").strip() for name in _FILTERS}
     sort = request.GET.get("sort", "made")
-    listing = _listing(request, found, filters, sort)
+    listing = Listing(request.access.runs.filter(project=found), filters, sort, request.GET.get("after", ""))
     pair = [uid for uid in request.GET.getlist("with") if uid][:1]
     values = {"project": found, "listing": listing, "filters": filters, "sort": sort, "sorts": SORTS, "pair": pair}
     return _page(request, "runs", **values)
 
 
-def _listing(request: HttpRequest, project: Project, filters: dict[str, str], sort: str) -> Listing:
-    try:
-        return Listing(request.access.runs.filter(project=project), filters, sort, request.GET.get("after", ""))
-    except InvalidPage as error:
-        raise Http404(str(error)) from error
-
-
 @require_GET
 def run(request: HttpRequest, team: str, project: str, uid: str) -> HttpResponse:
     """Shows a run: predicted and measured figures, timeline, notes and plan."""
-    found = _run(request, project, uid)
+    found = request.access.run(project, uid)
     document = document_of(found)
     predicted, measured = document["profile"], document["measured"]
     rows = [
@@ -246,7 +238,7 @@ def compare(request: HttpRequest, team: str, project: str) -> HttpResponse:
     ids = [uid.strip() for uid in request.GET.getlist("run") if uid.strip()]
     if len(ids) != 2:
         return _page(request, "sorry", why="Choose two runs of the list to compare.", status=400)
-    found = [_run(request, project, uid) for uid in ids]
+    found = [request.access.run(project, uid) for uid in ids]
     documents = [document_of(each) for each in found]
     predicted = [each["profile"] for each in documents]
     peaks = {
@@ -275,7 +267,7 @@ def compare(request: HttpRequest, team: str, project: str) -> HttpResponse:
 @require_GET
 def commits(request: HttpRequest, team: str, project: str) -> HttpResponse:
     """Shows the peak by commit for one name and card."""
-    found = _project(request, project)
+    found = request.access.project(project)
     every = request.access.runs.filter(project=found)
     name, card = request.GET.get("name", ""), request.GET.get("card", "")
     if not name or not card:
@@ -292,7 +284,7 @@ def commits(request: HttpRequest, team: str, project: str) -> HttpResponse:
 @require_GET
 def accuracy(request: HttpRequest, team: str, project: str) -> HttpResponse:
     """Shows the errors of predictions by card."""
-    found = _project(request, project)
+    found = request.access.project(project)
     return _page(request, "accuracy", project=found, rows=pages.accuracy(request.access.runs.filter(project=found)))
 
 
@@ -316,7 +308,7 @@ def plan(request: HttpRequest, team: str, hash: str) -> HttpResponse:
 @require_POST
 def baseline(request: HttpRequest, team: str, project: str, uid: str) -> HttpResponse:
     """Makes a run the baseline of its name and card."""
-    found = _run(request, project, uid)
+    found = request.access.run(project, uid)
     form = forms.NewBaseline(request.POST)
     if not form.is_valid():
         return _page(request, "sorry", why="A label is one word, such as main.", status=400)
@@ -327,17 +319,3 @@ def baseline(request: HttpRequest, team: str, project: str, uid: str) -> HttpRes
 def _page(request: HttpRequest, page: str, /, *, status: int = 200, **values: Any) -> HttpResponse:
     access: Access = request.access
     return render(request, f"server/{page}.html", {"access": access, "team": access.team, **values}, status=status)
-
-
-def _project(request: HttpRequest, slug: str) -> Project:
-    found: Project | None = request.access.project(slug)
-    if found is None:
-        raise Http404
-    return found
-
-
-def _run(request: HttpRequest, project: str, uid: str) -> Run:
-    found: Run | None = request.access.run(_project(request, project), uid)
-    if found is None:
-        raise Http404
-    return found

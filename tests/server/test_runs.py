@@ -202,7 +202,7 @@ def test_pages_follow_each_other_without_a_gap_in_both_orders(team):
             address = page["next"]
         assert seen == [f"{number:016x}" for number in reversed(range(60))]
     assert program.get(f"{url}/runs?card=none").json() == {"runs": [], "next": None}
-    for after in ("x", "W10=", "WzEsMV0=", "%00"):
+    for after in ("x", f"{99:016x}", "%00"):
         assert program.get(f"{url}/runs?after={after}").status_code == 400
 
 
