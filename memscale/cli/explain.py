@@ -21,9 +21,6 @@ class ExplainOptions(TrainingOptions):
     """The command line of ``memscale explain``, as typed."""
 
     snapshot: Annotated[Path, Argument(help="A file of torch.cuda.memory._dump_snapshot, or a log with the error.")]
-    device: Annotated[
-        int | None, Option(metavar="N", help="The index of the device; by default the one that ran out.")
-    ] = None
     html: Html = None
     hf: Annotated[
         str | None, Option(metavar="CONFIG|MODULE:FACTORY", help="The model, to find the plan that would have fit.")
@@ -50,12 +47,11 @@ def explain(options: ExplainOptions) -> int:
     """
     step_options = options.step
     if step_options is None:
-        found = ms.explain(options.snapshot, device=options.device)
+        found = ms.explain(options.snapshot)
     else:
         step = read_step(step_options)
         found = ms.explain(
             options.snapshot,
-            device=options.device,
             model=step.subject.model,
             batch=batch_of(step.subject, step_options.batch, step.seq),
             budget=options.budget,

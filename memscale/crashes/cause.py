@@ -46,7 +46,6 @@ _BACKWARD = ("torch/_tensor.py", "autograd/__init__.py", "autograd/graph.py")
 def explain(
     subject: Any,
     *,
-    device: int | None = None,
     model: nn.Module | None = None,
     batch: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -55,6 +54,9 @@ def explain(
     budget: Budget | None = None,
 ) -> Explanation:
     """Returns what held the memory when an allocation failed, by category and line of code, and the fragmentation.
+
+    Of a snapshot with several devices, the report is about the one where an allocation failed, else about the one that
+    holds most.
 
     A snapshot has the line that allocated each tensor if the history was recorded: call
     ``torch.cuda.memory._record_memory_history()`` first, and ``torch.cuda.memory._dump_snapshot(path)`` where the error
@@ -73,7 +75,6 @@ had 1.00 GiB left, enough together but in pieces: the largest free block is smal
         subject: the path of a snapshot, a snapshot, a ``torch.OutOfMemoryError``, its text, or the path of a log that
             has it. For an error, the present state of this process's allocator is read too; the error keeps the tensors
             in its frames alive.
-        device: the device, for a snapshot with several; `None` is the one where an allocation failed.
         model, batch, optimizer, loss: the step, to find a plan that would have fitted; as in `OOMPredictor`.
         hardware: the card; `None` is the model's device, which must then be a card.
         budget: the memory that the step may take, if the process has a limit below the card's memory.
@@ -86,7 +87,7 @@ had 1.00 GiB left, enough together but in pieces: the largest free block is smal
     if isinstance(subject, os.PathLike) or (isinstance(subject, str) and FAILURE not in subject):
         subject = read_snapshot(subject)
     if isinstance(subject, dict):
-        found = _of_snapshot(check_snapshot(subject), device)
+        found = _of_snapshot(check_snapshot(subject))
     elif isinstance(subject, str):
         found = _of_log(subject)
     elif isinstance(subject, torch.OutOfMemoryError):
@@ -126,7 +127,7 @@ def _contradictions(found: Explanation, prediction: OOMPrediction, model: nn.Mod
     ]
 
 
-def _of_snapshot(snapshot: dict[str, Any], device: int | None) -> Explanation:
+def _of_snapshot(snapshot: dict[str, Any], device: int | None = None) -> Explanation:
     moment = moment_of(snapshot, device)
     held = sum(moment.segments.values())
     notes = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memscale.core import ConfigError, format_bytes, format_seconds, package
+from memscale.core import format_bytes, format_seconds, package
 from memscale.reports.drawing import COLOURS, byte_scale, columns, placed, time_scale, visible_categories
 from memscale.reports.page import checked_target
 from memscale.reports.queues import COLOURS as QUEUE_COLOURS
@@ -44,11 +44,8 @@ def plot_timelines(path: str | PathLike[str], traces: Mapping[str, AllocatorTrac
         traces: maps titles to traces, from left to right; later panels also show the peak of the first.
 
     Raises:
-        ConfigError: ``traces`` is empty.
         RuntimeUnavailable: matplotlib is not installed.
     """
-    if not traces:
-        raise ConfigError("plot_timelines(traces=...) is empty; give it at least one trace")
     highest_bytes = max(1, *(trace.peak_bytes for trace in traces.values()))
     unit, scale = byte_scale(highest_bytes)
     shown = visible_categories((trace.timeline.live_bytes for trace in traces.values()), highest_bytes)

@@ -16,21 +16,12 @@ _NUMBERS = {queue: number for number, queue in enumerate(ROWS)}
 
 
 def write_trace(profile: Profile, path: str | PathLike[str]) -> None:
-    """Writes the file of `Profile.trace`.
+    """Writes the file of `Profile.trace`, with times in microseconds.
 
     Raises:
         ConfigError: the step has no schedule, the suffix is not ``.json``, or the folder does not exist.
     """
     target = checked_target(path, "Profile.trace", (".json",), "use plot() for a picture")
-    target.write_text(json.dumps(trace_data(profile)), encoding="utf-8")
-
-
-def trace_data(profile: Profile) -> dict[str, Any]:
-    """Returns the trace as data, with times in microseconds.
-
-    Raises:
-        ConfigError: the step has no schedule.
-    """
     if profile.schedule is None:
         raise ConfigError(
             "Profile.trace(path) needs a schedule, and this step has none: it was measured, or the speed of "
@@ -40,7 +31,8 @@ def trace_data(profile: Profile) -> dict[str, Any]:
         {"ph": "M", "pid": 0, "tid": _NUMBERS[queue], "name": "thread_name", "args": {"name": name}}
         for queue, name in ROWS.items()
     ]
-    return {"traceEvents": [*events, *_slices(profile.schedule), *_memory(profile)]}
+    found = {"traceEvents": [*events, *_slices(profile.schedule), *_memory(profile)]}
+    target.write_text(json.dumps(found), encoding="utf-8")
 
 
 def _slices(schedule: Schedule) -> Iterator[dict[str, Any]]:
