@@ -41,8 +41,7 @@ Prints the plan and the reasons. `memscale plan pull plan:HASH` reads a plan fro
 if a plan is found, 3 if nothing fits, 2 if an option is wrong.""",
     "frontier": """Show the time of a step for each memory budget.
 
-Plans from the smallest step to the step without a plan. Exits with 0, with 3 if nothing fits the budget, with 2 if an
-option is wrong.""",
+Plans from the smallest step to the step without a plan. Exits with 0, with 2 if an option is wrong.""",
     "tune": """Find the best batch size or sequence length, and its plan.
 
 The search simulates steps and never runs out of memory. Exits with 0, with 3 if nothing fits, with 2 if an option is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -29,7 +30,6 @@ from memscale.cli.script import as_script
 from memscale.cli.step import Step, batch_of, read_step
 from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
 from memscale.core import (
-    BudgetError,
     ConfigError,
     budget_bytes,
     format_bytes,
@@ -87,7 +87,6 @@ class SearchOptions(AllowOptions, PriceOptions):
     json: Json = None
     plot: Plot = None
     html: Html = None
-    python: Python = None
     seconds: Seconds = 30.0
     stepping: Annotated[
         list[str] | None,
@@ -105,6 +104,7 @@ class PlanOptions(SearchOptions):
     """The command line of ``memscale plan``, as typed."""
 
     budget: Annotated[str, size("Memory for the step")]
+    python: Python = None
     auto: Annotated[bool, Option("--auto", help="Let a policy choose the techniques that are tried first.")] = False
 
 
@@ -112,12 +112,7 @@ class PlanOptions(SearchOptions):
 class FrontierOptions(SearchOptions):
     """The command line of ``memscale frontier``, as typed."""
 
-    budget: Annotated[str | None, size("Plan for this, too")] = None
     points: Annotated[int, number("Budgets to plan for.", least=2)] = 12
-
-    def check(self) -> None:
-        if self.python is not None and self.budget is None:
-            raise ConfigError("--python needs --budget: a script trains under one plan, and a frontier has many")
 
 
 def plan(options: PlanOptions) -> int:
@@ -129,7 +124,7 @@ def plan(options: PlanOptions) -> int:
     """
     from memscale.planning import INTERRUPTED_SEARCH, Point
 
-    with _engine(options, auto=options.auto, verdict=True) as (engine, step):
+    with _engine(options, options.config(auto=options.auto), options.budget) as (engine, step):
         found = engine.plan(options.budget, seconds=options.seconds)
         as_it_is = engine.plan(2 * engine.plain.taken_bytes)  # more than enough, with the margin that a plan keeps
 
@@ -148,54 +143,33 @@ def plan(options: PlanOptions) -> int:
 
 
 def frontier(options: FrontierOptions) -> int:
-    """Plans for many budgets, prints the curve and writes the files.
-
-    Returns 0, 3 if nothing fits ``--budget``, 130 if interrupted with a curve.
+    """Plans for many budgets, prints the curve and writes the files. Returns 0, or 130 if interrupted with a curve.
 
     Raises:
         ConfigError, RuntimeUnavailable: as `plan`.
     """
-    from memscale.planning import INTERRUPTED_SEARCH, SO_FAR, Point
+    from memscale.planning import INTERRUPTED_SEARCH, SO_FAR
 
-    with _engine(options) as (engine, step):
+    with _engine(options, options.config()) as (engine, step):
         curve = engine.frontier(options.points, seconds=options.seconds)
-        stopped = [note for note in curve[0].plan.evidence.notes if SO_FAR in note]
-        found, fault = None, None
-        if options.budget is not None:
-            try:
-                found = engine.plan(options.budget, seconds=options.seconds)
-            except BudgetError as error:
-                fault = error
-            else:
-                curve = ms.Frontier.of([*curve, Point.of(found)])
-        ends = {"smallest": curve[0].step_seconds, "fastest": curve[-1].step_seconds}
-        costs = {name: cost_of(options, step, seconds) for name, seconds in ends.items()}
-        contents: dict[str, Content] = {"json": curve.to_json(), "plot": curve.plot, "html": curve.html}
-        if found is not None:
-            contents["python"] = as_script(step, options, found, engine.step.batch)
-        write(options, contents)
+        write(options, {"json": curve.to_json(), "plot": curve.plot, "html": curve.html})
+    stopped = [note for note in curve[0].plan.evidence.notes if SO_FAR in note]
+    ends = {"smallest": curve[0].step_seconds, "fastest": curve[-1].step_seconds}
+    costs = {name: cost_of(options, step, seconds) for name, seconds in ends.items()}
     priced = [f"{name}, {cost}" for name, cost in costs.items() if cost is not None]
     show("\n".join([str(curve), *priced, *(f"note: {note}" for note in stopped)]))
-    if fault is not None:
-        raise fault
-    if found is not None:
-        show(f"\n{found.explain()}\n\n{found}")
-        stopped += found.evidence.notes
     return INTERRUPTED if INTERRUPTED_SEARCH in stopped else 0
 
 
 @contextmanager
 def _engine(
-    options: PlanOptions | FrontierOptions, *, auto: bool = False, verdict: bool = False
+    options: SearchOptions, config: ms.Config, budget: str | None = None
 ) -> Iterator[tuple[ms.DecisionEngine, Step]]:
     """Returns the engine for the step of these options, with its progress on stderr.
 
-    With `verdict`, prints before the search whether the plain step fits the budget.
+    With a budget, prints before the search whether the plain step exceeds it.
     """
-    config = options.config(auto=auto)
     step = read_step(options)
-    usable_bytes = step.hardware.usable_bytes
-    limit = usable_bytes if options.budget is None else budget_bytes(options.budget, usable_bytes)
     batch = batch_of(step.subject, options.batch, step.seq)
     with simulations() as bar:
         engine = ms.DecisionEngine(
@@ -207,11 +181,13 @@ def _engine(
             **step.arguments,
             **options.arguments,
         )
-    if verdict and (above_bytes := engine.plain.taken_bytes - limit) > 0:
-        takes, budget = format_unlike(engine.plain.taken_bytes, limit)
+    limit = math.inf if budget is None else budget_bytes(budget, step.hardware.usable_bytes)
+    if engine.plain.taken_bytes > limit:
+        takes, limit_text = format_unlike(engine.plain.taken_bytes, int(limit))
         seconds = engine.plain.step_seconds
         time_too = "" if seconds is None else f"{format_seconds(seconds)} and "
-        show(f"as written: {time_too}{takes}, {format_bytes(above_bytes)} above the budget of {budget}")
+        above = format_bytes(engine.plain.taken_bytes - int(limit))
+        show(f"as written: {time_too}{takes}, {above} above the budget of {limit_text}")
     with simulations() as bar:
         began = time.monotonic()
         try:

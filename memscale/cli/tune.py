@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import choice, number, size
+from memscale.cli.options import Python, choice, number, size
 from memscale.cli.plan import SearchOptions
 from memscale.cli.predict import check_axis
 from memscale.cli.price import cost_of, line_of
@@ -38,6 +38,7 @@ class TuneOptions(SearchOptions):
     budget: Annotated[str | None, size("What a step may take, by default 95 % of the device")] = None
     at_least: Annotated[int, number("The smallest size to try.", least=1)] = 1
     at_most: Annotated[int | None, number("The largest size to try.", least=1)] = None
+    python: Python = None
     confirm: Annotated[
         bool, Option("--confirm/--no-confirm", help="Run a real step at the end, if the weights and the device exist.")
     ] = True

@@ -1,6 +1,5 @@
 """``memscale plan`` and ``memscale frontier``: what the library plans, as text and files; exit codes for scripts."""
 
-import dataclasses
 import json
 import re
 import sys
@@ -13,7 +12,7 @@ from torch import nn
 import memscale as ms
 from memscale.algebra import is_transformed
 from memscale.cli import main
-from memscale.planning import INTERRUPTED_SEARCH, ProvenPlan
+from memscale.planning import ProvenPlan
 
 FACTORIES = """
 import torch
@@ -100,37 +99,6 @@ def test_a_frontier_with_a_price_prints_dollars(folder, capsys):
     assert command("frontier", *STEP, "--price", "0") == 2
 
 
-def test_a_plan_that_is_interrupted_on_the_frontier_is_printed_and_told_by_the_status(folder, capsys, monkeypatch):
-    plan = ms.DecisionEngine.plan
-
-    def interrupted(engine, budget, **given):
-        found = plan(engine, budget, **given)
-        return ProvenPlan(found, dataclasses.replace(found.evidence, notes=(INTERRUPTED_SEARCH,)), found.decision)
-
-    monkeypatch.setattr(ms.DecisionEngine, "plan", interrupted)
-    assert command("frontier", *STEP, "--points", 2, "--budget", "1.3MiB") == 130
-    assert "note: interrupted: the fastest of the plans" in capsys.readouterr().out
-
-
-def test_a_budget_on_the_frontier(folder, capsys, monkeypatch):
-    step = (*STEP, "--points", 2, "--budget", "1.3MiB", "--python", "script.py")
-    assert command("frontier", *step) == 0
-    shown = capsys.readouterr().out
-    assert "proof: the simulated step takes" in shown
-    assert len(shown.partition("\n\n")[0].splitlines()) == 1 + 3
-    assert "transform(model, plan)" in Path("script.py").read_text()
-
-    def refused(*_, **__):
-        raise ms.BudgetError("no plan fits 9.00 KiB")
-
-    monkeypatch.setattr(ms.DecisionEngine, "plan", refused)
-    assert command("frontier", *STEP, "--points", 2, "--budget", "9KiB", "--json", "curve.json") == 3
-    shown = capsys.readouterr()
-    assert "as written" in shown.out, "the curve is of use all the same"
-    assert shown.err.splitlines()[-1].startswith("memscale: no plan fits 9.00 KiB")
-    assert Path("curve.json").exists()
-
-
 def test_a_plan_may_change_how_the_optimizer_steps(folder, capsys):
     step = (*STEP, "--mode", "conservative", "--budget", "1.11MiB", "--no-keeps-output")
     assert command("plan", *step, "--stepping", "step_in_backward", "--python", "script.py") == 0
@@ -209,7 +177,6 @@ def test_a_terminal_gets_a_bar_and_no_lines(folder, capsys, monkeypatch):
     [
         (["plan", "--budget", "-5"], "'--budget': must be 6GiB, 6GB, bytes, or a share: 0.9 or 90%, got '-5'"),
         (["plan", "--budget", "80"], "or a share: 0.9 or 90%, got '80'"),
-        (["frontier", "--budget", "1.5"], "or a share: 0.9 or 90%, got '1.5'"),
         (["plan"], "Missing option '--budget'; memscale plan --help shows what it takes"),
         (["plan", "--mode", "brave"], "'--mode': must be one of conservative, balanced, aggressive, got 'brave'"),
         (["plan", "--allow", "magic"], "'--allow': must be one of checkpoint, offload, tile, cast, got 'magic'"),
@@ -227,7 +194,6 @@ def test_a_terminal_gets_a_bar_and_no_lines(folder, capsys, monkeypatch):
         ),
         (["plan", "--python", "."], "'--python': '.' must be a file in a folder"),
         (["frontier", "--points", "1"], "'--points': must be at least 2, got 1"),
-        (["frontier", "--python", "x.py"], "--python needs --budget"),
         (["plan", "--batch", "0"], "'--batch': must be at least 1, got 0"),
         (["plan", "--hf", "factories:picky"], "the step fails: RuntimeError: "),
         (["plan", "--wings", "2"], "No such option: --wings"),
