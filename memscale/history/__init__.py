@@ -5,7 +5,7 @@ from memscale.history.database import History
 from memscale.history.export import TEXTS, TRACKERS
 from memscale.history.recording import is_address, keep, keep_measured, queue_path, record
 from memscale.history.remote import Remote, send
-from memscale.history.run import Run, commit_of
+from memscale.history.run import Run, commit_here
 
 __all__ = [
     "TEXTS",
@@ -15,7 +15,7 @@ __all__ = [
     "History",
     "Remote",
     "Run",
-    "commit_of",
+    "commit_here",
     "is_address",
     "keep",
     "keep_measured",

@@ -123,25 +123,15 @@ class History:
         with self._transaction() as execute:
             execute("UPDATE delivery SET done = 1 WHERE run = ? AND url = ? AND stamp = ?", (run.id, url, stamp))
 
-    def runs(
-        self,
-        *,
-        name: str | None = None,
-        hardware: str | None = None,
-        commit: str | None = None,
-        last: int | None = None,
-    ) -> list[Run]:
-        """Returns the runs that match all given arguments, oldest first.
+    def runs(self, *, name: str | None = None, last: int | None = None) -> list[Run]:
+        """Returns the runs, oldest first.
 
         Args:
-            name: as in `Run`.
-            hardware: as in `Run`.
-            commit: a commit without ``"+"``; runs with changed files count as the commit's.
+            name: the name of the runs to return; None is all.
             last: the number of newest runs to return; None is all.
         """
-        which = """WHERE name = ifnull(:name, name) AND hardware = ifnull(:hardware, hardware)
-                   AND commit_ = ifnull(:commit, commit_) ORDER BY id DESC LIMIT ifnull(:last, -1)"""
-        return self._found(which, name=name, hardware=hardware, commit=commit, last=last)[::-1]
+        which = "WHERE name = ifnull(:name, name) ORDER BY id DESC LIMIT ifnull(:last, -1)"
+        return self._found(which, name=name, last=last)[::-1]
 
     def run(self, start: str) -> Run:
         """Returns the run whose id begins with `start`; ``"last"`` is the newest run.

@@ -127,7 +127,7 @@ class Run:
             made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now // 1_000_000_000)),
             profile=_figures_of(profile),
             plan=None if plan is None else json.loads(Plan.to_json(plan)),
-            commit=_commit_here(),
+            commit=commit_here(),
             versions={
                 "memscale": sys.modules["memscale"].__version__,
                 "torch": torch.__version__,
@@ -251,14 +251,10 @@ def _shape_of(tensor: torch.Tensor) -> str:
     return f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def commit_of(reference: str) -> str:
-    """Returns the commit that a git reference names in the working directory, or ``""``."""
-    return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{reference}^{{commit}}")
-
-
 @functools.cache  # once per process, because git would slow every run down
-def _commit_here() -> str:
-    found = commit_of("HEAD")
+def commit_here() -> str:
+    """Returns the commit of the working directory, with ``"+"`` if files were changed since; ``""`` without one."""
+    found = _git("rev-parse", "--verify", "--quiet", "HEAD")
     return f"{found}+" if found and _git("status", "--porcelain", "--untracked-files=no") else found
 
 
