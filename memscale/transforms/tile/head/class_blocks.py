@@ -2,64 +2,82 @@
 
 Summed over pieces of rows, the gradient of a 16-bit weight needs a 32-bit sum as well: three times its size. Here each
 block of the weight's rows (classes) is one product over all rows of hidden states, accumulated in 32 bits inside the
-kernel and rounded once, as in the untiled head. The price is a second product of the logits' size.
+kernel and rounded once, as in the untiled head. The price is a second product of the logits' size. There are as many
+blocks as pieces, so that the logits of a block are as large as those of a piece.
 
-Forward goes by pieces of rows: logsumexp, loss and, if possible, the gradient of the hidden states. Backward goes by
-blocks of classes, as many as there are pieces, so that the logits of a block are as large as those of a piece.
+The loss and the gradient of the hidden states are computed in one of two orders:
+
+- by pieces of rows, the gradient right after the loss of a piece if possible (`LossRows`);
+- for unmodified logits on a GPU by blocks of classes as well (`SignedRows`), because pieces of rows are slow there:
+  each reads the whole weight for a few rows, and launches every operator.
 
 Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), for the loss from logsumexp and
-the target's logit with logits recomputed in blocks.
+the target's logit with logits recomputed in blocks; Milakov and Gimelshein, "Online normalizer calculation for softmax"
+(2018), for a logsumexp by blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from memscale.core import device_type
+from memscale.core import compute_capability, device_type
 from memscale.transforms.tile.head import late
 from memscale.transforms.tile.head.loss import ALL, Loss, LossAlgorithm, accumulator, scaled
 
 
-def pay(loss: Loss, hidden: torch.Tensor) -> bool:
-    """Whether a 32-bit sum of weight gradients would be larger than a piece's logits.
-
-    Wider dtypes need no second sum; for them the answer is whether `late_gradient` is set and saves memory.
-    """
+def by_classes(loss: Loss, hidden: torch.Tensor, reduction: str, *, early: bool) -> ByClasses | None:
+    """Returns the algorithm if it saves memory: for trainable 16-bit weights, and for late gradients."""
     if loss.projection.linear is None or len(loss.ranges) < 2:
-        return False
+        return None
     weight, bias = loss.projection.linear
-    if weight.element_size() != 2:
-        has_bias = bias is not None and bias.requires_grad  # the bias's gradient comes from the same blocks at once
-        return loss.projection.tiling.late_gradient and not has_bias and pays_late(loss, hidden)
     if not weight.requires_grad:
+        return None
+    # The logits of a piece are as large as the sum of 16-bit gradients in 32 bits.
+    large = loss.ranges[0][1] >= 2 * weight.shape[1]
+    has_bias = bias is not None and bias.requires_grad  # by rows its gradient comes from the blocks of the weight's
+    if weight.element_size() != 2:  # wider dtypes need no second sum
+        waits = loss.projection.tiling.late_gradient and not has_bias and late.pays(weight, hidden)
+        return ByClasses(loss, reduction, LossRows, early=early, waits=True) if waits else None
+    rows: type[LossRows] = LossRows
+    if has_wide_products(hidden):
+        if loss.only_widens and not loss.label_smoothing:
+            rows = SignedRows
+        elif large:  # two passes over modified logits take more time than the sum
+            return None
+    # A late gradient makes each block's logits once more, on a GPU: no saving where these are large.
+    waits = not large and not (has_bias and rows is LossRows) and late.pays(weight, hidden)
+    return ByClasses(loss, reduction, rows, early=early and rows is LossRows, waits=waits)
+
+
+def has_wide_products(hidden: torch.Tensor) -> bool:
+    """Whether products of the 16-bit matrices of a device can have 32-bit results."""
+    if device_type(hidden) in ("cpu", "meta"):
         return False
-    sum_bytes = weight.numel() * accumulator(weight.dtype).itemsize
-    return sum_bytes > loss.ranges[0][1] * weight.shape[0] * weight.element_size()
+    # PyTorch has none of bfloat16 before sm_80.
+    return hidden.dtype != torch.bfloat16 or (compute_capability(hidden) or (8, 0)) >= (8, 0)
 
 
-def pays_late(loss: Loss, hidden: torch.Tensor) -> bool:
-    """Whether the weight's gradient would wait for the other gradients of the weight; see `late`."""
-    assert loss.projection.linear is not None
-    return late.pays(loss.projection.linear[0], hidden)
-
-
-class ByBlocks(LossAlgorithm):
-    """Computes forward by pieces of rows, and backward by blocks of classes.
+class ByClasses(LossAlgorithm):
+    """Computes the gradients of weight and bias by blocks of classes in backward.
 
     Args:
         loss: as in `LossAlgorithm`.
         reduction: as in `LossAlgorithm`.
+        rows: how the losses of rows and the gradients of their logits are computed.
         early: compute the gradient of the hidden states in forward, from the logits of the loss.
+        waits: compute the gradient of the weight when backward has the weight's other gradients.
     """
 
-    def __init__(self, loss: Loss, reduction: str, *, early: bool = False) -> None:
+    def __init__(self, loss: Loss, reduction: str, rows: type[LossRows], *, early: bool, waits: bool) -> None:
         super().__init__(loss, reduction)
-        self.early = early
+        assert loss.projection.linear is not None
+        self.weight, self.bias = loss.projection.linear
+        self.rows, self.early, self.waits = rows, early, waits
         self.hidden_grad: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -70,8 +88,10 @@ class ByBlocks(LossAlgorithm):
         logsumexp = torch.empty(len(hidden), dtype=accumulator(dtype), device=hidden.device)
         divides = self.early and self.reduction == "mean"
         scale = 1 / loss.denominator(target).to(logsumexp.dtype) if divides else logsumexp.new_ones(())
-        rows = LossRows(loss, target, logsumexp, scale)
-        values = torch.where(rows.kept, self.values(rows, hidden), 0)
+        rows = self.rows(loss, target, logsumexp, scale)
+        if self.early and hidden.requires_grad:
+            self.hidden_grad = torch.empty_like(hidden)
+        values = torch.where(rows.kept, rows.losses(hidden, self.hidden_grad), 0)
         if self.reduction != "none":
             values = values.sum() / loss.denominator(target) if self.reduction == "mean" else values.sum()
         return values.to(dtype), [logsumexp]
@@ -83,77 +103,48 @@ class ByBlocks(LossAlgorithm):
         scale = grad.to(logsumexp.dtype)
         if self.reduction == "mean":
             scale = scale / self.loss.denominator(target)
-        rows = LossRows(self.loss, target, logsumexp, scale)
-        if self.hidden_grad is None:
-            return self.gradients(rows, hidden)
-        return scaled(self.hidden_grad, grad, last=last), _gradients_of_linear(rows, hidden)
-
-    def values(self, rows: LossRows, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of every row, and fills in its logsumexp."""
-        values = torch.empty_like(rows.logsumexp)
-        if self.early and hidden.requires_grad:
-            self.hidden_grad = torch.empty_like(hidden)
-        for start, length in self.loss.ranges:
-            _forward_piece(rows, hidden, slice(start, start + length), values, self.hidden_grad)
-        return values
-
-    def gradients(self, rows: LossRows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """Returns the gradient of the hidden states, and the gradients of weight and bias by the id of the tensor."""
-        hidden_grad = torch.empty_like(hidden) if hidden.requires_grad else None
-        if hidden_grad is not None:
-            for start, length in self.loss.ranges:
-                _backward_piece(rows, hidden, slice(start, start + length), hidden_grad)
-        return hidden_grad, _gradients_of_linear(rows, hidden)
-
-
-def _forward_piece(
-    rows: LossRows, hidden: torch.Tensor, piece: slice, values: torch.Tensor, hidden_grad: torch.Tensor | None
-) -> None:
-    """Fills in logsumexp, loss and, if wanted, the gradient of the hidden states for a piece of the rows."""
-    logits = rows.projection.product(hidden[piece])
-    for part in _parts(logits):
-        at = slice(piece.start + part.start, piece.start + part.stop)
-        values[at] = rows.loss(logits[part], at, replace=hidden_grad is not None)
-    if hidden_grad is not None:
-        torch.mm(logits, rows.weight, out=hidden_grad[piece])
-
-
-def _backward_piece(rows: LossRows, hidden: torch.Tensor, piece: slice, hidden_grad: torch.Tensor) -> None:
-    """Fills in the gradient of the hidden states for a piece of the rows."""
-    logits = rows.projection.product(hidden[piece])
-    _turn_into_gradient(rows, logits, piece.start, ALL)
-    torch.mm(logits, rows.weight, out=hidden_grad[piece])
-
-
-def _gradients_of_linear(rows: LossRows, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Returns the gradients of weight and bias by the id of the tensor."""
-    weight, bias = rows.weight, rows.bias
-    if rows.late and rows.bias_gradient() is None:
-        return {id(weight): late.late_gradient(weight, hidden, partial(_fill, rows, hidden, None))}
-    weight_grad, bias_grad = torch.empty_like(weight), rows.bias_gradient()
-    _fill(rows, hidden, bias_grad, weight_grad, add=False)
-    return {id(weight): weight_grad, **({} if bias_grad is None else {id(bias): bias_grad})}
+        rows = self.rows(self.loss, target, logsumexp, scale)
+        hidden_grad = sums = None
+        if self.hidden_grad is not None:
+            hidden_grad = scaled(self.hidden_grad, grad, last=last)
+        elif hidden.requires_grad and isinstance(rows, SignedRows):
+            sums = torch.zeros_like(hidden, dtype=logsumexp.dtype)
+        elif hidden.requires_grad:
+            hidden_grad = rows.hidden_gradient(hidden)
+        bias_grad = torch.empty_like(self.bias) if self.bias is not None and self.bias.requires_grad else None
+        weight_grad = None if self.waits else torch.empty_like(self.weight)
+        if weight_grad is not None or isinstance(rows, SignedRows):
+            _fill(rows, hidden, weight_grad, bias_grad=bias_grad, sums=sums)
+        if sums is not None:
+            hidden_grad, sums = sums.to(hidden.dtype), None
+            hidden_grad = rows.signed(hidden_grad)
+        if weight_grad is None:
+            weight_grad = late.late_gradient(self.weight, hidden, partial(_fill, rows, hidden))
+        return hidden_grad, {id(self.weight): weight_grad} | ({} if bias_grad is None else {id(self.bias): bias_grad})
 
 
 def _fill(
-    rows: LossRows, hidden: torch.Tensor, bias_grad: torch.Tensor | None, weight_grad: torch.Tensor, *, add: bool
+    rows: LossRows,
+    hidden: torch.Tensor,
+    weight_grad: torch.Tensor | None,
+    *,
+    add: bool = False,
+    bias_grad: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
 ) -> None:
-    """Writes the gradient of the weight, or adds it, and writes the gradient of the bias."""
+    """Writes the gradients of weight (or adds it) and bias, and adds that of the hidden states, unsigned, to `sums`."""
+    signed = rows.signed(hidden)
     for classes in rows.blocks():
-        logits = rows.projection.product(hidden, classes)
-        _turn_into_gradient(rows, logits, 0, classes)
-        put_product(logits.t(), hidden, weight_grad[classes], add=add)
+        logits = rows.gradient_of_logits(hidden, 0, classes)
+        if weight_grad is not None and add:
+            weight_grad[classes].add_(torch.mm(logits.t(), signed))  # after rounding, as autograd adds two gradients
+        elif weight_grad is not None:
+            torch.mm(logits.t(), signed, out=weight_grad[classes])
+        if sums is not None:
+            sums.add_(torch.mm(logits, rows.weight[classes], out_dtype=sums.dtype))
         if bias_grad is not None:
-            torch.sum(logits, 0, out=bias_grad[classes])
+            rows.sum_signed(logits, out=bias_grad[classes])
         del logits  # otherwise it would live at the same time as the next block's
-
-
-def put_product(left: torch.Tensor, right: torch.Tensor, target: torch.Tensor, *, add: bool) -> None:
-    """Writes ``left @ right`` to `target`, or adds it after rounding, as autograd adds two gradients."""
-    if add:
-        target += torch.mm(left, right)
-    else:
-        torch.mm(left, right, out=target)
 
 
 # How many 32-bit numbers exist at a time; the rest of a piece is 16-bit. On a CPU few enough to stay in the cache
@@ -176,13 +167,17 @@ class LossRows:
     `q` is the class weight times the target distribution: ``1 - label_smoothing`` at the target (`own`, shape [rows]),
     and ``label_smoothing / classes`` at every class (`smooth`, shape [classes]). It is zero for ignored rows. The
     gradient of a row's logits is `scale` times ``total * softmax(z) - q``.
+
+    Attributes:
+        unit: the number of classes of which a block has a multiple.
     """
+
+    unit = 1
 
     def __init__(self, loss: Loss, target: torch.Tensor, logsumexp: torch.Tensor, scale: torch.Tensor) -> None:
         assert loss.projection.linear is not None
-        self.projection, self.pieces = loss.projection, len(loss.ranges)
-        self.weight, self.bias = loss.projection.linear
-        self.late = loss.late
+        self.projection, self.ranges = loss.projection, loss.ranges
+        self.weight, _ = loss.projection.linear
         self._after_steps = loss.after_steps
         self.logsumexp = logsumexp
         self.kept = target != loss.ignore_index
@@ -202,15 +197,35 @@ class LossRows:
 
     def blocks(self) -> Iterator[slice]:
         """Yields the classes in as many blocks as there are pieces."""
-        count = min(self.pieces, len(self.weight))
-        for start, stop in pairwise(index * len(self.weight) // count for index in range(count + 1)):
-            yield slice(start, stop)
+        classes = len(self.weight)
+        units = -(-classes // self.unit)
+        count = min(len(self.ranges), units)
+        for start, stop in pairwise(index * units // count * self.unit for index in range(count + 1)):
+            yield slice(start, min(stop, classes))
 
-    def bias_gradient(self) -> torch.Tensor | None:
-        """Returns memory for the gradient of the bias, or None if the bias needs none."""
-        return None if self.bias is None or not self.bias.requires_grad else torch.empty_like(self.bias)
+    def losses(self, hidden: torch.Tensor, hidden_grad: torch.Tensor | None) -> torch.Tensor:
+        """Returns the loss of every row, fills in its logsumexp and, if wanted, the gradient of the hidden states."""
+        values = torch.empty_like(self.logsumexp)
+        for start, length in self.ranges:
+            logits = self.projection.product(hidden[start : start + length])
+            for part in _parts(logits):
+                at = slice(start + part.start, start + part.stop)
+                values[at] = self._loss(logits[part], at, replace=hidden_grad is not None)
+            if hidden_grad is not None:
+                torch.mm(logits, self.weight, out=hidden_grad[start : start + length])
+            del logits  # otherwise it would live at the same time as the next piece's
+        return values
 
-    def loss(self, logits: torch.Tensor, at: slice, *, replace: bool) -> torch.Tensor:
+    def hidden_gradient(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of the hidden states."""
+        gradient = torch.empty_like(hidden)
+        for start, length in self.ranges:
+            logits = self.gradient_of_logits(hidden[start : start + length], start, ALL)
+            torch.mm(logits, self.weight, out=gradient[start : start + length])
+            del logits
+        return gradient
+
+    def _loss(self, logits: torch.Tensor, at: slice, *, replace: bool) -> torch.Tensor:
         """Returns the loss of the rows `at` and fills in their logsumexp; `replace` puts gradients over the logits."""
         z, leaf = self._stepped(logits)
         largest = z.detach().amax(-1, keepdim=True)
@@ -225,11 +240,24 @@ class LossRows:
             self._put_gradient(logits, z, leaf, exps, 1 / total, at, ALL)
         return self.total[at] * total.log() - expected
 
-    def turn_into_gradient(self, logits: torch.Tensor, at: slice, classes: slice) -> None:
-        """Overwrites the logits of the rows `at` by their gradient."""
-        z, leaf = self._stepped(logits, classes)
-        exps = (z.detach() - self.logsumexp[at, None]).exp_()
-        self._put_gradient(logits, z, leaf, exps, 1, at, classes)
+    def gradient_of_logits(self, hidden: torch.Tensor, first_row: int, classes: slice) -> torch.Tensor:
+        """Returns the gradient of the logits of `hidden`, the rows from `first_row` on, for some classes."""
+        logits = self.projection.product(hidden, classes)
+        for part in _parts(logits):
+            at = slice(first_row + part.start, first_row + part.stop)
+            z, leaf = self._stepped(logits[part], classes)
+            exps = (z.detach() - self.logsumexp[at, None]).exp_()
+            self._put_gradient(logits[part], z, leaf, exps, 1, at, classes)
+            del z, leaf, exps
+        return logits
+
+    def signed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns `hidden` times the signs that `gradient_of_logits` leaves out, of which there are none."""
+        return hidden
+
+    def sum_signed(self, logits: torch.Tensor, *, out: torch.Tensor) -> None:
+        """Writes the sum over the rows of a gradient of logits to `out`."""
+        torch.sum(logits, 0, out=out)
 
     def position(self, classes: slice, at: slice = ALL) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the index of each target within the block as a column, and whether it is inside; else any index."""
@@ -265,7 +293,63 @@ class LossRows:
         logits.copy_(torch.autograd.grad(z, leaf, exps)[0])
 
 
-def _turn_into_gradient(rows: LossRows, logits: torch.Tensor, first_row: int, classes: slice) -> None:
-    """Overwrites the logits of some classes, for the rows from `first_row` on, by their gradient."""
-    for part in _parts(logits):
-        rows.turn_into_gradient(logits[part], slice(first_row + part.start, first_row + part.stop), classes)
+class SignedRows(LossRows):
+    """`LossRows` of unmodified 16-bit logits on a GPU, by blocks of classes, whose gradients leave out a row's sign.
+
+    Two passes over a block compute its gradient, as the row's factor is in the exponent:
+    ``f * exp(z - lse) = exp(z - lse + log f)``.
+    """
+
+    # Tensor cores multiply 16-bit matrices whose rows begin at multiples of 16 bytes; other kernels are slower.
+    unit = 8
+
+    def losses(self, hidden: torch.Tensor, hidden_grad: torch.Tensor | None) -> torch.Tensor:
+        assert hidden_grad is None
+        blocks = list(self.blocks())
+        largest, total = self.logsumexp.new_empty((2, len(blocks), len(hidden)))
+        own = torch.full_like(self.logsumexp, -torch.inf)
+        self.weight[:, 0].gather(0, self.target)  # raises for a target out of range, as the untiled head does
+        for index, classes in enumerate(blocks):
+            logits = self.projection.product(hidden, classes)
+            position, inside = self.position(classes)
+            own = torch.where(inside, logits.gather(1, position).squeeze(1), own)
+            # Clamped to a finite number: if all classes of the block are masked, -inf - -inf would be NaN.
+            largest[index] = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
+            exps = logits - largest[index, :, None]
+            del logits
+            torch.sum(exps.exp_(), 1, out=total[index])
+            del exps  # otherwise it would live at the same time as the next block's logits
+        most = largest.amax(0)
+        log = (total * (largest - most).exp_()).sum(0).log()
+        torch.add(log, most, out=self.logsumexp)
+        # `logsumexp - own` would lose a loss of 1e-6 in the difference of two numbers near 50.
+        loss: torch.Tensor = self.own * (log - (own - most))
+        return loss
+
+    @cached_property
+    def _share(self) -> torch.Tensor:
+        """The size of each row's factor."""
+        return (self.own * self.scale).abs()
+
+    @cached_property
+    def _shift(self) -> torch.Tensor:
+        return (self.logsumexp - self._share.log())[:, None]
+
+    @cached_property
+    def _sign(self) -> torch.Tensor:
+        """The sign of each row's factor, in the dtype of the weight."""
+        return (self.own * self.scale).sign().to(self.weight.dtype)
+
+    def gradient_of_logits(self, hidden: torch.Tensor, first_row: int, classes: slice) -> torch.Tensor:
+        logits = self.projection.product(hidden, classes)
+        position, inside = self.position(classes)
+        exponents = logits - self._shift
+        own = exponents.gather(1, position).exp_() - (self._share * inside)[:, None]
+        torch.exp(exponents, out=logits)
+        return logits.scatter_(1, position, own.to(logits.dtype))
+
+    def signed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self._sign[:, None]
+
+    def sum_signed(self, logits: torch.Tensor, *, out: torch.Tensor) -> None:
+        torch.mv(logits.t(), self._sign, out=out)

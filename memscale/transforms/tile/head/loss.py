@@ -32,9 +32,6 @@ class Loss:
         class_weight: argument `weight` of `F.cross_entropy`.
         ignore_index: argument of `F.cross_entropy`.
         label_smoothing: argument of `F.cross_entropy`.
-
-    Attributes:
-        late: whether the gradient of the weight is computed when backward has the weight's other gradients.
     """
 
     def __init__(
@@ -52,7 +49,6 @@ class Loss:
         self.class_weight = class_weight
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
-        self.late = False
 
     def after_steps(self, logits: torch.Tensor, classes: slice = ALL) -> torch.Tensor:
         """Returns the logits of some classes after the steps."""

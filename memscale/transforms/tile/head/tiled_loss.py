@@ -1,20 +1,24 @@
 """Cross entropy of lazy logits, piece by piece: the whole logits never exist, in forward or in backward.
 
-For a scalar loss the gradient of each piece is computed right after its loss, from the same logits, so backward
-recomputes nothing and the work is that of the plain head. The price is that the gradients of the hidden states and of
-the weight live from forward to backward. Where this is impossible (an unreduced loss, class probabilities, a backward
-that is itself differentiated), the rows are tiled with recomputation. Where the sum of weight gradients would be most
-of the memory, the classes are tiled as well (`class_blocks`).
+A loss is computed in one of two ways:
+
+- By rows: pieces of the rows of any head. For a scalar loss the gradient of each piece is computed right after its
+  loss, from the same logits (`InForward`), so backward recomputes nothing and the work is that of the plain head; the
+  gradients of the hidden states and of the weight live from forward to backward. Where this is impossible (an
+  unreduced loss, class probabilities, float16, a backward that is itself differentiated), backward recomputes
+  (`Loss.by_rows`).
+- By classes (`class_blocks`): the gradient of an `nn.Linear` is computed by blocks of its classes where the sum of the
+  weight gradients of pieces would be most of the memory, or where the weight's gradient is to be computed last.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from memscale.core import device_type
-from memscale.transforms.tile.head import accelerated, class_blocks
+from memscale.transforms.tile.head.class_blocks import by_classes
 from memscale.transforms.tile.head.loss import Loss, LossAlgorithm, Step, accumulator, in_one_node, scaled
 from memscale.transforms.tile.head.projection import Projection
 
@@ -53,141 +57,102 @@ def cross_entropy(
     loss = Loss(projection, steps, projection.tiling.ranges(hidden.shape[0]), weight, ignore_index, label_smoothing)
     # Gradients computed in forward are not multiplied by a loss scale yet, and those of float16 would underflow.
     in_forward = reduction != "none" and projection.dtype != torch.float16
-    differentiated = bool(loss.ranges) and projection.requires_grad and torch.is_grad_enabled()
-    if not differentiated or target.is_floating_point():
+    algorithm: LossAlgorithm | None = None
+    if loss.ranges and projection.requires_grad and torch.is_grad_enabled() and not target.is_floating_point():
+        algorithm = by_classes(loss, hidden, reduction, early=in_forward)
+        if algorithm is None and in_forward:
+            algorithm = InForward(loss, reduction)
+    if algorithm is None:
         value = loss.by_rows(hidden, flat_target, reduction)
-    elif class_blocks.pay(loss, hidden):
-        loss.late = class_blocks.pays_late(loss, hidden)
-        algorithm = class_blocks.ByBlocks(loss, reduction, early=in_forward)
-        if accelerated.takes(loss, hidden):
-            algorithm = accelerated.ByClasses(loss, reduction)
-        value = in_one_node(algorithm, hidden, flat_target)
-    elif in_forward:
-        value = in_one_node(InForward(loss, reduction), hidden, flat_target)
     else:
-        value = loss.by_rows(hidden, flat_target, reduction)
+        value = in_one_node(algorithm, hidden, flat_target)
     return value.reshape(rows if reduction == "none" else ())
 
 
 class InForward(LossAlgorithm):
-    """A mean or sum whose gradients are computed in forward, one piece of the rows at a time."""
+    """A mean or sum whose gradients are computed in forward, one piece of the rows at a time.
+
+    The gradients of captured tensors are sums over all pieces, accumulated in at least 32 bits.
+    """
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        loss, captured = self.loss, self.loss.projection.captured
+        loss = self.loss
         # `1 / count` would have the default dtype, which may have 16 bits.
         wide = accumulator(loss.projection.dtype)
         scale = 1 / loss.denominator(target).to(wide) if self.reduction == "mean" else None
-        run, shown = _linear_piece, loss
+        piece = self._linear_piece
         if loss.projection.linear is None:
             # Without views, a captured tensor computed from another (as a hypernetwork's for `functional_call`) would
             # be differentiated through it.
-            run, shown = _piece, loss if all(tensor.is_leaf for tensor in captured) else loss.of_views()
-        self._wanted = [id(tensor) for tensor in captured if tensor.requires_grad]
-        gradients = _Gradients(hidden, [tensor for tensor in shown.projection.captured if tensor.requires_grad])
+            leaves = all(tensor.is_leaf for tensor in loss.projection.captured)
+            piece = partial(self._piece, loss if leaves else loss.of_views())
+        self._hidden_grad = torch.empty_like(hidden) if hidden.requires_grad else None
+        self._wanted = [tensor for tensor in loss.projection.captured if tensor.requires_grad]
+        self._sums: dict[int, torch.Tensor] = {}  # by the id of the captured tensor
         total: torch.Tensor | None = None
         for start, length in loss.ranges:
             rows = slice(start, start + length)
-            value = run(shown, hidden[rows], target[rows], scale, gradients, rows)
+            value = piece(hidden[rows], target[rows], scale, rows)
             total = value.to(accumulator(value.dtype)) + (0 if total is None else total)
             dtype = value.dtype
         assert total is not None
-        gradients.round_sums()
-        self._gradients = gradients
+        for tensor in self._wanted:  # one by one, so that each sum is freed before the next cast
+            self._sums[id(tensor)] = self._sums[id(tensor)].to(tensor.dtype)
         return (total if scale is None else total / loss.denominator(target)).to(dtype), []
 
     def backward(
         self, grad: torch.Tensor, hidden: torch.Tensor, target: torch.Tensor, saved: list[torch.Tensor], *, last: bool
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        hidden_grad, found = self._gradients.hidden, self._gradients.of_captured()
-        if hidden_grad is not None:
-            hidden_grad = scaled(hidden_grad, grad, last=last)
-        return hidden_grad, dict(zip(self._wanted, [scaled(each, grad, last=last) for each in found], strict=True))
+        hidden_grad = None if self._hidden_grad is None else scaled(self._hidden_grad, grad, last=last)
+        return hidden_grad, {key: scaled(each, grad, last=last) for key, each in self._sums.items()}
 
+    def _piece(self, loss: Loss, hidden: torch.Tensor, target: torch.Tensor, scale: Any, rows: slice) -> torch.Tensor:
+        """Returns the loss of one piece of any projection, and adds its gradients, computed by autograd."""
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_(self._hidden_grad is not None)
+            value = loss.of_logits(loss.projection(leaf), target, "sum")
+            inputs = [tensor for tensor in (leaf, *loss.projection.captured) if tensor.requires_grad]
+            found = list(torch.autograd.grad(value, inputs, scale, allow_unused=True, materialize_grads=True))
+        if self._hidden_grad is not None:
+            self._hidden_grad[rows] = found.pop(0)
+        for tensor, grad in zip(self._wanted, found, strict=True):
+            self._add(tensor, grad)
+        return value.detach()
 
-class _Gradients:
-    """The gradients of the hidden states and of the captured tensors, filled in piece by piece.
+    def _linear_piece(self, hidden: torch.Tensor, target: torch.Tensor, scale: Any, rows: slice) -> torch.Tensor:
+        """Returns the loss of one piece of `F.linear`, and adds its products directly to the sums."""
+        assert self.loss.projection.linear is not None
+        weight, _ = self.loss.projection.linear
+        logits = self.loss.projection.product(hidden)
+        with torch.enable_grad():
+            value = self.loss.of_logits(logits.requires_grad_(), target, "sum")
+            (grad,) = torch.autograd.grad(value, logits, scale)
+        del logits
+        if self._hidden_grad is not None:
+            torch.mm(grad, weight, out=self._hidden_grad[rows])
+        for tensor in self._wanted:
+            if tensor is not weight:
+                self._add(tensor, grad.sum(0, dtype=accumulator(grad.dtype)))
+                continue
+            if id(weight) not in self._sums:
+                # One piece needs no sum. Of 16-bit weights only GPUs sum several, see `by_classes`.
+                dtype = weight.dtype if len(self.loss.ranges) == 1 else accumulator(weight.dtype)
+                self._sums[id(weight)] = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+            total = self._sums[id(weight)]
+            if total.dtype == weight.dtype:
+                total.addmm_(grad.t(), hidden)
+                continue
+            for start in range(0, len(total), _SUM_ROWS):  # in blocks, so that no second sum exists
+                classes = slice(start, start + _SUM_ROWS)
+                total[classes].add_(torch.mm(grad.t()[classes], hidden, out_dtype=total.dtype))
+        return value.detach()
 
-    The gradients of captured tensors are sums over all pieces, accumulated in at least 32 bits.
-    """
-
-    def __init__(self, hidden: torch.Tensor, captured: list[torch.Tensor]) -> None:
-        self.hidden = torch.empty_like(hidden) if hidden.requires_grad else None
-        self.captured = captured
-        self._sums: dict[int, torch.Tensor] = {}
-
-    def add(self, index: int, grad: torch.Tensor) -> None:
-        """Adds one piece's gradient of captured tensor `index`."""
-        if index in self._sums:
-            self._sums[index].add_(grad)
+    def _add(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """Adds one piece's gradient of a captured tensor."""
+        if id(tensor) in self._sums:
+            self._sums[id(tensor)].add_(grad)
         else:
-            self._sums[index] = grad.to(accumulator(grad.dtype))
-
-    def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Adds ``left @ right`` to the gradient of captured tensor `index`."""
-        if index not in self._sums:
-            self._sums[index] = torch.zeros(
-                self.captured[index].shape, dtype=accumulator(left.dtype), device=left.device
-            )
-        total = self._sums[index]
-        if total.dtype == left.dtype:
-            total.addmm_(left, right)
-            return
-        # A product in 16 bits would be rounded before it is added, so it is made in 32 bits, in blocks of rows, so that
-        # no 32-bit copy of the whole exists in addition to the sum.
-        on_cuda = device_type(left) == "cuda"
-        right = right if on_cuda else right.to(total.dtype)
-        for start in range(0, left.shape[0], _SUM_ROWS):
-            rows = slice(start, start + _SUM_ROWS)
-            if on_cuda:
-                total[rows] += torch.mm(left[rows], right, out_dtype=total.dtype)
-            else:
-                total[rows].addmm_(left[rows].to(total.dtype), right)
-
-    def round_sums(self) -> None:
-        """Called after the last piece: casts each gradient to the dtype of its tensor."""
-        for index, tensor in enumerate(self.captured):  # one by one, so that each sum is freed before the next cast
-            self._sums[index] = self._sums[index].to(tensor.dtype)
-
-    def of_captured(self) -> list[torch.Tensor]:
-        """Returns the gradients of the captured tensors."""
-        return [self._sums[index] for index in range(len(self.captured))]
+            self._sums[id(tensor)] = grad.to(accumulator(grad.dtype))
 
 
 _SUM_ROWS = 4096
-
-
-def _piece(
-    loss: Loss, hidden: torch.Tensor, target: torch.Tensor, scale: Any, gradients: _Gradients, rows: slice
-) -> torch.Tensor:
-    """Returns the loss of one piece of any projection, and adds its gradients, computed by autograd."""
-    with torch.enable_grad():
-        leaf = hidden.detach().requires_grad_(gradients.hidden is not None)
-        value = loss.of_logits(loss.projection(leaf), target, "sum")
-        inputs = [*([leaf] if leaf.requires_grad else []), *gradients.captured]
-        found = list(torch.autograd.grad(value, inputs, scale, allow_unused=True, materialize_grads=True))
-    if gradients.hidden is not None:
-        gradients.hidden[rows] = found.pop(0)
-    for index, grad in enumerate(found):
-        gradients.add(index, grad)
-    return value.detach()
-
-
-def _linear_piece(
-    loss: Loss, hidden: torch.Tensor, target: torch.Tensor, scale: Any, gradients: _Gradients, rows: slice
-) -> torch.Tensor:
-    """Returns the loss of one piece of `F.linear`, and adds its products directly to the sums."""
-    assert loss.projection.linear is not None
-    weight, _ = loss.projection.linear
-    logits = loss.projection.product(hidden)
-    with torch.enable_grad():
-        value = loss.of_logits(logits.requires_grad_(), target, "sum")
-        (grad,) = torch.autograd.grad(value, logits, scale)
-    del logits
-    if gradients.hidden is not None:
-        torch.mm(grad, weight, out=gradients.hidden[rows])
-    for index, tensor in enumerate(gradients.captured):
-        if tensor is weight:
-            gradients.add_product(index, grad.t(), hidden)
-        else:
-            gradients.add(index, grad.sum(0))
-    return value.detach()
