@@ -295,6 +295,16 @@ def test_few_pieces_of_modified_logits_on_a_gpu_have_a_sum(name, chunks, blocks,
     assert len(taken) == (blocks if gpu is SignedRows else 1)
 
 
+@pytest.mark.parametrize("gpu", [True], indirect=True)
+def test_blocks_of_an_odd_vocabulary_begin_at_multiples_of_16_bytes_on_a_gpu(gpu, monkeypatch):
+    found = []
+    before = gpu.gradient_of_logits
+    monkeypatch.setattr(gpu, "gradient_of_logits", lambda *args: found.append(args[-1]) or before(*args))
+    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
+    trained(tiled(model, 4), x, mean(y))
+    assert found == [slice(0, 8), slice(8, 24), slice(24, 40), slice(40, CLASSES)]
+
+
 @ON_A_GPU
 def test_rows_of_minus_infinity_and_signs_by_row(gpu, taken):
     """Blocks of masked classes come before the first other one; each row has a factor of any sign, or none."""

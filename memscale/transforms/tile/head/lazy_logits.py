@@ -223,21 +223,12 @@ def _pointwise(source: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reshape(source: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    """Follows a view or reshape that leaves the class dimension last."""
-    rest = args[1:] or tuple(kwargs.values())
-    shape = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size)) else rest
-    if source.recipe.classes_second or not shape or not all(isinstance(size, int) for size in shape):
+    """Follows a view, reshape or flatten that leaves the class dimension last."""
+    result = func(torch.empty(source.shape, dtype=source.dtype, device="meta"), *args[1:], **kwargs)
+    if source.recipe.classes_second or result.dtype != source.dtype or result.shape[-1:] != source.shape[-1:]:
         return NotImplemented
-    resolved = torch.empty(source.shape, device="meta").reshape(shape).shape
-    if resolved[-1] != source.shape[-1]:
-        return NotImplemented
-    hidden = source.recipe.hidden.reshape(*resolved[:-1], source.recipe.hidden.shape[-1])
-    return _derive(source, (torch.Tensor.reshape, (resolved,), {}), hidden=hidden)
-
-
-def _flatten(source: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    resolved = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
-    return _reshape(source, torch.Tensor.reshape, (source, tuple(resolved)), {})
+    hidden = source.recipe.hidden.reshape(*result.shape[:-1], source.recipe.hidden.shape[-1])
+    return _derive(source, (torch.Tensor.reshape, (tuple(result.shape),), {}), hidden=hidden)
 
 
 def _index(source: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
@@ -258,9 +249,7 @@ _ENTRIES = (int, slice, torch.Tensor, type(None), type(...))  # lists and NumPy 
 
 
 def _dims_of(entry: Any) -> int:
-    if entry is None or entry is Ellipsis:
-        return 0
-    if isinstance(entry, bool):
+    if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
     return entry.dim() if isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
 
@@ -290,8 +279,7 @@ _FOLLOW: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((T.mul, T.__mul__, T.__rmul__, T.div, T.__truediv__, torch.mul, torch.div), _pointwise),
     **dict.fromkeys((T.add, T.__add__, T.__radd__, T.sub, T.__sub__, torch.add, torch.sub), _pointwise),
     **dict.fromkeys((T.tanh, torch.tanh), _pointwise),
-    **dict.fromkeys((T.view, T.reshape, torch.reshape), _reshape),
-    **dict.fromkeys((T.flatten, torch.flatten), _flatten),
+    **dict.fromkeys((T.view, T.reshape, torch.reshape, T.flatten, torch.flatten), _reshape),
     **dict.fromkeys((T.transpose, torch.transpose, T.permute, torch.permute, T.swapaxes, T.mT.__get__), _move_classes),
     T.__getitem__: _index,
     F.cross_entropy: _cross_entropy,
