@@ -102,7 +102,7 @@ SWITCHES = {
 }
 Shorthand = Annotated[
     str | None,
-    typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),
+    typer.Option(help="checkpoint, offload, tile and cast joined by +, or the file of a Plan in JSON."),
 ]
 Seconds = Annotated[float, number("How long to look for something better; Ctrl-C keeps the best so far.", least=0)]
 PrintJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -27,9 +27,9 @@ from memscale.cli.options import (
 )
 from memscale.cli.price import PriceOptions, cost_of, line_of
 from memscale.cli.step import RankOptions, batch_of, read_step
-from memscale.cli.subject import DTYPES, Subject
+from memscale.cli.subject import Subject
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, show, simulations, write
-from memscale.core import Argument, BudgetError, ConfigError, MemscaleError
+from memscale.core import Argument, BudgetError, ConfigError
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
@@ -131,24 +131,14 @@ def read_plan(text: str, model: nn.Module, hardware: Hardware) -> ms.Plan:
     from memscale.planning import planned, shorthands
 
     if Path(text).is_file():
-        try:
-            return ms.Plan.load(text)
-        except MemscaleError as error:
-            raise ConfigError(f"--plan {text!r}: {error}") from error
-    given = [name.partition(":") for name in text.lower().split("+")]
-    rules = shorthands(model, hardware)
-    names = [name for name, _, _ in given]
-    if wrong := [name + sep + dtype for name, sep, dtype in given if sep and (name != "cast" or dtype not in DTYPES)]:
-        raise ConfigError(
-            f"--plan {text!r}: {', '.join(map(repr, wrong))} is wrong; only cast takes a dtype, as in cast:fp16"
-        )
+        return ms.Plan.load(text)
+    names, rules = text.lower().split("+"), shorthands(model, hardware)
     if unknown := [name for name in names if name not in rules]:
         raise ConfigError(
             f"--plan {text!r}: {', '.join(map(repr, unknown))} is no file, and no transform of this model on "
             f"{hardware.name}; it can have {', '.join(rules) or 'nothing'}, joined by +, or the file of Plan.to_json()"
         )
-    wished = {name: {"": ms.cast(compute=DTYPES[dtype])} for name, _, dtype in given if dtype}
-    return planned({name: wished.get(name, rules[name]) for name in names})
+    return planned({name: rules[name] for name in names})
 
 
 def check_axis(option: str, given: str, wanted: list[str], subject: Subject, batch: int, seq: int) -> None:

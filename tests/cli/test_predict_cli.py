@@ -13,6 +13,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.cli import main
+from memscale.cli.predict import read_plan
 from memscale.core import wrapped
 from memscale.planning.prediction import predicted_step
 from memscale.planning.prediction.prediction import OOMPrediction
@@ -327,7 +328,7 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--gpu", "h10"], "no card is called 'h10'; the nearest are 'h100'"),
         (["--dtype", "fp8"], "'--dtype': must be one of fp32, float32, bf16, bfloat16, fp16, float16, got 'fp8'"),
         (["--plan", "ofload"], "'ofload' is no file, and no transform of this model on"),
-        (["--plan", "weights.pt"], "--plan 'weights.pt': load('weights.pt'): 'utf-8' codec can't decode byte"),
+        (["--plan", "weights.pt"], "load('weights.pt'): 'utf-8' codec can't decode byte"),
         (["--hf", "factories:lossless"], "pass loss in the (model, batch_fn, loss) of --hf and take its mean"),
         (["--largest", "width"], "'--largest': must be one of batch, seq, grid, got 'width'"),
         (
@@ -386,23 +387,10 @@ def test_a_search_that_is_stopped_tells_what_it_has(folder, capsys, monkeypatch)
     assert f"largest batch: {max(peaks)} fits" in capsys.readouterr().out
 
 
-def test_cast_computes_in_what_the_card_has_or_what_is_asked_for(folder, capsys, monkeypatch):
-    plans = []
-    predictor = ms.OOMPredictor
-
-    def seen(*arguments, plan=None, **options):
-        plans.append(repr(plan))
-        return predictor(*arguments, plan=plan, **options)
-
-    monkeypatch.setattr("memscale.OOMPredictor", seen)
-    for gpu, plan in (("t4", "checkpoint+cast"), ("h100", "cast"), ("h100", "cast:fp16"), ("v100-16", "cast:fp32")):
-        assert predict("--hf", "factories:blocks", "--gpu", gpu, "--plan", plan, "--no-recommend") == 0
-    assert ["float16" in plan for plan in plans] == [True, False, True, False]
-    assert "cast()" not in plans[0]
-    assert "float32" in plans[3]
-    for wrong in ("cast:int8", "tile:fp16"):
-        assert predict("--hf", "gpt2.json", "--gpu", "h100", "--plan", wrong) == 2
-        assert f"'{wrong}' is wrong" in capsys.readouterr().err
+def test_cast_computes_in_what_the_card_has(folder):
+    model = nn.Sequential(nn.Linear(8, 8))
+    for gpu, dtype in (("t4", torch.float16), ("h100", torch.bfloat16)):
+        assert read_plan("cast", model, ms.Hardware.named(gpu)) == ms.Plan({"": ms.cast(compute=dtype)})
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
