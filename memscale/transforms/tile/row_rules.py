@@ -44,6 +44,11 @@ class RowCall:
             return None
         return None if any(self.rows(each) for each in self.tensors() if each is not tensor) else (tensor, rows)
 
+    def shared(self, tensors: list[torch.Tensor]) -> RowDim | None:
+        """Returns the place of the rows that `tensors` have in common, or None."""
+        places = {self.rows(tensor) for tensor in tensors}
+        return places.pop() if len(places) == 1 else None
+
     def dims(self, tensor: torch.Tensor, name: str = "dim") -> list[int] | None:
         """Returns the dimensions that an argument names, counted from the front, or None if it names all."""
         named = self.given.get(name)
@@ -80,9 +85,14 @@ def _elementwise(call: RowCall) -> RowDim | None:
     return found.at(ndim + behind)
 
 
-def _as_before(call: RowCall) -> RowDim | None:
-    found = call.only("self")
-    return found and found[1]
+def _kept(name: str = "self", *, last: int = 0) -> Rule:
+    """Makes a rule for operators that leave the rows of `name` in place, outside of the `last` dimensions."""
+
+    def rule(call: RowCall) -> RowDim | None:
+        found = call.only(name)
+        return found[1] if found and found[1].dim < found[0].dim() - last else None
+
+    return rule
 
 
 @_of_one
@@ -154,20 +164,14 @@ def _reduced(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None
 
 def _joined(call: RowCall) -> RowDim | None:
     tensors = call.given["tensors"]
-    places = {call.rows(tensor) for tensor in tensors}
-    rows = places.pop()
-    if rows is None or places:
-        return None
-    return None if call.given.get("dim", 0) % tensors[0].dim() == rows.dim else rows
+    rows = call.shared(tensors)
+    return None if rows is None or call.given.get("dim", 0) % tensors[0].dim() == rows.dim else rows
 
 
 def _stacked(call: RowCall) -> RowDim | None:
     tensors = call.given["tensors"]
-    places = {call.rows(tensor) for tensor in tensors}
-    rows = places.pop()
-    if rows is None or places:
-        return None
-    return rows.at(rows.dim + (call.given.get("dim", 0) % (tensors[0].dim() + 1) <= rows.dim))
+    rows = call.shared(tensors)
+    return rows and rows.at(rows.dim + (call.given.get("dim", 0) % (tensors[0].dim() + 1) <= rows.dim))
 
 
 def _first(*names: str) -> Rule:
@@ -184,8 +188,7 @@ def _batched(call: RowCall) -> RowDim | None:
     """The rule of batched products: the rows are the batch of all operands, or the second dimension of one operand."""
     if (found := call.only("self")) and "batch1" not in call.given:
         return found[1] if found[1].dim == 1 else None
-    places = {call.rows(each) for each in call.tensors() if each.dim() == 3 and each.shape[0] != 1}
-    rows = places.pop() if len(places) == 1 else None
+    rows = call.shared([each for each in call.tensors() if each.dim() == 3 and each.shape[0] != 1])
     return rows if rows is not None and rows.dim == 0 else None
 
 
@@ -197,16 +200,6 @@ def _normalized(call: RowCall) -> RowDim | None:
     return rows if rows.dim < tensor.dim() - len(call.given["normalized_shape"]) else None
 
 
-def _projected(call: RowCall) -> RowDim | None:
-    found = call.only("input")
-    return found[1] if found and found[1].dim < found[0].dim() - 1 else None
-
-
-def _looked_up(call: RowCall) -> RowDim | None:
-    found = call.only("indices")
-    return found and found[1]
-
-
 def _attention(call: RowCall) -> RowDim | None:
     if call.given.get("dropout_p"):
         return None
@@ -216,11 +209,6 @@ def _attention(call: RowCall) -> RowDim | None:
     mask = call.given.get("attn_mask", call.given.get("attn_bias"))
     shared = mask is None or mask.dim() < 4 or mask.shape[0] == 1
     return rows if shared or call.rows(mask) == rows else None
-
-
-def _lower(call: RowCall) -> RowDim | None:
-    found = call.only("self")
-    return found[1] if found and found[1].dim < found[0].dim() - 2 else None
 
 
 @_of_one
@@ -241,15 +229,8 @@ def _repeated(call: RowCall) -> RowDim | None:
 
 def _by_index(call: RowCall) -> RowDim | None:
     """The rule of operators that pick from rows, or put into rows, by an index that has the rows too."""
-    places = {call.rows(tensor) for tensor in call.tensors()}
-    rows = places.pop()
-    dim = call.given["dim"] % call.given["self"].dim()
-    return None if places or rows is None or rows.dim == dim else rows
-
-
-@_of_one
-def _not_last(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
-    return rows if rows.dim < tensor.dim() - 1 else None
+    rows = call.shared(call.tensors())
+    return None if rows is None or rows.dim == call.given["dim"] % call.given["self"].dim() else rows
 
 
 def _in_front(call: RowCall) -> RowDim | None:
@@ -283,9 +264,9 @@ def _recurrent_on_card(call: RowCall) -> tuple[RowDim | None, ...] | None:
 _RULES: dict[str, Rule] = {
     f"aten::{name}": rule
     for names, rule in (
-        ("clone _to_copy detach alias contiguous lift_fresh zeros_like ones_like empty_like full_like", _as_before),
-        ("view_as_real _conj resolve_conj bucketize", _as_before),
-        ("view_as_complex", _not_last),
+        ("clone _to_copy detach alias contiguous lift_fresh zeros_like ones_like empty_like full_like", _kept()),
+        ("view_as_real _conj resolve_conj bucketize", _kept()),
+        ("view_as_complex", _kept(last=1)),
         ("hardswish hardswish_ floor_divide _prelu_kernel", _elementwise),
         ("view _unsafe_view _reshape_alias reshape", _viewed),
         ("permute transpose transpose_ t", _permuted),
@@ -307,7 +288,7 @@ _RULES: dict[str, Rule] = {
         ("mm mv", _first("self")),
         ("addmm _addmm_activation", _first("mat1")),
         ("bmm baddbmm", _batched),
-        ("linear", _projected),
+        ("linear", _kept("input", last=1)),
         ("convolution", _first("input")),
         ("native_group_norm", _first("input")),
         ("native_batch_norm", _normalized_by_buffers),
@@ -319,11 +300,11 @@ _RULES: dict[str, Rule] = {
             "adaptive_max_pool2d adaptive_max_pool3d im2col col2im",
             _first("self"),
         ),
-        ("embedding", _looked_up),
+        ("embedding", _kept("indices")),
         ("grid_sampler_2d grid_sampler_3d _thnn_fused_lstm_cell _thnn_fused_gru_cell", _in_front),
         ("mkldnn_rnn_layer", _recurrent_on_cpu),
         ("_cudnn_rnn", _recurrent_on_card),
-        ("tril triu", _lower),
+        ("tril triu", _kept(last=2)),
         ("constant_pad_nd", _padded),
         (" ".join(f"{how}_pad{n}d" for how in ("reflection", "replication") for n in (1, 2, 3)), _padded),
         (

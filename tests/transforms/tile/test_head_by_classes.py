@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import memscale as ms
 from memscale import checkpoint, tile
@@ -21,6 +22,7 @@ from tests.transforms.tile.test_tiled_head import (
     CLASSES,
     ROWS,
     SETTINGS,
+    WIDTH,
     Head,
     LoRA,
     Tied,
@@ -144,14 +146,27 @@ def test_many_rows(cast, chunks, dtype, gpu, taken):
     assert taken == [gpu]
 
 
+class TiedWithBias(Tied):
+    def __init__(self):
+        super().__init__()
+        self.head.bias = nn.Parameter(torch.randn(CLASSES))
+
+
 @ON_A_GPU
 @pytest.mark.parametrize(
-    "make", [without_bias, lambda: frozen(weight=False, bias=True), Tied], ids=["no", "fix", "tied"]
+    ("make", "sweeps"),
+    [
+        (without_bias, 1),
+        (lambda: frozen(weight=False, bias=True), 1),
+        (Tied, 2),  # late, the weight has a sweep of its own on a GPU; on a CPU it is the only one
+        (TiedWithBias, 2),
+    ],
+    ids=["no", "fix", "tied", "tied with bias"],
 )
-def test_heads(make, gpu, taken):
+def test_heads(make, sweeps, gpu, taken):
     model, (x, y) = make().bfloat16(), sixteen_bit(torch.bfloat16)
     as_right_as_untiled(model, tiled(model), x, mean(y))
-    assert taken == [gpu] * (2 if gpu is SignedRows and make is Tied else 1), "late, the weight has blocks of its own"
+    assert taken == [gpu] * (sweeps if gpu is SignedRows else 1)
 
 
 @ON_A_GPU
@@ -322,6 +337,24 @@ def test_rows_of_minus_infinity_and_signs_by_row(gpu, taken):
     assert taken == [gpu]
     for plain, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, rtol=2**-7, atol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduction", "expected"),
+    [
+        (torch.float32, "mean", 3),  # by rows, gradients in forward
+        (torch.bfloat16, "mean", 4),
+        (torch.bfloat16, "none", 5),
+        (torch.float16, "mean", 5),  # before the loss is scaled its gradients would underflow
+    ],
+)
+def test_products_of_the_size_of_the_logits(dtype, reduction, expected):
+    linear, (x, y) = without_bias().head.to(dtype), sixteen_bit(dtype)
+    fit = ms.transform(linear, {"": tile(chunks=5)})
+    fit(x)  # asks on fake tensors what it is
+    with FlopCounterMode(display=False) as count:
+        F.cross_entropy(fit(x).float(), y, reduction=reduction).sum().backward()
+    assert count.get_total_flops() == expected * 2 * ROWS * WIDTH * CLASSES
 
 
 ROWS_HERE, WIDTH_HERE, CLASSES_HERE, CHUNKS = 128, 64, 4000, 4

@@ -29,11 +29,11 @@ def loss(model, ids):
     return F.cross_entropy(model(ids).float(), ids)
 
 
-def pair(**how):
+def pair(chunks=64, **how):
     """The same model twice, and its batch; in the first one the gradient is late."""
     torch.manual_seed(0)
     model = Language(**how)
-    return ms.transform(model, {"head": ms.tile(chunks=64)}), model, torch.randint(0, CLASSES, (ROWS,))
+    return ms.transform(model, {"head": ms.tile(chunks=chunks)}), model, torch.randint(0, CLASSES, (ROWS,))
 
 
 @pytest.fixture
@@ -118,11 +118,21 @@ def test_a_weight_that_is_frozen_before_backward(at_once):
     assert all(torch.equal(parameter.grad, wanted[name]) for name, parameter in fit.body.named_parameters("body"))
 
 
-@pytest.mark.parametrize("why", ["untied", pytest.param("a small weight", marks=pytest.mark.deep)])
-def test_where_nothing_waits(why, made):
-    fit, _, ids = pair(tied=why != "untied")
-    loss(fit, ids if why == "untied" else ids.repeat(CLASSES // ROWS)).backward()
-    assert not made
+@pytest.mark.parametrize(
+    ("how", "repeats", "waits"),
+    [
+        ({"tied": False}, 1, 0),
+        pytest.param({}, CLASSES // ROWS, 0, marks=pytest.mark.deep),  # the hidden states are no smaller
+        ({"bias": True}, 1, 0),  # whose gradient comes from the same blocks
+        ({"chunks": 2}, 2, 0),  # the logits of a block are twice as large
+        ({"chunks": 3}, 2, 1),
+    ],
+    ids=["untied", "a small weight", "with bias", "large logits", "small logits"],
+)
+def test_where_it_waits(how, repeats, waits, made):
+    fit, _, ids = pair(**how)
+    loss(fit, ids.repeat(repeats)).backward()
+    assert len(made) == waits
 
 
 @pytest.mark.parametrize("when", ["before", "forward", "backward"])
