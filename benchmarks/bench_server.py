@@ -54,14 +54,15 @@ def fill(team, project, user, count):
     """Rows for `count` runs, past the API: what is measured is the pages."""
     from memscale.server.access import access_of
     from memscale.server.documents import RunDocument, _row, plan_hash
-    from memscale.server.models import Plan, Run
+    from memscale.server.models import Document, Plan, Run
 
     access = access_of(user, team.slug)
     sample = document()
     plan, _ = Plan.objects.get_or_create(
         team=team, hash=plan_hash(sample["plan"]["rules"]), defaults={"document": json.dumps(sample["plan"]["rules"])}
     )
-    row = _row(access, RunDocument(**sample), sample) | {"plan": plan}
+    fixed = {key: value for key, value in sample.items() if key != "measured"}
+    row = _row(access, RunDocument(**sample), fixed) | {"plan": plan}
     for first in range(0, count, 5000):
         numbers = range(first + 1_000_000, first + 1_000_000 + 5000)
         rows = [
@@ -75,12 +76,15 @@ def fill(team, project, user, count):
                     "card": f"card {number % 7}",
                     "commit": f"{number // 50:040x}",
                     "taken_bytes": 10**9 + number % 997,
-                    "document": sample | {"id": f"{number:016x}", "name": f"model {number % 50}"},
                 }
             )
             for number in numbers
         ]
-        Run.objects.bulk_create(rows, batch_size=500)
+        made = Run.objects.bulk_create(rows, batch_size=500)
+        texts = [json.dumps(fixed | {"id": each.uid, "name": each.name}) for each in made]
+        Document.objects.bulk_create(
+            [Document(run=each, text=text) for each, text in zip(made, texts, strict=True)], batch_size=500
+        )
 
 
 def pages(base, user, addresses, rounds):

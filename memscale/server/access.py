@@ -87,7 +87,7 @@ class Access:
     @property
     def runs(self) -> Any:
         """The runs of all the team's projects."""
-        return Run.objects.filter(project__team=self.team).select_related("project").defer("document")
+        return Run.objects.filter(project__team=self.team).select_related("project")
 
     @property
     def plans(self) -> Any:

@@ -18,7 +18,7 @@ from ninja.errors import AuthenticationError, HttpError, ValidationError
 from pydantic import Field
 
 from memscale.server.access import Access
-from memscale.server.documents import Closed, Line, RunDocument, keep
+from memscale.server.documents import Closed, Line, RunDocument, document_of, keep
 from memscale.server.listing import Listing
 from memscale.server.middleware import problem_of
 from memscale.server.models import Baseline, Run
@@ -173,7 +173,7 @@ def send_run(request: HttpRequest, team: str, project: str, run: RunDocument) ->
 @api.get(_PROJECT + "/runs/{uid}", url_name="run", response={200: dict[str, Any], **_P})
 def read_run(request: HttpRequest, team: str, project: str, uid: str) -> Any:
     """Returns a run as it was sent, with later measurements."""
-    return request.auth.run(project, uid).document
+    return document_of(request.auth.run(project, uid))
 
 
 @api.get(_TEAM + "/plans/{hash}", url_name="plan", response={200: dict[str, Any], **_P})

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, mo
 
 from memscale.server import models
 from memscale.server.access import Access
-from memscale.server.models import Project, Run
+from memscale.server.models import Document, Measurement, Project, Run
 from memscale.server.problems import Problem
 
 _MOST_COLUMNS = 240
@@ -191,24 +191,31 @@ def keep(access: Access, project: Project, sent: RunDocument) -> bool:
     Raises:
         Problem: 409 for a different document with the same id.
     """
-    document = sent.model_dump(mode="json")
+    fixed = sent.model_dump(mode="json", exclude={"measured"})
+    text = json.dumps(fixed, separators=(",", ":"), sort_keys=True)
     with transaction.atomic():
-        run, new = Run.objects.get_or_create(project=project, uid=sent.id, defaults=_row(access, sent, document))
-        if not new:
-            measured = {**run.document["measured"], **sent.measured}
-            if {**run.document, "measured": document["measured"]} != document:
-                rule = "a run is not changed but for its measurements"
-                raise Problem(409, f"the run {sent.id} is here with other figures", rule, "send it under a new id")
-            run.document = {**document, "measured": measured}
-            run.measured_bytes = _measured_bytes(measured)
-            run.save(update_fields=["document", "measured_bytes"])
+        run, new = Run.objects.get_or_create(project=project, uid=sent.id, defaults=_row(access, sent, fixed))
+        if new:
+            Document.objects.create(run=run, text=text)
+        elif json.loads(run.document.text) != fixed:
+            rule = "a run is not changed but for its measurements"
+            raise Problem(409, f"the run {sent.id} is here with other figures", rule, "send it under a new id")
+        if sent.measured:
+            Measurement.objects.bulk_create(
+                [Measurement(run=run, name=name, value=value) for name, value in sent.measured.items()],
+                update_conflicts=True,
+                unique_fields=["run", "name"],
+                update_fields=["value"],
+            )
+            if not new:
+                Run.objects.filter(pk=run.pk).update(measured_bytes=_measured_bytes(sent))
     return bool(new)
 
 
-def _row(access: Access, sent: RunDocument, document: dict[str, Any]) -> dict[str, Any]:
+def _row(access: Access, sent: RunDocument, fixed: dict[str, Any]) -> dict[str, Any]:
     plan = None
     if sent.plan is not None:
-        rules = document["plan"]["rules"]
+        rules = fixed["plan"]["rules"]
         plan, _ = models.Plan.objects.get_or_create(
             team=access.team, hash=plan_hash(rules), defaults={"document": json.dumps(rules)}
         )
@@ -224,12 +231,17 @@ def _row(access: Access, sent: RunDocument, document: dict[str, Any]) -> dict[st
         "usable_bytes": sent.usable_bytes,
         "taken_bytes": sent.taken_bytes,
         "peak_bytes": sent.profile.peak_bytes,
-        "measured_bytes": _measured_bytes(sent.measured),
+        "measured_bytes": _measured_bytes(sent),
         "step_seconds": sent.profile.step_seconds,
-        "document": document,
     }
 
 
-def _measured_bytes(measured: dict[str, float]) -> int | None:
-    peak = measured.get("peak_bytes")
+def _measured_bytes(sent: RunDocument) -> int | None:
+    peak = sent.measured.get("peak_bytes")
     return None if peak is None or not 0 <= peak < 1 << 60 else int(peak)
+
+
+def document_of(run: Run) -> dict[str, Any]:
+    """Returns the run as it was sent, with later measurements."""
+    measured = {each.name: each.value for each in run.measurements.all()}
+    return {**json.loads(run.document.text), "measured": measured}

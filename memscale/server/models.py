@@ -91,9 +91,7 @@ class Plan(models.Model):
 
 
 class Run(models.Model):
-    """A run as a client sent it, JSON of the closed schema, with the columns by which runs are listed and filtered.
-
-    The document is the last column, which lists of runs do not read.
+    """The columns by which runs are listed, filtered and sorted. Documents have their own table, to keep lists fast.
 
     A run with a plan and a measured peak is also the evidence that the plan works for its model, card and budget.
     """
@@ -114,7 +112,6 @@ class Run(models.Model):
     peak_bytes = models.BigIntegerField()
     measured_bytes = models.BigIntegerField(null=True)
     step_seconds = models.FloatField(null=True)
-    document = models.JSONField()
 
     class Meta:
         """One index per order of the list, with and without each filter."""
@@ -133,6 +130,26 @@ class Run(models.Model):
     def fits(self) -> bool:
         """Whether the card has the predicted and the measured bytes of the step."""
         return max(self.taken_bytes, self.measured_bytes or 0) <= self.usable_bytes
+
+
+class Document(models.Model):
+    """A run as the client sent it: JSON of the closed schema, without measurements."""
+
+    run = models.OneToOneField(Run, models.CASCADE, primary_key=True, related_name="document")
+    text = models.TextField()
+
+
+class Measurement(models.Model):
+    """One measured figure of a run."""
+
+    run = models.ForeignKey(Run, models.CASCADE, related_name="measurements")
+    name = models.CharField(max_length=80)
+    value = models.FloatField()
+
+    class Meta:
+        """One value per run and name."""
+
+        constraints = (models.UniqueConstraint(fields=("run", "name"), name="one_measurement"),)
 
 
 class Baseline(models.Model):

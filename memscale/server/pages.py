@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from django.db.models import Count, Max, Q
 
-from memscale.server.models import Run
+from memscale.server.models import Document, Run
 
 _MOST_COMMITS = 200
 _SPELLED = re.compile(r"^[A-Za-z_][\w.]*$")
@@ -71,7 +72,7 @@ def commits(runs: Any) -> list[dict[str, Any]]:
         (first, second) for first, second in pairwise(rows) if second["run"].taken_bytes != first["run"].taken_bytes
     ]
     wanted = {row["run"].pk for pair in rising for row in pair}
-    documents = dict(Run.objects.filter(pk__in=wanted).values_list("pk", "document"))
+    documents = {each.pk: _read(each) for each in Document.objects.filter(pk__in=wanted)}
     for first, second in rising:
         before, after = (by_module(documents[row["run"].pk]) for row in (first, second))
         second["change"] = second["run"].taken_bytes - first["run"].taken_bytes
@@ -128,3 +129,7 @@ def proven(runs: Any) -> list[dict[str, Any]]:
             *(not row["holds"], row["seconds"] or 0.0, row["plan__hash"]),
         ),
     )
+
+
+def _read(document: Document) -> Any:
+    return json.loads(document.text)

@@ -17,6 +17,7 @@ from django.views.defaults import server_error
 
 from memscale.server import api, charts, forms, invitations, pages
 from memscale.server.access import Access
+from memscale.server.documents import document_of
 from memscale.server.listing import SORTS, Listing
 from memscale.server.middleware import PASSWORD_CHOSEN_AT, answer_to
 from memscale.server.models import Membership, Role, User
@@ -208,7 +209,7 @@ def runs(request: HttpRequest, team: str, project: str) -> HttpResponse:
 def run(request: HttpRequest, team: str, project: str, uid: str) -> HttpResponse:
     """Shows a run: predicted and measured figures, timeline, notes and plan."""
     found = request.access.run(project, uid)
-    document = found.document
+    document = document_of(found)
     predicted, measured = document["profile"], document["measured"]
     rows = [
         (name, nbytes, measured.get(f"{name.replace(' ', '_')}_bytes"))
@@ -238,7 +239,7 @@ def compare(request: HttpRequest, team: str, project: str) -> HttpResponse:
     if len(ids) != 2:
         return _page(request, "sorry", why="Choose two runs of the list to compare.", status=400)
     found = [request.access.run(project, uid) for uid in ids]
-    documents = [each.document for each in found]
+    documents = [document_of(each) for each in found]
     predicted = [each["profile"] for each in documents]
     peaks = {
         name: [each[name] for each in predicted]

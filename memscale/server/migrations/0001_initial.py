@@ -78,7 +78,6 @@ class Migration(migrations.Migration):
                 ('peak_bytes', models.BigIntegerField()),
                 ('measured_bytes', models.BigIntegerField(null=True)),
                 ('step_seconds', models.FloatField(null=True)),
-                ('document', models.JSONField()),
             ],
             options={
                 'indexes': [
@@ -90,6 +89,25 @@ class Migration(migrations.Migration):
                     models.Index(fields=['project', 'model', '-made', '-id'], name='of_a_model'),
                 ],
                 'constraints': [models.UniqueConstraint(fields=('project', 'uid'), name='one_run')],
+            },
+        ),
+        migrations.CreateModel(
+            name='Document',
+            fields=[
+                ('run', models.OneToOneField(on_delete=django.db.models.deletion.CASCADE, primary_key=True, related_name='document', serialize=False, to='server.run')),
+                ('text', models.TextField()),
+            ],
+        ),
+        migrations.CreateModel(
+            name='Measurement',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('run', models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='measurements', to='server.run')),
+                ('name', models.CharField(max_length=80)),
+                ('value', models.FloatField()),
+            ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('run', 'name'), name='one_measurement')],
             },
         ),
         migrations.CreateModel(
