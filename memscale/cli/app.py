@@ -37,7 +37,8 @@ Plans for a memory budget, and compares the memory and the numbers of both train
 Needs neither the card nor a run of the step. Exits with 0 if the step fits, 3 if not, 2 if an option is wrong.""",
     "plan": """Find the fastest training step that fits a budget.
 
-Prints the plan and the reasons. Exits with 0 if a plan is found, 3 if nothing fits, 2 if an option is wrong.""",
+Prints the plan and the reasons. `memscale plan pull plan:HASH` reads a plan from a team's server instead. Exits with 0
+if a plan is found, 3 if nothing fits, 2 if an option is wrong.""",
     "frontier": """Show the time of a step for each memory budget.
 
 Plans from the smallest step to the step without a plan. Exits with 0, with 2 if an option is wrong.""",
@@ -79,6 +80,8 @@ def command_line(selected: str) -> typer.Typer:
             app.add_typer(getattr(module, name.upper()), name=name, help=text)
         else:
             add(app, name, getattr(module, f"{name.title()}Options"), getattr(module, name), text)
+    if selected == "plan-pull":
+        app.command("plan-pull", hidden=True)(importlib.import_module("memscale.cli.pull").pull)
     return app
 
 
@@ -90,7 +93,10 @@ def _other() -> int:
 def load(arguments: list[str]) -> Callable[[], int]:
     """Imports what the command line `arguments` needs, and returns the function that runs it."""
     name = next((word for word in arguments if not word.startswith("-")), "")
-    app = command_line(name)
+    command = name
+    if arguments[:2] == ["plan", "pull"]:  # `plan` itself takes options only
+        command, arguments = "plan-pull", ["plan-pull", *arguments[2:]]
+    app = command_line(command)
     if name in {*_COMMANDS, *_GROUPS} - {*_UNCOUNTED}:
         from memscale.telemetry import count
 

@@ -212,16 +212,6 @@ def push(
     return 1 if refused else 0
 
 
-@HISTORY.command("pull")
-def pull(
-    name: Annotated[str, Argument(metavar="plan:HASH", help="The plan's hash, eight digits of it or more.")],
-    source: Annotated[str, Option("--from", metavar="URL", help="The team's page.")],
-) -> int:
-    """Print a plan of a team's server as JSON, after its hash was checked."""
-    print(Remote(source).plan(name).to_json())
-    return 0
-
-
 @HISTORY.command("export")
 def export(
     to: Annotated[

@@ -11,6 +11,8 @@ from typer import Argument, Option
 from memscale import server
 
 SERVER = typer.Typer()
+USER = typer.Typer(help="Accounts.")
+SERVER.add_typer(USER, name="user")
 
 
 @SERVER.command("run")
@@ -32,7 +34,7 @@ def backup(path: Annotated[Path, Argument(metavar="PATH", help="The file to writ
     return 0
 
 
-@SERVER.command("invite")
+@USER.command("invite")
 def invite(
     email: Annotated[str, Argument(metavar="EMAIL")],
     team: Annotated[str | None, Option(metavar="NAME", help="Its name in addresses, if there are several.")] = None,

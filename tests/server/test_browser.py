@@ -136,8 +136,8 @@ def test_a_team_from_the_set_up_link_to_a_lost_role(server, chromium):
         assert owner.goto(f"{base}/t/vision/{page}").status == 200
     owner.goto(f"{base}/t/vision/-/plans")
     owner.click("tbody a >> nth=0")
-    pulling = re.search(r"history pull (plan:\w+) --from (\S+?)<", owner.content())
-    command = [sys.executable, "-m", "memscale", "history", "pull", pulling[1], "--from", pulling[2]]
+    pulling = re.search(r"plan pull (plan:\w+) --from (\S+?)<", owner.content())
+    command = [sys.executable, "-m", "memscale", "plan", "pull", pulling[1], "--from", pulling[2]]
     done = subprocess.run(command, env=environment(folder, MEMSCALE_TOKEN=token), capture_output=True, text=True)
     assert '"rules"' in done.stdout, done.stderr
 

@@ -118,9 +118,9 @@ def test_a_plan_is_pulled_by_its_hash_and_another_plan_is_refused(server, histor
     sent = document(0xABC, plan=json.loads(plan.to_json()))
     assert post(client(token=token), f"/api/v1/teams/{team.slug}/projects/llama/runs", sent).status_code == 201
     source = url.removesuffix("llama/")
-    _, text, said = memscale("history", "pull", f"plan:{plan.hash[:12]}", "--from", source)
+    _, text, said = memscale("plan", "pull", f"plan:{plan.hash[:12]}", "--from", source)
     assert ms.Plan.from_json(text) == plan, said
-    status, _, said = memscale("history", "pull", "plan:00000000", "--from", source)
+    status, _, said = memscale("plan", "pull", "plan:00000000", "--from", source)
     assert (status, "no plan begins" in said) == (2, True)
     forged = {"hash": plan.hash, "plan": json.loads(ms.Plan({"x": ms.checkpoint()}).to_json())}
     monkeypatch.setattr(Remote, "_request", lambda *_: forged)
