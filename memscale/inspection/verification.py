@@ -33,11 +33,12 @@ class Difference:
             ``"the random state"`` (on a GPU also ``"the random state of cuda:0"``).
         bitwise: whether both have the same bits; NaN then equals itself, and -0.0 differs from 0.0.
         max_abs: the largest absolute difference of two elements; infinite if one of them is NaN.
+        max_ulps_of_largest: `max_abs` in units in the last place of the largest element, since another order of sums
+            changes each element, also one that cancels to almost zero, by about the rounding of the largest.
         mismatch: why elements cannot be compared (another dtype or shape, a gradient on one side only), or ``""``.
             With a mismatch all numbers are infinite.
-        max_relative: `max_abs` divided by the largest element of the tensor, since another order of sums changes each
-            element, also one that cancels to almost zero, by about the rounding of the largest. For a gradient, divided
-            by at least a hundredth of the largest gradient of the step.
+        max_relative: `max_abs` divided by the largest element of the tensor; for a gradient, by at least a hundredth of
+            the largest gradient of the step.
         dtype: the dtype of the model's tensor, as ``"float32"``.
         rounding: the largest `max_relative` that another order of sums explains; 0 for integers.
     """
@@ -45,6 +46,7 @@ class Difference:
     name: str
     bitwise: bool
     max_abs: float = 0.0
+    max_ulps_of_largest: float = 0.0
     mismatch: str = ""
     max_relative: float = 0.0
     dtype: str = ""
@@ -53,7 +55,7 @@ class Difference:
     def __str__(self) -> str:
         if self.mismatch:
             return f"{self.name}: {self.mismatch}"
-        return f"{self.name}: {self.max_abs:.3g} at most, {self.max_relative:.1g} of its largest element"
+        return f"{self.name}: {self.max_abs:.3g} at most, {self.max_ulps_of_largest:.3g} ulps of its largest element"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,36 +109,36 @@ class Verification:
     def different(self) -> tuple[Difference, ...]:
         """The results whose bits differ, worst first."""
         found = [difference for difference in self.differences if not difference.bitwise]
-        return tuple(sorted(found, key=lambda d: -d.max_relative))
+        return tuple(sorted(found, key=lambda d: -d.max_ulps_of_largest))
 
-    def within(self, *, relative: float) -> bool:
-        """Whether no difference is more than `relative` times the largest element of its tensor."""
-        return not self._beyond(relative)
+    def within(self, *, ulps_of_largest: float) -> bool:
+        """Whether all differences are at most so many units in the last place of their tensor's largest element."""
+        return not self._beyond(ulps_of_largest)
 
-    def raise_if_different(self, *, relative: float = 0) -> None:
+    def raise_if_different(self, *, ulps_of_largest: float = 0) -> None:
         """Raises an error unless all results are `within` the bound; by default they must have the same bits.
 
         Raises:
             CorrectnessError: results differ by more; the message names the worst.
         """
-        if not (beyond := self._beyond(relative)):
+        if not (beyond := self._beyond(ulps_of_largest)):
             return
-        bound = f"by more than {relative:g} of the largest element " if relative else ""
+        bound = f"by more than {ulps_of_largest:g} ulps of the largest element " if ulps_of_largest else ""
         raise CorrectnessError(
             f"{len(beyond)} of {len(self.differences)} results of the step differ {bound}from the "
             f"model's: {'; '.join(map(str, beyond[:3]))}{'; ...' if len(beyond) > 3 else ''}. Transform less of the "
-            "model to find the region, or allow for rounding with raise_if_different(relative=...)"
+            "model to find the region, or allow for rounding with raise_if_different(ulps_of_largest=...)"
         )
 
-    def _beyond(self, relative: float) -> list[Difference]:
-        return [each for each in self.different if not relative or each.max_relative > relative]
+    def _beyond(self, ulps_of_largest: float) -> list[Difference]:
+        return [each for each in self.different if not ulps_of_largest or each.max_ulps_of_largest > ulps_of_largest]
 
     def __str__(self) -> str:
         if self.exact:
             return self.verdict
-        rows: list[tuple[str, ...]] = [("differs", "max abs", "of largest")]
+        rows: list[tuple[str, ...]] = [("differs", "max abs", "ulps of largest")]
         for d in self.different[:_WORST]:
-            numbers = (d.mismatch, "") if d.mismatch else (f"{d.max_abs:.3g}", f"{d.max_relative:.1g}")
+            numbers = (d.mismatch, "") if d.mismatch else (f"{d.max_abs:.3g}", f"{d.max_ulps_of_largest:.3g}")
             rows.append((d.name, *numbers))
         more = len(self.different) - _WORST
         return "\n".join([self.verdict, *aligned(rows, "<<<"), *([f"... and {more} more"] if more > 0 else [])])
@@ -284,7 +286,7 @@ def compare(model: Mapping[str, torch.Tensor | None], other: Mapping[str, torch.
 
 def _difference(name: str, one: torch.Tensor | None, other: torch.Tensor | None, least_scale: float) -> Difference:
     def incomparable(why: str) -> Difference:
-        return Difference(name, False, math.inf, why, math.inf)
+        return Difference(name, False, math.inf, math.inf, why, math.inf)
 
     if one is None and other is None:
         return Difference(name, bitwise=True)
@@ -304,7 +306,10 @@ def _difference(name: str, one: torch.Tensor | None, other: torch.Tensor | None,
     scale = max(_largest(one), least_scale)
     relative = max_abs / scale if scale else (math.inf if max_abs else 0.0)
     dtype = str(one.dtype).removeprefix("torch.")
-    return Difference(name, False, max_abs, "", relative, dtype, _ROUNDING.get(one.dtype, 0.0))
+    if not one.is_floating_point():
+        return Difference(name, False, max_abs, max_abs, "", relative, dtype)
+    rounding = _ROUNDING.get(one.dtype, 0.0)
+    return Difference(name, False, max_abs, max_abs / _ulp(one), "", relative, dtype, rounding)
 
 
 def _largest(tensor: torch.Tensor | None) -> float:
@@ -324,3 +329,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).resolve_conj().resolve_neg()
     real = torch.view_as_real(dense) if dense.is_complex() else dense
     return real.contiguous().reshape(-1)
+
+
+def _ulp(tensor: torch.Tensor) -> float:
+    """Returns the distance from the largest finite magnitude in `tensor` to the next number of its dtype."""
+    info = torch.finfo(tensor.dtype)
+    return math.ldexp(info.eps, math.frexp(max(_largest(tensor), info.smallest_normal))[1] - 1)

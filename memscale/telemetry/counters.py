@@ -34,6 +34,7 @@ DIMENSIONS = {
         ("params", "<1e7 1e7 1e8 1e9 1e10 >=1e11", _OF_MODELS),
         ("technique", _TECHNIQUES, "plan transform wrap"),
         ("outcome", _OUTCOMES, "plan predict transform wrap"),
+        ("peak_error", "over<0.1% over<1% over<5% over>=5% under<0.1% under<1% under<5% under>=5%", "detach"),
     )
 }
 
@@ -50,13 +51,21 @@ def counters() -> tuple[str, ...]:
     return tuple(sorted((*calls, *commands, *divided)))
 
 
-_ENDS_OF_PARAMS = (1e7, 1e8, 1e9, 1e10, 1e11)
+# The ends of the buckets of each dimension of numbers, all but the last bucket's.
+_ENDS = {
+    "params": (1e7, 1e8, 1e9, 1e10, 1e11),
+    "peak_error": (0.001, 0.01, 0.05),
+}
 
 
-def bucket_of_params(count: int) -> str:
-    """Returns the bucket of a number of parameters.
+def bucket(dimension: str, value: float) -> str:
+    """Returns the bucket of a number of parameters, or of a relative error.
 
-    >>> [bucket_of_params(count) for count in (10, 10**7, 7 * 10**9, 10**12)]
+    >>> [bucket("params", count) for count in (10, 10**7, 7 * 10**9, 10**12)]
     ['<1e7', '1e7', '1e9', '>=1e11']
+    >>> bucket("peak_error", 0.002), bucket("peak_error", -0.2)
+    ('over<1%', 'under>=5%')
     """
-    return DIMENSIONS["params"].buckets[bisect(_ENDS_OF_PARAMS, count)]
+    ends = _ENDS[dimension]
+    under = (len(ends) + 1) * (value < 0)  # buckets of errors below the measured peak follow those above
+    return DIMENSIONS[dimension].buckets[under + bisect(ends, abs(value))]

@@ -30,6 +30,11 @@ class VerbCall:
     result: Any = None
     error: Exception | None = None
 
+    def __post_init__(self) -> None:
+        self.before: Any = None  # the model's executor before the call
+        with contextlib.suppress(Exception):  # a property of the caller's class may raise any error
+            self.before = _executor_in(self.model)
+
     @property
     def model(self) -> Any:
         """The model that the verb was given, or the model of a predictor or trainer."""
@@ -71,8 +76,13 @@ def _outcome(call: VerbCall) -> str:
     return "skipped" if skipped or getattr(call.result, "fits", True) is False else "fits"
 
 
+def _size(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())
+
+
 _TELLERS: dict[str, Callable[[VerbCall], str | list[str]]] = {
-    "params": lambda call: counters.bucket_of_params(sum(each.numel() for each in call.model.parameters())),
+    "params": lambda call: counters.bucket("params", _size(call.model)),
     "technique": _techniques,
     "outcome": _outcome,
+    "peak_error": lambda call: counters.bucket("peak_error", call.before.peak_error),
 }

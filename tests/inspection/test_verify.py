@@ -58,7 +58,7 @@ def test_an_exact_transform_is_exact_and_everything_is_compared():
     model, x = Conv(), batch()
     found = verify(model, ms.transform(model, {"": ms.checkpoint()}), x)
     assert found.exact
-    assert found.within(relative=0)
+    assert found.within(ulps_of_largest=0)
     found.raise_if_different()
     assert [d.name for d in found.differences] == [
         "output 0",
@@ -138,23 +138,23 @@ def test_each_kind_of_difference_is_found_and_named(what, worst, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_difference_is_relative_to_the_largest_element(dtype):
+def test_a_difference_is_counted_in_steps_of_the_largest_element(dtype):
     eps = torch.finfo(dtype).eps
-    one = torch.tensor([0.0, -2.0, 1.0, math.inf, math.nan], dtype=dtype)
-    other = torch.tensor([eps, -2.0, 1.0, math.inf, math.nan], dtype=dtype)
+    one = torch.tensor([1.0, -2.0, 0.0, math.inf, math.nan], dtype=dtype)
+    other = torch.tensor([1.0 + eps, -2.0, 0.0, math.inf, math.nan], dtype=dtype)
     found = compare({"x": one}, {"x": other})
     (difference,) = found.differences
-    assert (difference.max_relative, difference.bitwise, difference.max_abs) == (eps / 2, False, eps)
-    assert found.within(relative=eps / 2)
-    assert not found.within(relative=eps / 4)
-    found.raise_if_different(relative=eps)
+    assert (difference.max_ulps_of_largest, difference.bitwise, difference.max_abs) == (0.5, False, eps)
+    assert found.within(ulps_of_largest=0.5)
+    assert not found.within(ulps_of_largest=0.25)
+    found.raise_if_different(ulps_of_largest=1)
     nan = compare({"x": one}, {"x": torch.full_like(one, math.nan)})
-    assert not nan.within(relative=1e9)
+    assert not nan.within(ulps_of_largest=1e9)
 
 
 def test_zeros_of_both_signs_and_other_kinds_of_numbers():
     (zeros,) = compare({"x": torch.tensor([0.0])}, {"x": torch.tensor([-0.0])}).differences
-    assert (zeros.bitwise, zeros.max_relative, zeros.max_abs) == (False, 0, 0)
+    assert (zeros.bitwise, zeros.max_ulps_of_largest, zeros.max_abs) == (False, 0, 0)
     assert compare({"x": torch.tensor([math.nan])}, {"x": torch.tensor([math.nan])}).exact
     assert compare({"x": torch.tensor([1 + 1j])}, {"x": torch.tensor([1 + 2j])}).differences[0].max_abs == 1
     assert compare({"x": torch.tensor([3, 4])}, {"x": torch.tensor([3, 9])}).differences[0].max_abs == 5
@@ -168,9 +168,9 @@ def test_the_report_has_the_worst_first():
     assert [d.name for d in found.different] == ["c", "b"]
     assert str(found).splitlines() == [
         "DIFFERENT: c, relative difference 1 (rounding explains 5e-05 in float32); 2 of 3 results differ",
-        "differs  max abs   of largest",
-        "c        1         1",
-        "b        2.38e-07  2e-07",
+        "differs  max abs   ulps of largest",
+        "c        1         8.39e+06",
+        "b        2.38e-07  2",
     ]
     many = compare({str(n): torch.zeros(1) for n in range(10)}, {str(n): torch.ones(1) for n in range(10)})
     assert str(many).endswith("... and 2 more")
