@@ -55,6 +55,7 @@ RULES: dict[str, Rule] = {
     "plans": Rule("member"),
     "plan": Rule("member"),
     "baseline": Rule("member", Role.maintainer),
+    "metrics": _READ,
     "GET api-1:openapi-json": _ANYONE,
     "GET api-1:projects": _READ,
     "POST api-1:projects": Rule("token", Role.maintainer, "write"),

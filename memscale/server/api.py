@@ -178,12 +178,16 @@ def read_run(request: HttpRequest, team: str, project: str, uid: str) -> Any:
 
 @api.get(_TEAM + "/plans/{hash}", url_name="plan", response={200: dict[str, Any], **_P})
 def read_plan(request: HttpRequest, team: str, hash: str) -> Any:
-    """Returns a plan by its hash or the first eight or more digits of it."""
+    """Returns a plan by its hash or the first eight or more digits of it; a plan never changes, and has an ETag."""
     found = list(request.auth.plans.filter(hash__startswith=hash)[:2]) if len(hash) >= 8 else []
     if len(found) != 1:
         many = "several plans begin" if found else "no plan begins"
         raise Problem(404, f"{many} with {hash!r}", "a plan is named by eight digits or more", "see the plans' page")
-    return {"hash": found[0].hash, "plan": {"memscale_plan": 1, "rules": json.loads(found[0].document)}}
+    etag = f'"{found[0].hash}"'
+    if request.headers.get("If-None-Match") == etag:
+        return HttpResponse(status=304, headers={"ETag": etag})
+    text = json.dumps({"hash": found[0].hash, "plan": {"memscale_plan": 1, "rules": json.loads(found[0].document)}})
+    return HttpResponse(text, content_type="application/json", headers={"ETag": etag})
 
 
 @api.get(_PROJECT + "/baselines/{label}", url_name="baselines", response={200: list[BaselineSchema], **_P})

@@ -17,11 +17,28 @@ from django.shortcuts import render
 
 from memscale.server.access import RULES, Rule, access_of
 from memscale.server.problems import Problem
-from memscale.server.tokens import route_of
+from memscale.server.tokens import TokenAuth, route_of
 
 #: The session key for the time at which the user chose a new password instead of entering one.
 PASSWORD_CHOSEN_AT = "memscale_password_chosen_at"
 _Next = Callable[[HttpRequest], HttpResponse]
+
+
+class Failures:
+    """Answers 503 if the database has no room or no time, and checks the host of each request."""
+
+    def __init__(self, get_response: _Next) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        request.get_host()  # rejects names of other servers, against DNS rebinding
+        if "\0" in request.path or "%00" in request.META.get("QUERY_STRING", ""):
+            raise BadRequest("a NUL in the address")
+        return self.get_response(request)
+
+    def process_exception(self, request: HttpRequest, error: Exception) -> HttpResponse | None:
+        """Returns the answer to an error of a view, or None to leave it to Django."""
+        return answer_to(request, error)
 
 
 def answer_to(request: HttpRequest, error: BaseException | None) -> HttpResponse | None:
@@ -29,7 +46,7 @@ def answer_to(request: HttpRequest, error: BaseException | None) -> HttpResponse
     problem = problem_of(error)
     if problem is None:
         return None
-    if request.path.startswith("/api/"):
+    if request.path.startswith("/api/") or request.path == "/metrics":
         return problem.response()
     return render(request, "server/problem.html", {"problem": problem}, status=problem.status)
 
@@ -47,17 +64,12 @@ def problem_of(error: BaseException | None) -> Problem | None:
 
 
 class Gate:
-    """Lets a request through to its view if the view's row in `RULES` allows it; no row, no access.
-
-    Answers 503 if the database has no room or no time.
-    """
+    """Lets a request through to its view if the view's row in `RULES` allows it; no row, no access."""
 
     def __init__(self, get_response: _Next) -> None:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        if "\0" in request.path or "%00" in request.META.get("QUERY_STRING", ""):
-            raise BadRequest("a NUL in the address")
         response = self.get_response(request)
         if not request.path.startswith("/static/"):
             response.setdefault("Cache-Control", "private, no-cache")
@@ -72,15 +84,16 @@ class Gate:
         except (Problem, DataError, OperationalError) as error:
             return answer_to(request, error)
 
-    def process_exception(self, request: HttpRequest, error: Exception) -> HttpResponse | None:
-        """Returns the answer to an error of a view, or None to leave it to Django."""
-        return answer_to(request, error)
-
     def _passed(self, request: HttpRequest, kwargs: dict[str, Any]) -> HttpResponse | None:
         rule = RULES.get(route_of(request))
         if rule is None:
             raise Http404
-        if rule.who in ("anyone", "token"):  # the API checks its tokens itself
+        if rule.who == "token" and request.resolver_match.namespace != "api-1":  # the API checks its own
+            access = TokenAuth()(request)
+            if access is None:
+                raise Problem(401, "there is no token", "this page needs a token", "send Authorization: Bearer <token>")
+            request.access = access
+        if rule.who in ("anyone", "token"):
             return None
         if not request.user.is_authenticated:
             return redirect_to_login(request.get_full_path())

@@ -3,13 +3,12 @@
 import os
 from datetime import timedelta
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import dj_database_url
 from csp.constants import NONE, SELF
 
 from memscale.core import state_folder
-from memscale.server.commands import secret_key
+from memscale.server.commands import host_of, secret_key
 
 FOLDER = Path(__file__).parent
 STATE = state_folder()
@@ -18,13 +17,9 @@ PUBLIC_URL = os.environ.get("MEMSCALE_PUBLIC_URL", "")
 
 SECRET_KEY = os.environ.get("MEMSCALE_SECRET_KEY") or secret_key(STATE)
 DEBUG = False
-ALLOWED_HOSTS = ["127.0.0.1", "localhost", "[::1]", *([urlsplit(PUBLIC_URL).hostname] if PUBLIC_URL else [])]
+ALLOWED_HOSTS = ["127.0.0.1", "localhost", "[::1]", *([host_of(PUBLIC_URL)] if PUBLIC_URL else [])]
 
-DATABASES = {
-    "default": dj_database_url.config(
-        default=f"sqlite:///{STATE / 'server.db'}", conn_max_age=600, conn_health_checks=True
-    )
-}
+DATABASES = {"default": dj_database_url.config(default=f"sqlite:///{STATE / 'server.db'}", conn_max_age=0)}
 ON_SQLITE = "sqlite" in DATABASES["default"]["ENGINE"]
 if ON_SQLITE:
     DATABASES["default"]["OPTIONS"] = {
@@ -32,6 +27,9 @@ if ON_SQLITE:
         "timeout": 20,
         "init_command": "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA cache_size = -16384;",
     }
+else:
+    # Under ASGI each request has its own thread, so a persistent connection would never be reused; a pool is.
+    DATABASES["default"].setdefault("OPTIONS", {})["pool"] = {"min_size": 2, "max_size": 12, "timeout": 20}
 
 INSTALLED_APPS = [
     "django.contrib.auth",
@@ -49,11 +47,12 @@ INSTALLED_APPS = [
     "ninja",
 ]
 MIDDLEWARE = [
-    "django.middleware.common.CommonMiddleware",  # rejects names of other servers, against DNS rebinding
+    "memscale.server.middleware.Failures",
     "django.middleware.security.SecurityMiddleware",
     "csp.middleware.CSPMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
@@ -63,6 +62,7 @@ MIDDLEWARE = [
     "memscale.server.middleware.Gate",
 ]
 ROOT_URLCONF = "memscale.server.urls"
+ASGI_APPLICATION = "memscale.server.asgi.application"
 TEMPLATES = [
     {
         "BACKEND": "django.template.backends.django.DjangoTemplates",

@@ -12,6 +12,7 @@ _PROJECT = "t/<slug:team>/<slug:project>/"
 
 urlpatterns = [
     path("healthz", views.healthz, name="healthz"),
+    path("metrics", views.metrics, name="metrics"),
     path("setup/<str:secret>", views.setup, name="setup"),
     path("join/<str:secret>", views.join, name="join"),
     path("account/", include("allauth.account.urls")),

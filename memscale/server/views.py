@@ -36,6 +36,20 @@ def healthz(request: HttpRequest) -> HttpResponse:
     return HttpResponse("ok\n", content_type="text/plain")
 
 
+@require_GET
+def metrics(request: HttpRequest) -> HttpResponse:
+    """Counts of the token's team, for Prometheus."""
+    access = request.access
+    counts = {
+        "projects": access.projects.count(),
+        "runs": access.runs.count(),
+        "plans": access.plans.count(),
+        "members": access.memberships.count(),
+    }
+    lines = [f"# TYPE memscale_{name} gauge\nmemscale_{name} {value}\n" for name, value in counts.items()]
+    return HttpResponse("".join(lines), content_type="text/plain; version=0.0.4")
+
+
 def missing(request: HttpRequest, exception: Exception) -> HttpResponse:
     """The answer to an address that does not exist or that the user may not see."""
     if request.path.startswith("/api/"):

@@ -1,4 +1,4 @@
-"""The server on PostgreSQL: runs from several clients at once, and a kill; and that its tables are alike."""
+"""The server on PostgreSQL: runs from several clients at once, a kill, and a backup; and that its tables are alike."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def url():
         yield found
 
 
-def test_runs_of_eight_clients_are_kept_once_each_through_a_kill(url, tmp_path):
+def test_runs_of_eight_clients_are_kept_once_each_through_a_kill_and_a_backup_has_them(url, tmp_path):
     statuses = []
     with running(tmp_path, DATABASE_URL=url) as (base, log, process):
         token = first_team(base, log)
@@ -39,9 +39,10 @@ def test_runs_of_eight_clients_are_kept_once_each_through_a_kill(url, tmp_path):
         assert sum(status == 201 for _, status in statuses) == 24
         process.kill()
         process.wait()
-    command = [sys.executable, "-m", "memscale", "server", "backup", str(tmp_path / "backup.db")]
+    backup = tmp_path / "backup.dump"
+    command = [sys.executable, "-m", "memscale", "server", "backup", str(backup)]
     done = subprocess.run(command, env=environment(tmp_path, DATABASE_URL=url), capture_output=True, text=True)
-    assert (done.returncode, "use pg_dump" in done.stderr) == (2, True)
+    assert (done.returncode, backup.read_bytes()[:5]) == (0, b"PGDMP"), done.stderr
     with running(tmp_path, DATABASE_URL=url) as (base, log, _):
         assert send(base, token, 0) == 200
         assert "/setup/" not in log.read_text()

@@ -58,7 +58,8 @@ def test_the_plan_has_the_librarys_hash_and_the_pages_show_it_as_its_python(team
     api = f"/api/v1/teams/{team.slug}/plans"
     answer = program.get(f"{api}/{PLAN.hash[:12]}")
     assert ms.Plan.from_json(json.dumps(answer.json()["plan"])) == PLAN
-    assert answer.json()["hash"] == PLAN.hash
+    assert answer["ETag"] == f'"{PLAN.hash}"'
+    assert program.get(f"{api}/{PLAN.hash}", headers={"if-none-match": answer["ETag"]}).status_code == 304
     assert program.get(f"{api}/{PLAN.hash[:7]}").status_code == 404
     python = plan_as_python(json.loads(PLAN.to_json())["rules"])
     assert eval(python.removeprefix("plan = "), {**{name: getattr(ms, name) for name in ms.__all__}}) == PLAN

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from django import template
 
 from memscale.core import format_bytes, format_seconds
@@ -39,6 +41,12 @@ def css(category: str) -> str:
     from memscale.server.charts import CLASSES
 
     return CLASSES.get(category, "c-other")
+
+
+@register.filter
+def got(mapping: Any, key: Any) -> Any:
+    """Returns the value of a key."""
+    return mapping.get(key)
 
 
 @register.filter
