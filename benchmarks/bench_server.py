@@ -59,7 +59,7 @@ def fill(team, project, user, count):
     access = access_of(user, team.slug)
     sample = document()
     plan, _ = Plan.objects.get_or_create(
-        team=team, hash=plan_hash(sample["plan"]["rules"]), defaults={"document": json.dumps(sample["plan"]["rules"])}
+        team=team, hash=plan_hash(sample["plan"]), defaults={"document": json.dumps(sample["plan"])}
     )
     fixed = {key: value for key, value in sample.items() if key != "measured"}
     row = _row(access, RunDocument(**sample), fixed) | {"plan": plan}

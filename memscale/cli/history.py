@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,6 +28,8 @@ from memscale.history import (
     History,
     Remote,
     Run,
+    commit_of,
+    document_of,
     is_address,
     queue_path,
     record,
@@ -46,8 +49,8 @@ class CheckOptions(StepOptions):
     baseline: Annotated[
         str,
         Option(
-            metavar="FILE|URL#LABEL",
-            help="A file of runs, or a baseline of a server's project.",
+            metavar="FILE|REF|URL#LABEL",
+            help="A file of runs, a git reference whose runs are in the history, or a baseline of a server's project.",
         ),
     ]
     plan: Shorthand = None
@@ -66,32 +69,50 @@ def check(options: CheckOptions) -> int:
     tolerance_bytes = 0 if options.tolerance is None else budget_bytes(options.tolerance, 0)
     torch.manual_seed(0)  # for models that route or drop layers at random
     step = read_step(options)
-    find, make = _source(options.baseline)
+    find, make = _source(options)
     run = _simulated(step, options)
     before = find(run)
     if before is None and not options.update:
         raise ConfigError(
             f"--baseline {options.baseline!r} has no run of {run.name!r} on {run.hardware!r}; write the first with "
-            "--update"
+            "--update into a file, or set $MEMSCALE_HISTORY where the baseline's commit is checked"
         )
     if options.update:
+        assert make is not None, "a commit's runs are not written"
         make(run)
     comparison = None if before is None else Comparison(before, run, tolerance_bytes)
     _tell(run, comparison, options)
     return DOES_NOT_FIT if comparison is not None and comparison.is_regression and not options.update else 0
 
 
-def _source(baseline: str) -> tuple[Callable[[Run], Run | None], Callable[[Run], None]]:
+def _source(options: CheckOptions) -> tuple[Callable[[Run], Run | None], Callable[[Run], object] | None]:
     """Returns the functions that find the baseline of a run and make the run the baseline.
 
-    A baseline is in a file of runs, or under the label of a server's project.
+    A baseline is in a file of runs, under the label of a server's project, or among the runs of a commit in the
+    history; the second function of a commit is `None`.
     """
-    if is_address(baseline):
-        url, _, label = baseline.partition("#")
+    if is_address(options.baseline):
+        url, _, label = options.baseline.partition("#")
         remote = Remote(url)
         return partial(remote.baseline, label or "main"), partial(remote.set_baseline, label or "main")
-    file = Baseline(baseline)
-    return lambda run: file.run(run.name, run.hardware), file.write
+    path = Path(options.baseline)
+    if options.update or path.exists() or path.suffix:
+        if path.is_dir() or not path.resolve().parent.is_dir():
+            raise ConfigError(f"--baseline {options.baseline!r} must be a file in a folder that exists")
+        file = Baseline(path)
+        return lambda run: file.run(run.name, run.hardware), file.write
+    commit = commit_of(options.baseline)
+    if not commit:
+        raise ConfigError(
+            f"--baseline {options.baseline!r} is neither a file nor a git reference here; pass one of them, or make "
+            "the file with --update"
+        )
+
+    def newest(run: Run) -> Run | None:
+        with History() as history:
+            return next(iter(history.runs(name=run.name, hardware=run.hardware, commit=commit, last=1)), None)
+
+    return newest, None
 
 
 def _simulated(step: Step, options: CheckOptions) -> Run:
@@ -196,7 +217,7 @@ def push(
         if dry_run:
             runs = [run for run, *_ in history.waiting()] if url is None else history.unsent(url)
             for run in runs:
-                print(run.to_json())
+                print(json.dumps(document_of(run)))
             return 0
         if url is not None:
             history.queue(url)

@@ -4,8 +4,8 @@ from memscale.history.baseline import Baseline, Comparison
 from memscale.history.database import History
 from memscale.history.export import TEXTS, TRACKERS
 from memscale.history.recording import is_address, keep, keep_measured, queue_path, record
-from memscale.history.remote import Remote, send
-from memscale.history.run import Run, commit_here
+from memscale.history.remote import Remote, document_of, send
+from memscale.history.run import Run, commit_of
 
 __all__ = [
     "TEXTS",
@@ -15,7 +15,8 @@ __all__ = [
     "History",
     "Remote",
     "Run",
-    "commit_here",
+    "commit_of",
+    "document_of",
     "is_address",
     "keep",
     "keep_measured",

@@ -94,18 +94,25 @@ class Baseline:
         """Returns all runs in the file; empty if there is no file.
 
         Raises:
-            ConfigError: the file cannot be read, or is no file of runs.
+            ConfigError: the file cannot be read, or a line is not a run.
         """
+        remedy = "restore the file from version control, or remove it and record the baseline again"
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-            return [Run.from_json(line) for line in lines]
         except OSError as error:
             raise ConfigError(f"the baseline {str(self.path)!r} cannot be read: {error.strerror}") from error
-        except (ConfigError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"the baseline {str(self.path)!r} is no file of runs that this version reads; restore the file from "
-                "version control, or remove it and record the baseline again"
-            ) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the baseline {str(self.path)!r} is no text; {remedy}") from error
+        found = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                found.append(Run.from_json(line))
+            except ConfigError as error:
+                why = "" if isinstance(error.__cause__, ValueError) else f": {error}"  # a parser's words say nothing
+                raise ConfigError(
+                    f"line {number} of the baseline {str(self.path)!r} is no run{why}; {remedy}"
+                ) from error
+        return found
 
     def run(self, name: str, hardware: str) -> Run | None:
         """Returns the run of this step on this device, or None."""

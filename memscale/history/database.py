@@ -123,15 +123,25 @@ class History:
         with self._transaction() as execute:
             execute("UPDATE delivery SET done = 1 WHERE run = ? AND url = ? AND stamp = ?", (run.id, url, stamp))
 
-    def runs(self, *, name: str | None = None, last: int | None = None) -> list[Run]:
-        """Returns the runs, oldest first.
+    def runs(
+        self,
+        *,
+        name: str | None = None,
+        hardware: str | None = None,
+        commit: str | None = None,
+        last: int | None = None,
+    ) -> list[Run]:
+        """Returns the runs that match all given arguments, oldest first.
 
         Args:
-            name: the name of the runs to return; None is all.
+            name: as in `Run`.
+            hardware: as in `Run`.
+            commit: a commit without ``"+"``; runs with changed files count as the commit's.
             last: the number of newest runs to return; None is all.
         """
-        which = "WHERE name = ifnull(:name, name) ORDER BY id DESC LIMIT ifnull(:last, -1)"
-        return self._found(which, name=name, last=last)[::-1]
+        which = """WHERE name = ifnull(:name, name) AND hardware = ifnull(:hardware, hardware)
+                   AND commit_ = ifnull(:commit, commit_) ORDER BY id DESC LIMIT ifnull(:last, -1)"""
+        return self._found(which, name=name, hardware=hardware, commit=commit, last=last)[::-1]
 
     def run(self, start: str) -> Run:
         """Returns the run whose id begins with `start`; ``"last"`` is the newest run.
@@ -139,13 +149,18 @@ class History:
         Raises:
             ConfigError: no run, or more than one run, begins with `start`.
         """
-        which = "WHERE substr(id, 1, length(:start)) = :start OR :start = 'last' ORDER BY id DESC LIMIT 2"
+        which = (
+            "ORDER BY id DESC LIMIT 1" if start == "last" else "WHERE substr(id, 1, length(:start)) = :start LIMIT 2"
+        )
         found = self._found(which, start=start)
-        if not found or (len(found) > 1 and start != "last"):
-            raise ConfigError(
-                f"{'several runs begin' if found else 'no run begins'} with {start!r} in {str(self.path)!r}; "
-                "`memscale history list` shows the ids"
-            )
+        if len(found) != 1 or not start:
+            if not start:
+                fault = "an id is empty; write the beginning of one, or last"
+            elif start == "last":
+                fault = f"there are no runs yet in {str(self.path)!r}"
+            else:
+                fault = f"{'several runs begin' if found else 'no run begins'} with {start!r} in {str(self.path)!r}"
+            raise ConfigError(f"{fault}; `memscale history list` shows the ids")
         return found[0]
 
     def _found(self, which: str, **values: object) -> list[Run]:

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -24,6 +25,18 @@ _PAGE = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 _SECRET = "MEMSCALE_TOKEN"
+
+# The document of a run: the limits of the server, and the fields that it shares with a run and with a run's profile.
+_MOST_BYTES = 256 << 10
+_MOST_MODULES = 1000
+_OF_RUN = (
+    *("id", "name", "made", "commit", "versions", "simulator", "decision_source", "measured", "model", "config"),
+    *("budget_bytes", "timeline", "shapes"),
+)
+_OF_PROFILE = (
+    *("peak_bytes", "first_step_peak_bytes", "reserved_peak_bytes", "step_seconds", "flops", "by_category", "by_tier"),
+    *("exposed_seconds", "notes"),
+)
 
 
 class Refused(MemscaleError):
@@ -68,7 +81,7 @@ class Remote:
             ConfigError: there is no token, or the address is a team's.
             RuntimeUnavailable: the server cannot be reached.
         """
-        return bool(self._request("POST", f"{self._in_project}/runs", run.to_json())["new"])
+        return bool(self._request("POST", f"{self._in_project}/runs", document_of(run))["new"])
 
     def baseline(self, label: str, like: Run) -> Run | None:
         """Returns the baseline run for the name and device of `like` under a label, or None.
@@ -80,9 +93,7 @@ class Remote:
         """
         query = urlencode({"name": like.name, "card": like.hardware})
         found = self._request("GET", f"{self._in_project}/baselines/{quote(label, safe='')}?{query}")
-        if not found:
-            return None
-        return Run.from_json(json.dumps(self._request("GET", f"{self._in_project}/runs/{found[0]['run']}")))
+        return run_of(self._request("GET", f"{self._in_project}/runs/{found[0]['run']}"), like) if found else None
 
     def set_baseline(self, label: str, run: Run) -> None:
         """Sends a run and makes it the baseline of its name and device under a label.
@@ -93,7 +104,7 @@ class Remote:
             RuntimeUnavailable: the server cannot be reached.
         """
         self.send(run)
-        self._request("PUT", f"{self._in_project}/baselines/{quote(label, safe='')}", json.dumps({"run": run.id}))
+        self._request("PUT", f"{self._in_project}/baselines/{quote(label, safe='')}", {"run": run.id})
 
     def plan(self, name: str) -> Plan:
         """Returns the plan with a hash such as ``"plan:9f3c..."``, given by at least eight digits.
@@ -118,8 +129,8 @@ class Remote:
             raise ConfigError(f"{self.url} is a team's page; pass a project's, such as {self.url}project/")
         return self._project
 
-    def _request(self, method: str, path: str, body: str | None = None) -> Any:
-        sent = None if body is None else body.encode()
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        sent = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {token()}"}
         status, answer = http_request(method, f"{self._site}{path}", headers, sent, seconds=_SECONDS)
         is_answered = 200 <= status < 300
@@ -152,6 +163,71 @@ def send(history: History) -> Iterator[tuple[Run, str]]:
         yield run, said
 
 
+def document_of(run: Run) -> dict[str, Any]:
+    """Returns the JSON that is sent of a run: a fixed list of fields. No other data leaves the machine.
+
+    docs/server-data.md lists the fields; a server checks documents by the schema in `memscale.server.documents`. Of a
+    very large model, the smallest modules are summed up as ``"(others)"``.
+    """
+    data = json.loads(run.to_json())
+    profile, hardware = data["profile"], run.profile.hardware
+    modules = sorted(profile["categories_by_module"].items(), key=lambda each: -sum(each[1].values()))
+    predicted = {
+        **{name: profile[name] for name in _OF_PROFILE},
+        "moment": [profile["moment"][name] for name in ("op", "path", "phase")],
+        "by_module": {},
+        "holdings": profile["holdings"],
+        "notes": [note[:2000] for note in profile["notes"][:50]],
+    }
+    document = {
+        "memscale_run_document": 1,
+        **{name: data[name] for name in _OF_RUN},
+        "name": run.name[:200],
+        "config": run.config[:2000],
+        "hardware": {name: getattr(hardware, name) for name in ("name", "device_type", "memory_bytes", "usable_bytes")},
+        "predicted": predicted,
+        "plan": json.loads(run.plan)["rules"] if run.plan else None,
+    }
+    most = _MOST_MODULES
+    while True:
+        predicted["by_module"] = _largest(modules, most)
+        if most == 1 or len(json.dumps(document)) <= _MOST_BYTES:
+            return document
+        most //= 2
+
+
+def run_of(document: Mapping[str, Any], like: Run) -> Run:
+    """Returns the run in a document from a server, for a comparison with `like`, a run of the same step and device.
+
+    Raises:
+        ConfigError: the document lacks a field.
+    """
+    data = json.loads(like.to_json())
+    try:
+        predicted, rules = document["predicted"], document["plan"]
+        data["profile"] |= {
+            **{name: predicted[name] for name in _OF_PROFILE},
+            "moment": dict(zip(("op", "path", "phase"), predicted["moment"], strict=True)),
+            "categories_by_module": predicted["by_module"],
+            "holdings": [],
+            "seconds_by_module": {},
+        }
+        data |= {name: document[name] for name in _OF_RUN}
+        data["plan"] = "" if rules is None else json.dumps({"memscale_plan": 1, "rules": rules})
+        return Run.from_json(json.dumps(data))
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        raise ConfigError(f"the server's answer is no run: {error!r}; check the address") from error
+
+
+def _largest(modules: list[tuple[str, dict[str, int]]], most: int) -> dict[str, dict[str, int]]:
+    if len(modules) <= most:
+        return dict(modules)
+    others = Counter[str]()
+    for _, categories in modules[most - 1 :]:
+        others.update(categories)
+    return {**dict(modules[: most - 1]), "(others)": dict(others)}
+
+
 def token() -> str:
     """Returns the token from ``$MEMSCALE_TOKEN``, or from a file that only this user can read.
 
@@ -159,7 +235,7 @@ def token() -> str:
         ConfigError: there is no token, or others can read the file.
     """
     settings = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    path = settings / "memscale" / "token"
+    path = Path(os.environ.get(f"{_SECRET}_FILE") or settings / "memscale" / "token")
     text = os.environ.get(_SECRET)
     if not text:
         try:

@@ -11,7 +11,6 @@ import platform
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import nn
 from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.core import ConfigError, Document, tensors
-from memscale.hardware import Hardware
 from memscale.planning import ProvenPlan, simulator
 from memscale.simulation import Profile
 
@@ -30,25 +28,18 @@ _MOST_HOLDINGS = 20
 _MOST_SHAPES = 16
 _MOST_COLUMNS = 160  # columns of a stored timeline
 _GIT_SECONDS = 5.0
-# The largest document is below a server's limit of 1 MiB for a request.
-_MOST_MODULES = 1000
-_MOST_NOTES = 50
-_LONGEST_NAME, _LONGEST_CONFIG = 200, 2000
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A prediction of one step of one model on one device, as an immutable value with a JSON form.
 
-    The JSON is the row of a history, the line of a baseline, and what a server gets (docs/server-data.md).
-
     Attributes:
         id: 16 hexadecimal digits; they sort by the time at which the runs were made.
-        name: the step, at most 200 letters; runs of one name on one device can be compared.
+        name: the step; runs of one name on one device can be compared.
         made: the time in UTC, such as ``"2026-11-22T10:00:00Z"``.
-        profile: the prediction, without its timeline, its schedule and its times by module. Of a model with more than
-            1,000 modules, the smallest are summed up as ``"(others)"``.
-        plan: the data of the applied plan's JSON, or None.
+        profile: the prediction, without its timeline and schedule.
+        plan: the JSON of the applied plan, or ``""``.
         commit: the commit of the repository around the working directory, with ``"+"`` if files were changed since;
             ``""`` outside of a repository.
         versions: of memscale, torch and python.
@@ -63,14 +54,13 @@ class Run:
         budget_bytes: the budget of the plan, or None if unknown.
         timeline: live bytes by category over the step, with the few columns of a small picture. It takes no part in
             comparisons, and is None in a baseline's file.
-        usable_bytes: the memory of the device that a step can use.
     """
 
     id: str
     name: str
     made: str
     profile: Profile
-    plan: Mapping[str, Any] | None
+    plan: str
     commit: str
     versions: Mapping[str, str]
     simulator: str
@@ -81,7 +71,6 @@ class Run:
     config: str = ""
     budget_bytes: int | None = None
     timeline: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
-    usable_bytes: int = 0
 
     @classmethod
     def of(
@@ -123,11 +112,13 @@ class Run:
         source = "user" if proven is None else proven.decision.decision_source
         return cls(
             id=f"{now // 1000:013x}{os.urandom(2).hex()[:3]}",
-            name=name[:_LONGEST_NAME],
+            name=name,
             made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now // 1_000_000_000)),
-            profile=_figures_of(profile),
-            plan=None if plan is None else json.loads(Plan.to_json(plan)),
-            commit=commit_here(),
+            profile=dataclasses.replace(
+                profile, changes=(), positions=(), schedule=None, holdings=profile.holdings[:_MOST_HOLDINGS]
+            ),
+            plan="" if plan is None else Plan.to_json(plan),
+            commit=_commit_here(),
             versions={
                 "memscale": sys.modules["memscale"].__version__,
                 "torch": torch.__version__,
@@ -138,10 +129,9 @@ class Run:
             measured=dict(measured or {}),
             model=_hash_of(model) if isinstance(model, nn.Module) else "",
             shapes=tuple(_shape_of(tensor) for tensor in tensors(batch)[:_MOST_SHAPES]),
-            config="" if config is None or not config.given else repr(config)[:_LONGEST_CONFIG],
+            config="" if config is None or not config.given else repr(config),
             budget_bytes=None if proven is None else proven.evidence.budget_bytes,
             timeline=_timeline_of(profile),
-            usable_bytes=profile.hardware.usable_bytes,
         )
 
     @property
@@ -152,7 +142,7 @@ class Run:
     @property
     def plan_hash(self) -> str:
         """`Plan.hash` of the plan, or ``""``."""
-        return Plan.from_json(json.dumps(self.plan)).hash if self.plan else ""
+        return Plan.from_json(self.plan).hash if self.plan else ""
 
     @property
     def verdict(self) -> str:
@@ -174,12 +164,9 @@ class Run:
         """
         data = _DOCUMENT.read(text)
         with _DOCUMENT.parts():
-            # Fields that documents of 0.2.0 lack get their defaults; the plan in them is text.
-            data["shapes"] = tuple(data.get("shapes", ()))
-            data["profile"] = Profile.from_json(json.dumps(data["profile"]))
-            if isinstance(data["plan"], str):
-                data["plan"] = json.loads(data["plan"]) if data["plan"] else None
-            return cls(**data)
+            # Fields that older documents lack get their defaults.
+            shapes = tuple(data.get("shapes", ()))
+            return cls(**data | {"profile": Profile.from_json(json.dumps(data["profile"])), "shapes": shapes})
 
     def summary(self) -> dict[str, Any]:
         """Returns the run's figures by name, as one row of a table."""
@@ -201,26 +188,6 @@ class Run:
             "decision_source": self.decision_source,
             **{f"measured_{name}": value for name, value in self.measured.items()},
         }
-
-
-def _figures_of(profile: Profile) -> Profile:
-    """Returns the profile without what grows with the operators of a step or with the size of a model."""
-    hardware = profile.hardware
-    modules = sorted(profile.categories_by_module.items(), key=lambda each: -sum(each[1].values()))
-    others = Counter[str]()
-    for _, categories in modules[_MOST_MODULES:]:
-        others.update(categories)
-    return dataclasses.replace(
-        profile,
-        hardware=Hardware(hardware.name, hardware.device_type, hardware.memory_bytes),
-        notes=profile.notes[:_MOST_NOTES],
-        categories_by_module=dict(modules[:_MOST_MODULES]) | ({"(others)": dict(others)} if others else {}),
-        holdings=profile.holdings[:_MOST_HOLDINGS],
-        seconds_by_module={},
-        changes=(),
-        positions=(),
-        schedule=None,
-    )
 
 
 def _timeline_of(profile: Profile) -> dict[str, Any] | None:
@@ -251,10 +218,14 @@ def _shape_of(tensor: torch.Tensor) -> str:
     return f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
 
 
+def commit_of(reference: str) -> str:
+    """Returns the commit that a git reference names in the working directory, or ``""``."""
+    return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{reference}^{{commit}}")
+
+
 @functools.cache  # once per process, because git would slow every run down
-def commit_here() -> str:
-    """Returns the commit of the working directory, with ``"+"`` if files were changed since; ``""`` without one."""
-    found = _git("rev-parse", "--verify", "--quiet", "HEAD")
+def _commit_here() -> str:
+    found = commit_of("HEAD")
     return f"{found}+" if found and _git("status", "--porcelain", "--untracked-files=no") else found
 
 

@@ -15,6 +15,7 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.utils import timezone
 from ninja import NinjaAPI, Schema, Status
 from ninja.errors import AuthenticationError, HttpError, ValidationError
+from ninja.parser import Parser
 from pydantic import Field
 
 from memscale.server.access import Access
@@ -24,6 +25,41 @@ from memscale.server.middleware import problem_of
 from memscale.server.models import Baseline, Run
 from memscale.server.problems import Problem
 from memscale.server.tokens import TokenAuth
+
+_MOST_DEEP = 32
+
+
+class _Strict(Parser):
+    """Parses JSON of at most `_MOST_DEEP` levels, without NaN and without duplicate keys."""
+
+    def parse_body(self, request: HttpRequest) -> Any:
+        try:
+            data = json.loads(request.body, parse_constant=_refused, object_pairs_hook=_once)
+        except (ValueError, RecursionError) as error:
+            raise Problem(400, f"the body is not JSON: {error}", "a body is one JSON document", "mend it") from error
+        level, deep = [data], 0
+        while level:
+            deep += 1
+            if deep > _MOST_DEEP:
+                raise Problem(400, "the JSON is too deep", f"at most {_MOST_DEEP} levels", "send a flatter document")
+            level = [
+                item
+                for each in level
+                if isinstance(each, (dict, list))
+                for item in (each.values() if isinstance(each, dict) else each)
+            ]
+        return data
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(f"JSON has no number {name}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return found
 
 
 class ProblemSchema(Schema):
@@ -122,6 +158,7 @@ api = NinjaAPI(
     title="memscale",
     version="1",
     auth=TokenAuth(),
+    parser=_Strict(),
     docs_url=None,
     openapi_extra={"info": {"license": {"name": "Apache-2.0"}}},
 )

@@ -1,6 +1,6 @@
 """The closed schema of what clients send, and the conversion of runs and plans to database rows.
 
-`memscale.history.Run.to_json` writes it. Unlisted fields, texts that are too long or have control characters, and
+`memscale.history.remote` writes this form. Unlisted fields, texts that are too long or have control characters, and
 numbers that are not finite are rejected; pages are made from these fields only.
 """
 
@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 from django.db import transaction
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from memscale.server import models
 from memscale.server.access import Access
-from memscale.server.models import Document, Measurement, Project, Run
+from memscale.server.models import Document, Measurement, Plan, Project, Run
 from memscale.server.problems import Problem
 
+MOST_BYTES = 256 << 10
 _MOST_COLUMNS = 240
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\ud800-\udfff]")
 
@@ -40,25 +40,24 @@ Commit = Annotated[str, Field(pattern=r"^([0-9a-f]{40,63}\+?)?$")]
 Hash = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 Bytes = Annotated[int, Field(ge=-(1 << 60), le=1 << 60)]
 Size = Annotated[int, Field(ge=0, le=1 << 60)]
-Measured = Annotated[dict[Named, float], Field(max_length=64)]
-Phases = Annotated[list[tuple[Word, float]], Field(max_length=64)]
-Nothing = Annotated[list[None], Field(max_length=0)]
+Real = Annotated[float, Field(allow_inf_nan=False)]
+Measured = Annotated[dict[Named, Real], Field(max_length=64)]
 Sizes = Annotated[dict[Word, Bytes], Field(max_length=32)]
 
 
 class Closed(BaseModel):
-    """A schema that rejects unknown fields, and numbers that are not finite; pydantic limits the depth of its JSON."""
+    """A schema that rejects unknown fields."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=False)
 
 
 class Hardware(Closed):
     """The device that a prediction is for."""
 
-    memscale_hardware: Literal[1]
     name: Named
     device_type: Word
     memory_bytes: Size
+    usable_bytes: Size
 
 
 class Holding(Closed):
@@ -77,8 +76,8 @@ class Timeline(Closed):
     """Live bytes over the step by category, in equal columns that each show their highest moment."""
 
     unit: Literal["seconds", "operators"]
-    end: Annotated[float, Field(ge=0)]
-    phases: Phases
+    end: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    phases: Annotated[list[tuple[Word, Real]], Field(max_length=64)]
     live: Annotated[dict[Word, Annotated[list[Size], Field(max_length=_MOST_COLUMNS)]], Field(max_length=32)]
 
     @model_validator(mode="after")
@@ -88,39 +87,21 @@ class Timeline(Closed):
         return self
 
 
-class Moment(Closed):
-    """The moment of the peak."""
+class Predicted(Closed):
+    """The figures of the simulated step."""
 
-    op: Path
-    path: Path
-    phase: Word
-
-
-class Profile(Closed):
-    """The figures of the simulated step, without what grows with its operators."""
-
-    memscale_profile: Literal[1]
-    method: Word
-    hardware: Hardware
     peak_bytes: Size
     first_step_peak_bytes: Size
     reserved_peak_bytes: Size | None
-    step_seconds: Annotated[float, Field(ge=0)] | None
+    step_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
     flops: Annotated[int, Field(ge=0, le=1 << 62)]
-    moment: Moment
+    moment: Annotated[list[Path], Field(min_length=3, max_length=3)]
     by_category: Sizes
-    categories_by_module: Annotated[dict[Path, Sizes], Field(max_length=1001)]
+    by_module: Annotated[dict[Path, Sizes], Field(max_length=1000)]
     by_tier: Sizes
-    exposed_seconds: Annotated[dict[Word, float], Field(max_length=32)]
+    exposed_seconds: Annotated[dict[Word, Real], Field(max_length=32)]
     holdings: Annotated[list[Holding], Field(max_length=20)]
     notes: Annotated[list[Text], Field(max_length=50)]
-    prefetch_depth: Size | None = None
-    position_unit: Word = ""
-    phases: Phases = Field(default_factory=list)
-    schedule: None = None
-    seconds_by_module: Annotated[dict[Path, float], Field(max_length=0)] = Field(default_factory=dict)
-    changes: Nothing = Field(default_factory=list)
-    positions: Nothing = Field(default_factory=list)
 
 
 class Rule(Closed):
@@ -130,25 +111,18 @@ class Rule(Closed):
     transform: dict[str, JsonValue]
 
 
-class Plan(Closed):
-    """A plan, as `memscale.Plan.to_json` writes it."""
-
-    memscale_plan: Literal[1]
-    rules: Annotated[list[Rule], Field(max_length=2000)]
-
-
 class RunDocument(Closed):
     """A run: the prediction for a training step, its origin, and measurements."""
 
-    memscale_run: Literal[1]
+    memscale_run_document: Literal[1]
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     name: Line
     made: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
-    profile: Profile
-    usable_bytes: Size
+    hardware: Hardware
+    predicted: Predicted
     measured: Measured = Field(default_factory=dict)
     timeline: Timeline | None = None
-    plan: Plan | None = None
+    plan: Annotated[list[Rule], Field(max_length=2000)] | None = None
     budget_bytes: Size | None = None
     model: Hash = ""
     shapes: Annotated[list[Word], Field(max_length=16)] = Field(default_factory=list)
@@ -171,10 +145,10 @@ class RunDocument(Closed):
     @property
     def taken_bytes(self) -> int:
         """The device memory of the step: the bytes that its allocator reserves, if it has a caching allocator."""
-        profile = self.profile
-        if profile.reserved_peak_bytes is not None:
-            return profile.reserved_peak_bytes
-        return max(profile.peak_bytes, profile.first_step_peak_bytes)
+        predicted = self.predicted
+        if predicted.reserved_peak_bytes is not None:
+            return predicted.reserved_peak_bytes
+        return max(predicted.peak_bytes, predicted.first_step_peak_bytes)
 
 
 def plan_hash(rules: Any) -> str:
@@ -189,10 +163,13 @@ def keep(access: Access, project: Project, sent: RunDocument) -> bool:
     A run that is sent again may add measurements; nothing else of it may differ.
 
     Raises:
-        Problem: 409 for a different document with the same id.
+        Problem: 413 for a document above the limit, 409 for a different document with the same id.
     """
     fixed = sent.model_dump(mode="json", exclude={"measured"})
     text = json.dumps(fixed, separators=(",", ":"), sort_keys=True)
+    if len(text) > MOST_BYTES:
+        rule, remedy = f"a run has at most {MOST_BYTES:,} bytes", "send fewer modules or notes"
+        raise Problem(413, f"the run has {len(text):,} bytes", rule, remedy)
     with transaction.atomic():
         run, new = Run.objects.get_or_create(project=project, uid=sent.id, defaults=_row(access, sent, fixed))
         if new:
@@ -215,24 +192,24 @@ def keep(access: Access, project: Project, sent: RunDocument) -> bool:
 def _row(access: Access, sent: RunDocument, fixed: dict[str, Any]) -> dict[str, Any]:
     plan = None
     if sent.plan is not None:
-        rules = fixed["plan"]["rules"]
-        plan, _ = models.Plan.objects.get_or_create(
+        rules = fixed["plan"]
+        plan, _ = Plan.objects.get_or_create(
             team=access.team, hash=plan_hash(rules), defaults={"document": json.dumps(rules)}
         )
     return {
         "name": sent.name,
-        "card": sent.profile.hardware.name,
+        "card": sent.hardware.name,
         "model": sent.model,
         "commit": sent.commit,
         "made": sent.made_at,
         "sent_by": access.user,
         "plan": plan,
         "budget_bytes": sent.budget_bytes,
-        "usable_bytes": sent.usable_bytes,
+        "usable_bytes": sent.hardware.usable_bytes,
         "taken_bytes": sent.taken_bytes,
-        "peak_bytes": sent.profile.peak_bytes,
+        "peak_bytes": sent.predicted.peak_bytes,
         "measured_bytes": _measured_bytes(sent),
-        "step_seconds": sent.profile.step_seconds,
+        "step_seconds": sent.predicted.step_seconds,
     }
 
 

@@ -52,9 +52,7 @@ def differences(before: Mapping[str, int], after: Mapping[str, int]) -> list[tup
 
 def by_module(document: Mapping[str, Any]) -> dict[str, int]:
     """Returns the bytes at the peak by module."""
-    return {
-        path or "(root)": sum(parts.values()) for path, parts in document["profile"]["categories_by_module"].items()
-    }
+    return {path or "(root)": sum(parts.values()) for path, parts in document["predicted"]["by_module"].items()}
 
 
 def commits(runs: Any) -> list[dict[str, Any]]:

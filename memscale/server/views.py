@@ -224,7 +224,7 @@ def run(request: HttpRequest, team: str, project: str, uid: str) -> HttpResponse
     """Shows a run: predicted and measured figures, timeline, notes and plan."""
     found = request.access.run(project, uid)
     document = document_of(found)
-    predicted, measured = document["profile"], document["measured"]
+    predicted, measured = document["predicted"], document["measured"]
     rows = [
         (name, nbytes, measured.get(f"{name.replace(' ', '_')}_bytes"))
         for name, nbytes in sorted(predicted["by_category"].items(), key=lambda item: -item[1])
@@ -239,7 +239,7 @@ def run(request: HttpRequest, team: str, project: str, uid: str) -> HttpResponse
         rows=rows,
         modules=modules[:100],
         chart=charts.timeline_chart(document["timeline"], predicted["peak_bytes"]) if document["timeline"] else "",
-        python=pages.plan_as_python(document["plan"]["rules"]) if document["plan"] is not None else "",
+        python=pages.plan_as_python(document["plan"]) if document["plan"] is not None else "",
         error=predicted["peak_bytes"] / found.measured_bytes - 1 if found.measured_bytes else None,
         baselines=list(found.baselines.order_by("label")),
         form=forms.NewBaseline() if request.access.may(Role.maintainer) else None,
@@ -254,7 +254,7 @@ def compare(request: HttpRequest, team: str, project: str) -> HttpResponse:
         return _page(request, "sorry", why="Choose two runs of the list to compare.", status=400)
     found = [request.access.run(project, uid) for uid in ids]
     documents = [document_of(each) for each in found]
-    predicted = [each["profile"] for each in documents]
+    predicted = [each["predicted"] for each in documents]
     peaks = {
         name: [each[name] for each in predicted]
         for name in ("peak_bytes", "first_step_peak_bytes", "reserved_peak_bytes")

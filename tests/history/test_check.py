@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -122,7 +123,7 @@ def test_a_smaller_step_is_told_and_becomes_the_baseline(checked):
 def test_a_tolerance_is_bytes(capsys, tolerance):
     arguments = ["history", "check", "--hf", "sample:make", "--baseline", "base.json", "--tolerance", tolerance]
     assert run(arguments) == 2
-    assert f"'--tolerance': must be 6GiB, 6GB or bytes, got {tolerance!r}" in capsys.readouterr().err
+    assert f"--tolerance must be 6GiB, 6GB or bytes, got {tolerance!r}" in capsys.readouterr().err
 
 
 def test_a_baseline_that_is_not_there(tmp_path, monkeypatch, capsys):
@@ -130,24 +131,44 @@ def test_a_baseline_that_is_not_there(tmp_path, monkeypatch, capsys):
     assert status == 2
     assert re.search(r"has no run of .* on 'Tesla T4'; write the first with --update", said.err)
     monkeypatch.chdir(tmp_path)
-    assert check(tmp_path, monkeypatch, capsys, "sample_without", MODEL, "--baseline", ".")[0] == 2
+    arguments = ["history", "check", "--hf", "sample_without:make", "--gpu", "t4", "--baseline", "no-such-branch"]
+    assert run(arguments) == 2
+    assert "is neither a file nor a git reference here" in capsys.readouterr().err
 
 
-def test_the_history_lists_shows_and_compares_runs(tmp_path, monkeypatch, capsys):
+def test_the_runs_of_a_commit_are_a_baseline(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    monkeypatch.setattr("memscale.history.run._commit_here", lambda: commit)
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
     monkeypatch.setenv("MEMSCALE_HISTORY", str(tmp_path / "runs.db"))
-    for at, text in enumerate((MODEL, MODEL.replace("range(3)", "range(4)"))):
-        assert check(tmp_path, monkeypatch, capsys, f"sample_{at}", text, "--update")[0] == 0
+
+    def at(reference, text):
+        (tmp_path / "sample_of_commits.py").write_text(text)
+        sys.modules.pop("sample_of_commits", None)
+        arguments = ["history", "check", "--hf", "sample_of_commits:make", "--gpu", "t4", "--seq", "32"]
+        return run([*arguments, "--baseline", reference])
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert at("HEAD", MODEL) == 0  # it is its own baseline
+    commit = "of the next one"
+    assert at("HEAD", MODEL.replace("range(3)", "range(4)")) == 3
+    assert "regression: sample_of_commits:make batch=1 seq=32" in capsys.readouterr().out
     assert run(["history", "list"]) == run(["history", "show", "last"]) == run(["history", "export"]) == 0
     listed = capsys.readouterr().out
-    assert listed.count("sample_1:make") >= 3
-    assert run(["history", "compare", listed.splitlines()[1].split()[0]]) == 0
+    assert listed.count("sample_of_commits:make") >= 4
+    first = listed.splitlines()[1].split()[0]
+    assert run(["history", "compare", first]) == 0
     assert capsys.readouterr().out.startswith("regression: ")
 
 
 @pytest.mark.parametrize(
     ("start", "said"),
     [
-        ("last", "no run begins with 'last' in '"),
+        ("", "an id is empty; write the beginning of one, or last; `memscale history list` shows the ids"),
+        ("last", "there are no runs yet in '"),
         ("0", "no run begins with '0' in '"),
     ],
 )

@@ -81,9 +81,9 @@ def realistic(number):
     }
     data["timeline"]["phases"] = [["forward", 0.0], ["backward", 0.115], ["optimizer", 0.22]]
     peak = max(sum(column) for column in zip(*data["timeline"]["live"].values(), strict=True))
-    data["profile"] |= {"peak_bytes": peak, "first_step_peak_bytes": peak, "reserved_peak_bytes": peak + (700 << 20)}
-    data["profile"] |= {"by_category": categories, "step_seconds": 0.31 + number / 100}
-    data["profile"]["categories_by_module"] = {
+    data["predicted"] |= {"peak_bytes": peak, "first_step_peak_bytes": peak, "reserved_peak_bytes": peak + (700 << 20)}
+    data["predicted"] |= {"by_category": categories, "step_seconds": 0.31 + number / 100}
+    data["predicted"]["by_module"] = {
         **{f"layers.{at}.mlp": {"activation": (300 << 20) + grown // 12} for at in range(12)},
         "embed": {"parameter": 500 << 20},
     }

@@ -115,7 +115,7 @@ def test_a_plan_is_pulled_by_its_hash_and_another_plan_is_refused(server, histor
     url, token, _, team = server
     monkeypatch.setenv("MEMSCALE_TOKEN", token)
     plan = ms.Plan({"layers.*": ms.checkpoint(), "": ms.step_in_backward()})
-    sent = document(0xABC, plan=json.loads(plan.to_json()))
+    sent = document(0xABC, plan=json.loads(plan.to_json())["rules"])
     assert post(client(token=token), f"/api/v1/teams/{team.slug}/projects/llama/runs", sent).status_code == 201
     source = url.removesuffix("llama/")
     _, text, said = memscale("plan", "pull", f"plan:{plan.hash[:12]}", "--from", source)

@@ -82,42 +82,27 @@ def client(user=None, token=None, **options):
     return found
 
 
-def plan(*rules):
-    """A plan of these rules, as clients send it."""
-    return {"memscale_plan": 1, "rules": list(rules)}
-
-
 def document(number=0, **changes):
     """A run as clients send it."""
     found = {
-        "memscale_run": 1,
+        "memscale_run_document": 1,
         "id": f"{number:016x}",
         "name": "mlp batch=8",
         "made": f"2026-11-{1 + number // 1440 % 28:02}T{number // 60 % 24:02}:{number % 60:02}:00Z",
-        "usable_bytes": 15 << 30,
-        "profile": {
-            "memscale_profile": 1,
-            "method": "static",
-            "hardware": {"memscale_hardware": 1, "name": "Tesla T4", "device_type": "cuda", "memory_bytes": 16 << 30},
+        "hardware": {"name": "Tesla T4", "device_type": "cuda", "memory_bytes": 16 << 30, "usable_bytes": 15 << 30},
+        "predicted": {
             "peak_bytes": (1 << 30) + number,
             "first_step_peak_bytes": 1 << 30,
             "reserved_peak_bytes": (3 << 29) + number,
             "step_seconds": 0.25,
             "flops": 10**12,
-            "moment": {"op": "aten::mm", "path": "layers.0", "phase": "backward"},
+            "moment": ["aten::mm", "layers.0", "backward"],
             "by_category": {"parameter": 1 << 29, "activation": (1 << 29) + number},
-            "categories_by_module": {"": {"input": 64}, "layers.0": {"activation": (1 << 29) + number}},
+            "by_module": {"": {"input": 64}, "layers.0": {"activation": (1 << 29) + number}},
             "by_tier": {},
             "exposed_seconds": {},
             "holdings": [],
             "notes": ["an assumption"],
-            "prefetch_depth": None,
-            "position_unit": "seconds",
-            "phases": [],
-            "schedule": None,
-            "seconds_by_module": {},
-            "changes": [],
-            "positions": [],
         },
         "measured": {"peak_bytes": float(1 << 30)},
         "timeline": {
@@ -126,7 +111,7 @@ def document(number=0, **changes):
             "phases": [["forward", 0.0], ["backward", 0.1]],
             "live": {"activation": [0, 5, 9], "parameter": [3, 3, 3]},
         },
-        "plan": plan({"path": "layers.*", "transform": {"type": "checkpoint"}}),
+        "plan": [{"path": "layers.*", "transform": {"type": "checkpoint"}}],
         "budget_bytes": 2 << 30,
         "model": "ab" * 32,
         "shapes": ["8x64 float32"],
