@@ -1,4 +1,4 @@
-"""The command: simulate, print, write."""
+"""The command: simulate, print, write, compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import memscale
 from memscale.benchmarks.subjects import SUBJECTS, chosen
-from memscale.benchmarks.table import DETERMINISTIC, as_text, row
+from memscale.benchmarks.table import DETERMINISTIC, as_text, changes, row
 from memscale.core import ConfigError, Document, MemscaleError
 from memscale.hardware import Hardware, cpu_name
 
@@ -28,13 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", help=f"beginnings of titles, separated by commas; all are {titles}")
     parser.add_argument("--device", help="simulate this card, not each row's: as h100, or cuda, the one at hand")
     parser.add_argument("--output", type=Path, help="write the results there, as JSON")
+    parser.add_argument("--compare", type=Path, help="results of before: tell what is different")
     options = parser.parse_args(arguments)
     try:
         device = Hardware.detect("cuda").name if options.device == "cuda" else options.device
         if device is not None:
             Hardware.named(device)
         subjects = chosen(options.models, device)
-    except (ValueError, MemscaleError) as error:
+        before = None if options.compare is None else _DOCUMENT.read(options.compare.read_text())["rows"]
+    except (ValueError, MemscaleError, OSError, KeyError) as error:
         parser.error(str(error))
     rows = []
     for done, subject in enumerate(subjects):
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\nSimulated: {', '.join(DETERMINISTIC)} are the same on every machine. Only took_seconds is of this one.")
     if options.output is not None:
         options.output.write_text(_DOCUMENT.write({"machine": _machine(), "rows": rows}, indent=1) + "\n")
+    if before is not None:
+        print("\n".join(["", *(list(changes(before, rows)) or ["nothing is different"])]))
     return 0
 
 

@@ -1,17 +1,17 @@
-"""The rows of the table: each subject simulated as written and in each column."""
+"""The rows of the table: each subject simulated as written and in each column; and the differences of two tables."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from memscale.benchmarks.columns import COLUMNS, Column, plans
 from memscale.benchmarks.subjects import TableSubject
-from memscale.core import format_seconds
+from memscale.core import format_bytes, format_seconds
 from memscale.hardware import Hardware
 from memscale.simulation import MemoryProfiler, Profile
 
@@ -131,3 +131,24 @@ def _gb(nbytes: int) -> str:
 
 def _in_ms(found: Mapping[str, Any]) -> str:
     return "" if found["step_seconds"] is None else format_seconds(found["step_seconds"])
+
+
+def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a line for each deterministic figure that differs between rows of `old` and `new`."""
+    before = {(each["title"], each["device"]): each for each in old}
+    for each in new:
+        if (was := before.get((each["title"], each["device"]))) is None:
+            yield f"{each['title']}: new"
+            continue
+        parts = [("plain", was["plain"], each["plain"])]
+        parts += [(title, was["columns"].get(title, {}), now) for title, now in each["columns"].items()]
+        for title, one, other in parts:
+            for key in DETERMINISTIC:
+                if key in other and one.get(key) != other[key]:
+                    yield f"{each['title']}, {title}: {key} {_shown(key, one.get(key))} -> {_shown(key, other[key])}"
+
+
+def _shown(key: str, value: Any) -> str:
+    if key.endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
+    return format_seconds(value) if key.endswith("_seconds") and isinstance(value, float) else str(value)

@@ -27,6 +27,13 @@ def run(
     return 0
 
 
+@SERVER.command("migrate")
+def migrate() -> int:
+    """Bring the database to this version, after a backup of it; `run` does so, too."""
+    server.migrate()
+    return 0
+
+
 @SERVER.command("backup")
 def backup(path: Annotated[Path, Argument(metavar="PATH", help="The file to write; it must not exist.")]) -> int:
     """Write a copy of the database; the server may be running."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import platform
-import re
 import sys
 from datetime import date, datetime, timezone
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import torch
 import typer
@@ -18,9 +18,7 @@ from memscale.telemetry import State, Weeks, consent, folder, give_consent, take
 TELEMETRY = typer.Typer()
 
 _SECONDS = 3.0  # the limit for a whole post: name lookup, connection, sending and the answer
-_ENDPOINT = re.compile(
-    r"(https://[a-z0-9.-]+|http://(localhost|127\.0\.0\.1|\[::1\]))(:[1-9]\d*)?(/[!-~]*)?", re.ASCII | re.IGNORECASE
-)
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SYSTEMS = ("darwin", "linux", "windows")
 
 
@@ -85,8 +83,10 @@ def show(
 
 
 @TELEMETRY.command("send")
-def send() -> int:
-    """Post each finished week once; `show` prints what. Exits with 1 if a week could not be sent, which then stays."""
+def send(
+    dry_run: Annotated[bool, Option("--dry-run", help="Say what would be sent, and send nothing.")] = False,
+) -> int:
+    """Post each finished week once. Exits with 1 if a week could not be sent; it stays for the next time."""
     now = consent()
     if now.state is not State.ON and now.because.startswith("$"):  # a scheduled send, while a variable turns it off
         print(f"nothing is sent: telemetry is {now.state.value}, for {now.because}")
@@ -101,6 +101,9 @@ def send() -> int:
         print("nothing to send: no finished week has counts")
     for week in unsent:
         report = weeks.report(week, machine())
+        if dry_run:
+            print(f"would post {len(report)} bytes of {week} to {now.endpoint}:\n{report.decode()}")
+            continue
         _check(now.endpoint)
         try:
             answered, _ = http_request("POST", now.endpoint, {}, report, seconds=_SECONDS)
@@ -147,7 +150,13 @@ def machine() -> dict[str, str]:
 
 
 def _check(endpoint: str) -> None:
-    if not _ENDPOINT.fullmatch(endpoint):
+    try:
+        url = urlsplit(endpoint)
+        port_is_sound = url.port is None or url.port > 0
+    except ValueError:
+        url, port_is_sound = urlsplit(""), False
+    encrypted = url.scheme == "https" or (url.scheme == "http" and url.hostname in _LOOPBACK)
+    if not encrypted or not url.hostname or not port_is_sound or "@" in url.netloc or not endpoint.isascii():
         raise ConfigError(
             f"--endpoint {endpoint!r} must be an https:// address without a user's name (http:// on this machine "
             "only); no address is built in"

@@ -14,6 +14,7 @@ from memscale.algebra import Plan
 from memscale.core import ConfigError, CorrectnessError, Loss, aligned, batches, tensors, unflatten
 from memscale.regions import Captures, without_side_effects
 
+_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _WORST = 8  # lines in a report
 # The largest relative difference that another order of sums explains: about 400 units in the last place of float32 and
 # float64, and 15 of 16-bit types, whose kernels sum in float32 and round once. Under `tile`, 24 blocks of a Llama
@@ -33,8 +34,9 @@ class Difference:
             ``"the random state"`` (on a GPU also ``"the random state of cuda:0"``).
         bitwise: whether both have the same bits; NaN then equals itself, and -0.0 differs from 0.0.
         max_abs: the largest absolute difference of two elements; infinite if one of them is NaN.
-        max_ulps_of_largest: `max_abs` in units in the last place of the largest element, since another order of sums
-            changes each element, also one that cancels to almost zero, by about the rounding of the largest.
+        max_ulps: the largest difference of two elements, in units in the last place of these elements.
+        max_ulps_of_largest: `max_abs` in units in the last place of the largest element. Another order of sums gives
+            small values here, but large `max_ulps` where elements cancel to almost zero.
         mismatch: why elements cannot be compared (another dtype or shape, a gradient on one side only), or ``""``.
             With a mismatch all numbers are infinite.
         max_relative: `max_abs` divided by the largest element of the tensor; for a gradient, by at least a hundredth of
@@ -46,6 +48,7 @@ class Difference:
     name: str
     bitwise: bool
     max_abs: float = 0.0
+    max_ulps: float = 0.0
     max_ulps_of_largest: float = 0.0
     mismatch: str = ""
     max_relative: float = 0.0
@@ -55,7 +58,10 @@ class Difference:
     def __str__(self) -> str:
         if self.mismatch:
             return f"{self.name}: {self.mismatch}"
-        return f"{self.name}: {self.max_abs:.3g} at most, {self.max_ulps_of_largest:.3g} ulps of its largest element"
+        return (
+            f"{self.name}: {self.max_abs:.3g} at most, {self.max_ulps:.3g} ulps, "
+            f"{self.max_ulps_of_largest:.3g} ulps of its largest element"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,39 +115,53 @@ class Verification:
     def different(self) -> tuple[Difference, ...]:
         """The results whose bits differ, worst first."""
         found = [difference for difference in self.differences if not difference.bitwise]
-        return tuple(sorted(found, key=lambda d: -d.max_ulps_of_largest))
+        return tuple(sorted(found, key=lambda d: (-d.max_ulps_of_largest, -d.max_ulps)))
 
-    def within(self, *, ulps_of_largest: float) -> bool:
-        """Whether all differences are at most so many units in the last place of their tensor's largest element."""
-        return not self._beyond(ulps_of_largest)
+    def within(self, *, ulps: float, of: str = "element") -> bool:
+        """Whether all differences are at most `ulps` units in the last place.
 
-    def raise_if_different(self, *, ulps_of_largest: float = 0) -> None:
+        Args:
+            ulps: the bound, in units in the last place.
+            of: the number whose last place is meant: each ``"element"`` itself, or the ``"largest"`` of its tensor.
+
+        Raises:
+            ConfigError: `of` is neither of the two.
+        """
+        if of not in ("element", "largest"):
+            raise ConfigError(f"within(of=...) is 'element' or 'largest', got {of!r}")
+        return not self._beyond(ulps, of)
+
+    def raise_if_different(self, *, ulps: float = 0, of: str = "element") -> None:
         """Raises an error unless all results are `within` the bound; by default they must have the same bits.
 
         Raises:
             CorrectnessError: results differ by more; the message names the worst.
+            ConfigError: as `within`.
         """
-        if not (beyond := self._beyond(ulps_of_largest)):
+        if self.within(ulps=ulps, of=of):
             return
-        bound = f"by more than {ulps_of_largest:g} ulps of the largest element " if ulps_of_largest else ""
+        beyond = self._beyond(ulps, of)
+        bound = f"by more than {ulps:g} ulps of {'each element' if of == 'element' else 'the largest element'} "
         raise CorrectnessError(
-            f"{len(beyond)} of {len(self.differences)} results of the step differ {bound}from the "
+            f"{len(beyond)} of {len(self.differences)} results of the step differ {bound if ulps else ''}from the "
             f"model's: {'; '.join(map(str, beyond[:3]))}{'; ...' if len(beyond) > 3 else ''}. Transform less of the "
-            "model to find the region, or allow for rounding with raise_if_different(ulps_of_largest=...)"
+            "model to find the region, or allow for rounding with raise_if_different(ulps=...)"
         )
 
-    def _beyond(self, ulps_of_largest: float) -> list[Difference]:
-        return [each for each in self.different if not ulps_of_largest or each.max_ulps_of_largest > ulps_of_largest]
+    def _beyond(self, ulps: float, of: str) -> list[Difference]:
+        if ulps == 0:
+            return list(self.different)
+        return [d for d in self.different if (d.max_ulps if of == "element" else d.max_ulps_of_largest) > ulps]
 
     def __str__(self) -> str:
         if self.exact:
             return self.verdict
-        rows: list[tuple[str, ...]] = [("differs", "max abs", "ulps of largest")]
+        rows: list[tuple[str, ...]] = [("differs", "max abs", "max ulps", "ulps of largest")]
         for d in self.different[:_WORST]:
-            numbers = (d.mismatch, "") if d.mismatch else (f"{d.max_abs:.3g}", f"{d.max_ulps_of_largest:.3g}")
-            rows.append((d.name, *numbers))
+            numbers = [f"{number:.3g}" for number in (d.max_abs, d.max_ulps, d.max_ulps_of_largest)]
+            rows.append((d.name, d.mismatch, "", "") if d.mismatch else (d.name, *numbers))
         more = len(self.different) - _WORST
-        return "\n".join([self.verdict, *aligned(rows, "<<<"), *([f"... and {more} more"] if more > 0 else [])])
+        return "\n".join([self.verdict, *aligned(rows, "<<<<"), *([f"... and {more} more"] if more > 0 else [])])
 
 
 def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss | None = None) -> Verification:
@@ -286,7 +306,7 @@ def compare(model: Mapping[str, torch.Tensor | None], other: Mapping[str, torch.
 
 def _difference(name: str, one: torch.Tensor | None, other: torch.Tensor | None, least_scale: float) -> Difference:
     def incomparable(why: str) -> Difference:
-        return Difference(name, False, math.inf, math.inf, why, math.inf)
+        return Difference(name, False, math.inf, math.inf, math.inf, why, math.inf)
 
     if one is None and other is None:
         return Difference(name, bitwise=True)
@@ -307,9 +327,12 @@ def _difference(name: str, one: torch.Tensor | None, other: torch.Tensor | None,
     relative = max_abs / scale if scale else (math.inf if max_abs else 0.0)
     dtype = str(one.dtype).removeprefix("torch.")
     if not one.is_floating_point():
-        return Difference(name, False, max_abs, max_abs, "", relative, dtype)
+        return Difference(name, False, max_abs, max_abs, max_abs, "", relative, dtype)
+    steps = _ordinals(one, other)
+    steps[one.isnan() != other.isnan()] = math.inf
+    steps[one.isnan() & other.isnan()] = 0
     rounding = _ROUNDING.get(one.dtype, 0.0)
-    return Difference(name, False, max_abs, max_abs / _ulp(one), "", relative, dtype, rounding)
+    return Difference(name, False, max_abs, float(steps.max()), max_abs / _ulp(one), "", relative, dtype, rounding)
 
 
 def _largest(tensor: torch.Tensor | None) -> float:
@@ -329,6 +352,17 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).resolve_conj().resolve_neg()
     real = torch.view_as_real(dense) if dense.is_complex() else dense
     return real.contiguous().reshape(-1)
+
+
+def _ordinals(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Returns the number of floating point numbers between the elements, as float64."""
+    kind = _INTEGER[one.dtype.itemsize]
+    lowest = torch.iinfo(kind).min
+    a, b = (tensor.view(kind).long() for tensor in (one, other))
+    # Negative floats are stored as sign and magnitude; counted down from zero, ordinals have the order of floats.
+    a, b = (torch.where(bits < 0, lowest - bits, bits) for bits in (a, b))
+    # Across zero the distance of two float64 may overflow an int64; on one side of zero it must be exact.
+    return torch.where((a < 0) == (b < 0), (a - b).abs().double(), (a.double() - b.double()).abs())
 
 
 def _ulp(tensor: torch.Tensor) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import Trainer
 
-from memscale.core import BudgetError, ConfigError
+from memscale.core import BudgetError, ConfigError, check_count
 from memscale.hardware import Hardware
 from memscale.integrations.trainer_step import TRAINER_LOOP, TrainerStep, step_of
 from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor
@@ -38,6 +39,7 @@ def predict(
     trainer: Trainer,
     *,
     batch: Any = None,
+    steps: int = 1,
     hardware: Hardware | str | None = None,
     budget: Budget | None = None,
     recommend: bool | None = None,
@@ -64,6 +66,8 @@ def predict(
         trainer: before or after ``train()``, wrapped or not.
         batch: a batch as the data collator returns it. `None` makes one of the longest rows, which reads the whole data
             set.
+        steps: with more than one, also simulates the first batches of training in order, and predicts the reserved
+            memory of a CUDA allocator over these and the longest rows, as in `OOMPredictor.predict_steps`.
         hardware: the device to predict for; `None` is the model's own.
         budget, recommend: as in `OOMPredictor.predict`.
 
@@ -73,16 +77,35 @@ def predict(
     """
     _check_trainer(trainer, "predict")
     accumulate = trainer.args.gradient_accumulation_steps
+    check_count(f"predict(steps={steps!r})", steps)
+    if batch is not None and steps > 1:
+        raise ConfigError(f"predict(batch=..., steps={steps}) takes one of the two: a batch, or the Trainer's own")
     with step_of(trainer, reads=batch is None) as step:
         predictor = _predictor(step, hardware, accumulate)
         if batch is None:
             batch = step.collate(step.rows[: trainer.args.per_device_train_batch_size])
         held = trainer.args.per_device_train_batch_size * accumulate
-        found = predictor.predict(step.called_with(batch, held), budget=budget, recommend=recommend)
+        called = [_whole(step, each, held) for each in step.batches(steps)] if steps > 1 else []
+        longest = step.called_with(batch, held)
+        found = predictor.predict(longest, budget=budget, recommend=recommend)
+        if called:
+            over = predictor.predict_steps([*called, longest], budget=budget)
+            found = dataclasses.replace(over, recommendations=found.recommendations)
         notes = [*step.notes]
         if (passes := _loop(accumulate).passes) < accumulate:
             notes.append(f"{passes} of the {accumulate} passes were simulated: the times are theirs")
     return dataclasses.replace(found, notes=(*found.notes, *notes))
+
+
+def _whole(step: TrainerStep, batch: Any, held: int) -> Mapping[str, Any]:
+    """Returns the arguments of the model for a batch. Raises if ``compute_loss`` withholds some of the batch."""
+    called = step.called_with(batch, held)
+    if missing := sorted(set(batch) - set(called)):
+        raise ConfigError(
+            f"compute_loss of this Trainer does not pass {', '.join(missing)} to the model, and several such steps "
+            "cannot be predicted together; leave out steps="
+        )
+    return called
 
 
 def find_batch_size(
@@ -122,6 +145,9 @@ def find_batch_size(
         BudgetError: a single row does not fit.
         ConfigError, RuntimeUnavailable: as `predict`.
     """
+    for name, value in (("keep_global_batch", keep_global_batch), ("apply", apply)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"find_batch_size({name}={value!r}) must be True or False")
     _check_trainer(trainer, "find_batch_size")
     args = trainer.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps

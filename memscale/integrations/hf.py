@@ -70,10 +70,17 @@ class MemScaleCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
-        """Wraps a model that ``model_init`` made, and makes plans for the Trainer's optimizer."""
+        """Wraps a model that ``model_init`` made, and reads the plan of a resumed run from `state`."""
+        kept = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step > 0 and isinstance(kept, dict):  # a new run has the state of its own callbacks
+            self.wrapping.former_plan = kept["attributes"]["plan"]
         if model is not None:
             self.wrapping.wrap(model, args.gradient_accumulation_steps)
         self.wrapping.trained_by([getattr(optimizer, "optimizer", optimizer)])  # in accelerate's wrapper
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Records the plan after the first step, which makes it."""
+        self.wrapping.after_step()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **_: Any) -> None:
         """Adds the memory keys to the logs."""

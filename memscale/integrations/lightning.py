@@ -88,7 +88,8 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
         self.wrapping.trained_by(trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs the keys of `Executor.as_log` at logging steps."""
+        """Logs the keys of `Executor.as_log` at logging steps, and the plan after the first batch."""
+        self.wrapping.after_step()
         executor, step = self.wrapping.executor, trainer.global_step
         if self.log_memory and executor is not None and step % trainer.log_every_n_steps == 0:
             for logger in trainer.loggers:
@@ -112,6 +113,10 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint: the plan."""
         return {"plan": self.wrapping.plan}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Reads the plan of the run that is resumed."""
+        self.wrapping.former_plan = state_dict["plan"]
 
     def __repr__(self) -> str:
         return repr(self.wrapping)

@@ -34,6 +34,8 @@ class TrainerStep:
         called_with: maps (a batch of the data collator, the number of rows in the step) to the model's arguments.
         collate: the data collator.
         rows: the rows of a process in one step of the optimizer, longest first.
+        batches: maps n to the first n batches of training, or fewer if there are fewer, as the data collator returns
+            them.
         notes: what the prediction does not count.
     """
 
@@ -43,6 +45,7 @@ class TrainerStep:
     called_with: Callable[[Any, int], Mapping[str, Any]]
     collate: Callable[[Sequence[Any]], Any]
     rows: Sequence[Any]
+    batches: Callable[[int], list[Any]]
     notes: tuple[str, ...]
 
 
@@ -69,7 +72,7 @@ def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
         stack.enter_context(_training(model))
         stack.enter_context(_model_checkpointing(trainer))
         optimizer = stack.enter_context(_optimizer(trainer))
-        collate, rows, notes = _data(trainer) if reads else (trainer.data_collator, [], [])
+        collate, rows, batches, notes = _data(trainer) if reads else (trainer.data_collator, [], lambda _: [], [])
         split = _SplitLoss(trainer)
         stack.enter_context(_mixed_precision(trainer))
         if trainer.args.torch_compile:
@@ -77,7 +80,7 @@ def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
         if trainer.args.world_size > 1:
             notes.append("not counted: the buckets of DistributedDataParallel, one more copy of the gradients")
         notes.append("not counted: evaluation, which keeps the logits of all rows until eval_accumulation_steps")
-        yield TrainerStep(model, optimizer, split.loss, split.called_with, collate, rows, tuple(notes))
+        yield TrainerStep(model, optimizer, split.loss, split.called_with, collate, rows, batches, tuple(notes))
 
 
 class _SplitLoss:
@@ -242,8 +245,8 @@ def _random_states_kept() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], list[str]]:
-    """Returns the data collator, the rows of a process in one step of the optimizer, and notes."""
+def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], Callable[[int], list[Any]], list[str]]:
+    """Returns the data collator, the rows of a process in one step of the optimizer, `batches` and notes."""
     if trainer.train_dataset is None:
         raise ConfigError("this Trainer has no train_dataset, whose rows are what a step is predicted for")
     prepared = trainer.accelerator._dataloaders
@@ -253,7 +256,8 @@ def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], list
     data = loader.dataset
     count = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     notes = []
-    if isinstance(data, torch.utils.data.IterableDataset) or not hasattr(data, "__len__"):
+    streams = isinstance(data, torch.utils.data.IterableDataset) or not hasattr(data, "__len__")
+    if streams:
         rows = list(islice(iter(data), count))
         notes.append(f"the first {len(rows)} rows were taken: a data set without a length is not read to its end")
     else:
@@ -262,8 +266,18 @@ def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], list
     if not rows:
         raise ConfigError("the train_dataset of this Trainer is empty; a step is predicted for its rows")
 
+    def batches(most: int) -> list[Any]:
+        # The Trainer's sampler draws as in training. The rows are read here, since the loader would move them.
+        drawn = _chunks(iter(data), trainer.args.per_device_train_batch_size) if streams else loader.batch_sampler
+        return [loader.collate_fn(each if streams else [data[at] for at in each]) for each in islice(drawn, most)]
+
     # Rows of a small data set repeat, as they do in training over several epochs.
-    return loader.collate_fn, [rows[at % len(rows)] for at in range(count)], notes
+    return loader.collate_fn, [rows[at % len(rows)] for at in range(count)], batches, notes
+
+
+def _chunks(rows: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    while chunk := list(islice(rows, size)):
+        yield chunk
 
 
 def _length(row: Any) -> int:

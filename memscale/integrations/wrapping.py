@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.algebra import PlanLike, as_plan
+from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config, check_config
 from memscale.core import Record
 from memscale.legacy import Executor, wrapped
@@ -51,6 +51,7 @@ class Wrapping:
         self._sample_input = sample_input
         self._record, self._budget, self._loop = record, budget, loop
         self.executor: Executor | None = None
+        self.former_plan: str | None = None  # the plan of the run that is resumed, as JSON
 
     def wrap(self, model: nn.Module, accumulate: int) -> None:
         """Wraps `model`, unless it is wrapped already, for `accumulate` passes in each update."""
@@ -73,6 +74,13 @@ class Wrapping:
         """Makes plans for the optimizer that the framework is about to step, if there is one."""
         if self.executor is not None and len(optimizers) == 1 and isinstance(optimizers[0], torch.optim.Optimizer):
             self.executor.trained_by(optimizers[0])
+
+    def after_step(self) -> None:
+        """Reports once if a resumed run had another plan. Called after the first step, which makes the plan."""
+        if self.former_plan is not None and self.executor is not None:
+            former, self.former_plan = Plan.from_json(self.former_plan), None
+            if former != self.executor.plan:
+                self.executor.say(f"the run that is resumed had another plan:\n{former}")
 
     def end(self) -> None:
         """Detaches the wrapped model."""

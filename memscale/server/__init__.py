@@ -3,6 +3,6 @@
 Importing this package loads neither PyTorch nor Django: `commands` sets Django up when a command runs.
 """
 
-from memscale.server.commands import backup, invite, run
+from memscale.server.commands import backup, invite, migrate, run
 
-__all__ = ["backup", "invite", "run"]
+__all__ = ["backup", "invite", "migrate", "run"]

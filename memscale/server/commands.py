@@ -69,6 +69,18 @@ def run(listen: str = "127.0.0.1:8765", public_url: str | None = None) -> None:
         )
 
 
+def migrate() -> None:
+    """Backs the database up and upgrades it to this version.
+
+    Raises:
+        ConfigError: as in `run`.
+    """
+    settings = _set_up()
+    with _alone(settings):
+        _migrate(settings)
+    print("the database is up to date")
+
+
 def backup(path: Path) -> None:
     """Writes a copy of the database to `path`; the server may be running.
 

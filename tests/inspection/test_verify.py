@@ -58,7 +58,7 @@ def test_an_exact_transform_is_exact_and_everything_is_compared():
     model, x = Conv(), batch()
     found = verify(model, ms.transform(model, {"": ms.checkpoint()}), x)
     assert found.exact
-    assert found.within(ulps_of_largest=0)
+    assert found.within(ulps=0)
     found.raise_if_different()
     assert [d.name for d in found.differences] == [
         "output 0",
@@ -138,23 +138,26 @@ def test_each_kind_of_difference_is_found_and_named(what, worst, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_difference_is_counted_in_steps_of_the_largest_element(dtype):
-    eps = torch.finfo(dtype).eps
+def test_ulps_are_counted_exactly(dtype):
     one = torch.tensor([1.0, -2.0, 0.0, math.inf, math.nan], dtype=dtype)
-    other = torch.tensor([1.0 + eps, -2.0, 0.0, math.inf, math.nan], dtype=dtype)
-    found = compare({"x": one}, {"x": other})
-    (difference,) = found.differences
-    assert (difference.max_ulps_of_largest, difference.bitwise, difference.max_abs) == (0.5, False, eps)
-    assert found.within(ulps_of_largest=0.5)
-    assert not found.within(ulps_of_largest=0.25)
-    found.raise_if_different(ulps_of_largest=1)
-    nan = compare({"x": one}, {"x": torch.full_like(one, math.nan)})
-    assert not nan.within(ulps_of_largest=1e9)
+    up = torch.nextafter(one, torch.full_like(one, math.inf)) if dtype.itemsize >= 4 else one.clone()
+    if dtype.itemsize < 4:
+        up = (one.view(torch.int16) + torch.tensor([1, -1, 1, 0, 0], dtype=torch.int16)).view(dtype)
+    (difference,) = compare({"x": one}, {"x": up}).differences
+    eps = torch.finfo(dtype).eps
+    assert (difference.max_ulps, difference.bitwise, difference.max_abs) == (1, False, eps)
+    assert difference.max_ulps_of_largest == 0.5  # a step below -2 is half of one beyond
+    assert compare({"x": one}, {"x": up}).within(ulps=1)
+    assert not compare({"x": one}, {"x": up}).within(ulps=0.5)
+    assert compare({"x": one}, {"x": up}).within(ulps=0.5, of="largest")
+    compare({"x": one}, {"x": up}).raise_if_different(ulps=1)
 
 
-def test_zeros_of_both_signs_and_other_kinds_of_numbers():
+def test_numbers_on_both_sides_of_zero_and_zeros_of_both_signs():
     (zeros,) = compare({"x": torch.tensor([0.0])}, {"x": torch.tensor([-0.0])}).differences
-    assert (zeros.bitwise, zeros.max_ulps_of_largest, zeros.max_abs) == (False, 0, 0)
+    assert (zeros.bitwise, zeros.max_ulps, zeros.max_abs) == (False, 0, 0)
+    tiny = torch.tensor([5e-324], dtype=torch.float64)
+    assert compare({"x": tiny}, {"x": -tiny}).differences[0].max_ulps == 2
     assert compare({"x": torch.tensor([math.nan])}, {"x": torch.tensor([math.nan])}).exact
     assert compare({"x": torch.tensor([1 + 1j])}, {"x": torch.tensor([1 + 2j])}).differences[0].max_abs == 1
     assert compare({"x": torch.tensor([3, 4])}, {"x": torch.tensor([3, 9])}).differences[0].max_abs == 5
@@ -168,9 +171,9 @@ def test_the_report_has_the_worst_first():
     assert [d.name for d in found.different] == ["c", "b"]
     assert str(found).splitlines() == [
         "DIFFERENT: c, relative difference 1 (rounding explains 5e-05 in float32); 2 of 3 results differ",
-        "differs  max abs   ulps of largest",
-        "c        1         8.39e+06",
-        "b        2.38e-07  2",
+        "differs  max abs   max ulps  ulps of largest",
+        "c        1         8.39e+06  8.39e+06",
+        "b        2.38e-07  2         2",
     ]
     many = compare({str(n): torch.zeros(1) for n in range(10)}, {str(n): torch.ones(1) for n in range(10)})
     assert str(many).endswith("... and 2 more")
@@ -211,6 +214,7 @@ def test_losses_of_each_convention():
             lambda: verify(nn.Linear(1, 1), nn.Linear(1, 1), torch.ones(2, 1), loss=lambda output, batch: 1.0),
             "one element, got float",
         ),
+        (lambda: compare({}, {}).within(ulps=1, of="all"), "'element' or 'largest', got 'all'"),
     ],
 )
 def test_what_is_refused(call, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,7 +134,9 @@ def test_an_exception_leaves_the_module_as_it_was(trainer: Any) -> None:
     assert all(map(torch.equal, fitted(trainer(MemScaleCallback(FORCE)), model), fitted(trainer(), module())))
 
 
-def test_a_checkpoint_has_the_plan(trainer: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_plan_and_a_resumed_fit_tells_of_another(
+    trainer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plan = ms.Plan({"layers.*": ms.checkpoint()})
     run = trainer(
         MemScaleCallback(plan=plan), lightning.pytorch.callbacks.ModelCheckpoint(tmp_path), enable_checkpointing=True
@@ -145,6 +148,13 @@ def test_a_checkpoint_has_the_plan(trainer: Any, tmp_path: Path) -> None:
     assert saved["state_dict"].keys() == model.state_dict().keys()
     (kept,) = [state["plan"] for state in saved["callbacks"].values() if "plan" in state]
     assert ms.Plan.from_json(kept) == plan
+    for how, warns in (({"layers.0": ms.checkpoint()}, True), (plan, False)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="memscale"):
+            trainer(MemScaleCallback(plan=how), max_epochs=3).fit(
+                module(), loader(), ckpt_path=path, weights_only=False
+            )
+        assert ("the run that is resumed had another plan" in caplog.text) is warns
 
 
 @pytest.mark.parametrize("late", [False, True])

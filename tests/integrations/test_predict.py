@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers", reason="the Trainer is of tra
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 from memscale.integrations.hf import find_batch_size, predict  # noqa: E402
+from memscale.integrations.trainer_step import step_of  # noqa: E402
 from tests.support.coverings import DEEP  # noqa: E402
 from tests.support.models import own_checkpointing  # noqa: E402
 
@@ -141,6 +142,8 @@ def test_what_cannot_be_asked_says_why(tmp_path: Path) -> None:
     empty.train_dataset = None
     with pytest.raises(ms.ConfigError, match="no train_dataset"):
         predict(empty)
+    with pytest.raises(ms.ConfigError, match=r"keep_global_batch=1"):
+        find_batch_size(trainer(tmp_path), keep_global_batch=1)  # type: ignore[arg-type]
 
     class Twice(transformers.Trainer):  # type: ignore[misc, name-defined]
         def compute_loss(self, model: Any, inputs: Any, **_: Any) -> torch.Tensor:
@@ -150,3 +153,32 @@ def test_what_cannot_be_asked_says_why(tmp_path: Path) -> None:
     twice.__class__ = Twice
     with pytest.raises(ms.MemscaleError, match=r"calls its model 2 times"):
         predict(twice)
+
+
+def test_lengths_in_the_order_of_training_are_replayed(tmp_path):
+    given = {"per_device_train_batch_size": 2, "seed": 3, "layers": 2}
+    made = trainer(tmp_path, Rows((9, 64, 12, 40, 7, 33, 64, 30) * 4), collate=padded, **given)
+    one, over = predict(made, hardware="t4"), predict(made, hardware="t4", steps=4)
+    assert over.profile.peak_bytes == one.profile.peak_bytes  # of the longest rows
+    assert over.peak_bytes >= one.peak_bytes
+    assert "over 5 steps the allocator reserves" in "".join(over.notes)
+    # What is simulated is what training begins with: the same batches, in the same order.
+    seen = []
+    made.model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape), with_kwargs=True)
+    with step_of(made) as step:
+        expected = [batch["input_ids"].shape for batch in step.batches(2)]
+    made.train()
+    assert seen == expected
+    assert len({shape[1] for shape in seen}) > 1
+
+
+def test_steps_of_a_stream(tmp_path):
+    assert predict(trainer(tmp_path, Stream()), hardware="t4", steps=3).notes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [({"steps": 0}, "at least 1"), ({"steps": 2, "batch": {}}, "one of the two")]
+)
+def test_unusable_steps_are_refused(tmp_path, given, message):
+    with pytest.raises(ms.ConfigError, match=message):
+        predict(trainer(tmp_path), **given)

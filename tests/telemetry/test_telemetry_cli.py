@@ -91,6 +91,7 @@ def test_show_prints_what_the_server_then_receives_once(place, capsys):
         capsys.readouterr()
         assert main(["telemetry", "show"]) == 0
         shown = capsys.readouterr().out.rstrip("\n").encode()
+        assert main(["telemetry", "send", "--dry-run"]) == 0
         assert not received
         assert main(["telemetry", "send"]) == main(["telemetry", "send"]) == 0
     (request,) = received
