@@ -83,7 +83,7 @@ memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TOGETHER_BY
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: HostCopy Mapped MappedTensors is_movable
 memscale.runtime.storage: PAGE_BYTES page_aligned_memory
-memscale.server: backup invite run
+memscale.server: backup invite migrate run
 memscale.server.migrations:
 memscale.server.templatetags:
 memscale.simulation: Attribution Holding Loop MemoryProfiler NeedsValues OUTSIDE Parallel ParallelKind
@@ -187,6 +187,42 @@ BAD = {
 }
 
 
+# What a user types: a command or an option that is taken away here is a decision, with a line in CHANGELOG.md.
+COMMANDS = """
+demo: batch budget device layers out seq steps width
+predict: accumulate amp at-most batch budget double-quant dtype fits gpu hf html json kbit keeps-output largest lora
+    optimizer parallel plan plot price quant recommend seconds seq shard tensor tokens world
+plan: accumulate allow allow-rounding amp auto batch budget double-quant dtype forbid gpu hf host html json kbit
+    keeps-output lora mode optimizer parallel plot price python quant seconds seq shard stepping tensor tokens world
+frontier: accumulate allow allow-rounding amp batch double-quant dtype forbid gpu hf host html json kbit keeps-output
+    lora mode optimizer parallel plot points price quant seconds seq shard stepping tensor tokens world
+tune: accumulate allow allow-rounding amp at-least at-most batch budget confirm double-quant dtype forbid gpu hf host
+    html json kbit keeps-output lora mode objective optimizer parallel plot price python quant seconds seq shard
+    stepping tensor tokens world
+cards: json
+explain: amp batch budget dtype gpu hf html optimizer seq
+plan-pull: from out
+history check: accumulate amp baseline batch double-quant dtype gpu hf json kbit keeps-output lora optimizer plan quant
+    seq tolerance update
+history compare:
+history export: to
+history list: last
+history push: dry-run to
+history show:
+server backup:
+server migrate:
+server run: listen public-url
+server user invite: role team
+telemetry clean:
+telemetry local:
+telemetry off:
+telemetry on: endpoint
+telemetry send: dry-run
+telemetry show: week
+telemetry status:
+"""
+
+
 @pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
 def test_factories_refuse_what_they_cannot_use(make, message):
     with pytest.raises(ms.ConfigError, match=message):
@@ -205,3 +241,22 @@ def test_the_folders_export_these_names():
     found["memscale.policies"] = policies
     exported = {name: sorted(exports(door)) for name, door in found.items()}
     assert exported == {name: sorted(names) for name, names in WRITTEN.items()}
+
+
+def test_the_command_line_has_these_commands_and_options():
+    typer = pytest.importorskip("typer")
+    from memscale.cli.app import command_line
+
+    def options(command, path):
+        if subcommands := getattr(command, "commands", None):
+            for name, each in subcommands.items():
+                yield from options(each, f"{path} {name}")
+        else:
+            given = (max(each.opts, key=len) for each in command.params if each.param_type_name == "option")
+            yield path, sorted(each.removeprefix("--") for each in given if each != "--help")
+
+    written = dict(line.split(":") for line in COMMANDS.replace("\n    ", " ").strip().splitlines())
+    found = {}
+    for name in dict.fromkeys(path.split(" ")[0] for path in written):
+        found |= options(typer.main.get_command(command_line(name)).commands[name], name)
+    assert found == {path: names.split() for path, names in written.items()}

@@ -26,7 +26,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from sklearn.tree import DecisionTreeClassifier
 
-from memscale.history import commit_here
+from memscale.history import commit_of
 from memscale.planning.fingerprint import planner
 from memscale.policy import FEATURES, TECHNIQUES
 
@@ -204,7 +204,7 @@ def artifact(cases: Sequence[Case], source: bytes, metrics: dict[str, list[float
         "trees": trees,
         "manifest": {
             "planner": planner(),
-            "commit": commit_here(),
+            "commit": commit_of("HEAD"),
             "data": hashlib.sha256(source).hexdigest(),
             "cases": len(cases),
             "seed": 0,

@@ -54,7 +54,10 @@ class CheckOptions(StepOptions):
         ),
     ]
     plan: Shorthand = None
-    tolerance: Annotated[str | None, size("The largest increase that passes", may_be_share=False)] = None
+    tolerance: Annotated[
+        str,
+        size("The largest increase that passes", may_be_share=False, may_be_zero=True),
+    ] = "0"
     update: Annotated[bool, Option("--update", help="Replace the baseline in the file by this run.")] = False
     as_json: PrintJson = False
 
@@ -66,7 +69,7 @@ def check(options: CheckOptions) -> int:
         ConfigError: an option is wrong, there is no such baseline, or the step cannot be simulated.
         RuntimeUnavailable: a package is missing.
     """
-    tolerance_bytes = 0 if options.tolerance is None else budget_bytes(options.tolerance, 0)
+    tolerance_bytes = 0 if options.tolerance == "0" else budget_bytes(options.tolerance, 0)
     torch.manual_seed(0)  # for models that route or drop layers at random
     step = read_step(options)
     find, make = _source(options)

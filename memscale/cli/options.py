@@ -43,13 +43,15 @@ def number(text: str, *, least: float, metavar: str = "N") -> Any:
     return typer.Option(metavar=metavar, help=text, callback=check)
 
 
-def size(text: str, *, may_be_share: bool = True) -> Any:
+def size(text: str, *, may_be_share: bool = True, may_be_zero: bool = False) -> Any:
     """Returns a typer option for a number of bytes."""
     spellings = "6GiB, 6GB, bytes, or a share: 0.9 or 90%" if may_be_share else "6GiB, 6GB or bytes"
 
     def check(value: str | None) -> str | None:
+        if value is None or (value == "0" and may_be_zero):
+            return value
         try:
-            is_size = value is None or budget_bytes(value, 1 << 60 if may_be_share else 0) > 0
+            is_size = budget_bytes(value, 1 << 60 if may_be_share else 0) > 0
         except ConfigError:
             is_size = False
         if not is_size:
