@@ -25,7 +25,7 @@ from memscale.cli.options import (
     number,
     size,
 )
-from memscale.cli.price import PriceOptions, cost_of, line_of
+from memscale.cli.price import PriceOptions, axis_of, cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step import Step, batch_of, read_step
 from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
@@ -152,10 +152,16 @@ def frontier(options: FrontierOptions) -> int:
 
     with _engine(options, options.config()) as (engine, step):
         curve = engine.frontier(options.points, seconds=options.seconds)
-        write(options, {"json": curve.to_json(), "plot": curve.plot, "html": curve.html})
+        ends = {"smallest": curve[0].step_seconds, "fastest": curve[-1].step_seconds}
+        costs = {name: cost_of(options, step, seconds) for name, seconds in ends.items()}
+        axis = axis_of(options, costs["fastest"], ends["fastest"])
+        contents: dict[str, Content] = {
+            "json": curve.to_json(),
+            "plot": lambda path: curve.plot(path, **axis),
+            "html": lambda path: curve.html(path, **axis),
+        }
+        write(options, contents)
     stopped = [note for note in curve[0].plan.evidence.notes if SO_FAR in note]
-    ends = {"smallest": curve[0].step_seconds, "fastest": curve[-1].step_seconds}
-    costs = {name: cost_of(options, step, seconds) for name, seconds in ends.items()}
     priced = [f"{name}, {cost}" for name, cost in costs.items() if cost is not None]
     show("\n".join([str(curve), *priced, *(f"note: {note}" for note in stopped)]))
     return INTERRUPTED if INTERRUPTED_SEARCH in stopped else 0

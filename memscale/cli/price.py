@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -106,6 +107,20 @@ def cost_of(options: PriceOptions, step: Step, seconds: float | None, **size: in
         dollars=None if hourly is None or hours is None else hours * hourly,
         cards=cards,
     )
+
+
+def axis_of(options: PriceOptions, cost: Cost | None, seconds: float) -> dict[str, Any]:
+    """Returns the arguments of ``Frontier.plot`` and ``html`` for an axis in dollars; empty without a price.
+
+    Args:
+        options: the options as typed.
+        cost: the cost of one of the steps on the curve.
+        seconds: the seconds of that step.
+    """
+    if options.price is None or cost is None:
+        return {}
+    wanted = {} if options.tokens is None else {"steps": math.ceil(options.tokens / (cost.per_second * seconds))}
+    return {"price": options.price * cost.cards, **wanted}
 
 
 def line_of(options: PriceOptions, cost: Cost | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from memscale.reports.drawing import COLOURS, Axis, byte_scale, columns, outlines, placed, time_scale
 
 if TYPE_CHECKING:
-    from memscale.reports.frontier import DrawnPoint, PartOfPlan, plot_frontier, write_frontier
+    from memscale.reports.frontier import DrawnPoint, PartOfPlan, Price, plot_frontier, write_frontier
     from memscale.reports.page import PAGES, checked_target, write_html, write_page
     from memscale.reports.plot import plot_profile, plot_timelines
     from memscale.reports.sizes import TriedSize, plot_sizes, write_sizes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {
     name: home
     for home, names in {
-        "frontier": "DrawnPoint PartOfPlan plot_frontier write_frontier",
+        "frontier": "DrawnPoint PartOfPlan Price plot_frontier write_frontier",
         "page": "PAGES checked_target write_html write_page",
         "plot": "plot_profile plot_timelines",
         "sizes": "TriedSize plot_sizes write_sizes",

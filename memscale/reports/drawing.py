@@ -54,6 +54,16 @@ class Axis:
         """Returns the pixel of a value as text, rounded to what a picture shows."""
         return f"{self.at(value):.1f}"
 
+    def written(self, value: float) -> str:
+        """Returns the text of a tick; all ticks of an axis have as many digits after the point.
+
+        >>> axis = Axis(0.07, 0.12, 0, 1)
+        >>> [axis.written(value) for value in axis.ticks()]
+        ['0.07', '0.08', '0.09', '0.10', '0.11', '0.12']
+        """
+        digits = max(len(f"{each:g}".partition(".")[2]) for each in self.ticks())
+        return f"{value:,.{digits}f}"
+
     def ticks(self) -> list[float]:
         """Returns about three to seven round numbers between the ends."""
         span = self.high - self.low

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import NamedTuple
 
+import numpy as np
+
+from memscale.core import ConfigError
 from memscale.reports.drawing import Axis, byte_scale, time_scale
 from memscale.reports.page import PAGES, checked_target, write_page
 from memscale.reports.plot import INK, figure_of, label, plain
@@ -14,6 +19,32 @@ from memscale.reports.plot import INK, figure_of, label, plain
 _LEFT, _BOTTOM, _WIDTH, _HEIGHT = 80, 360, 900, 340
 _ROOM = 0.08  # the margin beyond the outer points, as a share of the axis
 _LINE = "#0072B2"  # from the palette of the categories
+
+
+class Price(NamedTuple):
+    """The dollars for `steps` steps of one second each, and the number of steps."""
+
+    dollars: float
+    steps: int
+
+    @classmethod
+    def of(cls, dollars_an_hour: float, steps: int, caller: str) -> Price:
+        """Returns the price for a price of an hour.
+
+        Raises:
+            ConfigError: the price is no number above 0, or `steps` is below 1.
+        """
+        if not (isinstance(dollars_an_hour, (int, float)) and 0 < dollars_an_hour < math.inf):
+            raise ConfigError(
+                f"{caller}(price={dollars_an_hour!r}) must be dollars an hour above 0; pass 2.50, or None for no price"
+            )
+        if not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"{caller}(steps={steps!r}) must be an int of at least 1; pass how many are paid for")
+        return cls(dollars_an_hour * steps / 3600, steps)
+
+    @property
+    def heading(self) -> str:
+        return f"dollars for {self.steps:,} steps"
 
 
 class PartOfPlan(NamedTuple):
@@ -49,8 +80,10 @@ class DrawnPoint:
     script: str
 
 
-def plot_frontier(choices: Sequence[DrawnPoint], device: str, path: str | PathLike[str]) -> None:
-    """Draws the curve as PNG or SVG, by the suffix.
+def plot_frontier(
+    choices: Sequence[DrawnPoint], device: str, path: str | PathLike[str], price: Price | None = None
+) -> None:
+    """Draws the curve as PNG or SVG, by the suffix. A price adds an axis of dollars on the right.
 
     Raises:
         ConfigError: the suffix is another, or the folder does not exist.
@@ -70,11 +103,21 @@ def plot_frontier(choices: Sequence[DrawnPoint], device: str, path: str | PathLi
     axes.set_xlabel(f"memory of a training step on {device} ({drawn.bytes_unit})", color=INK)
     axes.set_ylabel(f"time of the step ({drawn.seconds_unit})", color=INK)
     plain(axes, grid=True)
+    if price is not None:
+        dollars = price.dollars * drawn.second
+        forth, back = partial(np.multiply, dollars), partial(np.multiply, 1 / dollars)
+        right = axes.secondary_yaxis("right", functions=(forth, back))
+        right.set_ylabel(price.heading, color=INK)
+        right.tick_params(colors=INK)
     figure.savefig(target, format=target.suffix.lower()[1:])
 
 
-def write_frontier(choices: Sequence[DrawnPoint], device: str, path: str | PathLike[str]) -> None:
+def write_frontier(
+    choices: Sequence[DrawnPoint], device: str, path: str | PathLike[str], price: Price | None = None
+) -> None:
     """Writes the curve as one self-contained HTML file, where each point shows its plan.
+
+    A price adds an axis of dollars on the right, and a column.
 
     Raises:
         ConfigError: the suffix is not ``.html``, or the folder does not exist.
@@ -86,7 +129,9 @@ def write_frontier(choices: Sequence[DrawnPoint], device: str, path: str | PathL
         "frontier.html",
         device=device,
         choices=choices,
-        it=_Axes.of(choices),
+        it=(drawn := _Axes.of(choices)),
+        price=price,
+        dollars=None if price is None else drawn.priced(price),
         ratio=lambda each: f"{each.step_seconds / fastest:.2f} ×",
     )
 
@@ -97,6 +142,7 @@ class _Axes:
 
     Attributes:
         across, up: the axes, in the units of bytes and of seconds.
+        second: the seconds in one unit of `up`.
         points: the bytes and seconds of each plan, in these units.
     """
 
@@ -104,6 +150,7 @@ class _Axes:
     seconds_unit: str
     across: Axis
     up: Axis
+    second: float
     points: list[tuple[float, float]]
 
     @classmethod
@@ -113,7 +160,12 @@ class _Axes:
         points = [(each.peak_bytes / bytes_scale, each.step_seconds / seconds_scale) for each in choices]
         memory, time = zip(*points, strict=True)
         across, up = Axis(*_spread(memory), _LEFT, _WIDTH), Axis(*_spread(time), _BOTTOM, -_HEIGHT)
-        return cls(bytes_unit, seconds_unit, across, up, points)
+        return cls(bytes_unit, seconds_unit, across, up, seconds_scale, points)
+
+    def priced(self, price: Price) -> Axis:
+        """Returns the axis `up` converted to dollars."""
+        dollars = price.dollars * self.second
+        return Axis(self.up.low * dollars, self.up.high * dollars, self.up.start, self.up.length)
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:

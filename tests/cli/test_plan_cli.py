@@ -90,12 +90,13 @@ def test_the_frontier_is_that_of_the_library(folder, capsys):
     assert Path("curve.html").read_text().count('<section class="plan">') == len(expected) > 2
 
 
-def test_a_frontier_with_a_price_prints_dollars(folder, capsys):
-    priced = ("--price", "3.60", "--tokens", "2K")
+def test_a_frontier_with_a_price_has_dollars_on_its_page(folder, capsys):
+    priced = ("--price", "3.60", "--tokens", "2K", "--html", "curve.html")
     assert command("frontier", *STEP, "--points", 2, *priced) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert re.search(r"smallest, cost: at most .* for a dollar, at least .* hours and \$", out)
     assert "fastest, cost: at most" in out
+    assert re.search(r"dollars for \d[\d,]* steps", Path("curve.html").read_text())
     assert command("frontier", *STEP, "--price", "0") == 2
 
 

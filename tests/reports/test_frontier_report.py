@@ -57,6 +57,29 @@ def test_a_page_shows_every_plan_and_loads_nothing(curve, tmp_path):
         assert point.plan.rules == () or re.search("checkpoint|tile", point.summary)
 
 
+def test_a_price_is_an_axis_and_a_column(curve, tmp_path):
+    curve.html(tmp_path / "priced.html", price=3.6, steps=10_000)
+    text = (tmp_path / "priced.html").read_text(encoding="utf-8")
+    assert Page(text).open == []
+    assert text.count("dollars for 10,000 steps") == 1
+    for point in curve:
+        assert f'<td class="number">{10 * point.step_seconds:,.2f}</td>' in text
+    ticks = [float(each.replace(",", "")) for each in re.findall(r">\$([0-9.,e-]+)</text>", text)]
+    assert len(ticks) >= 2
+    assert max(ticks) <= 10 * 1.1 * curve[0].step_seconds
+    curve.plot(tmp_path / "priced.svg", price=3.6, steps=10_000)
+    curve.plot(tmp_path / "plain.svg")
+    drawn, plain = ((tmp_path / f"{name}.svg").read_text() for name in ("priced", "plain"))
+    assert drawn.count("<g id=") > plain.count("<g id=")
+
+
+@pytest.mark.parametrize(("given", "named"), [({"price": -1}, "price=-1"), ({"price": 2.5, "steps": 0}, "steps=0")])
+def test_a_price_that_is_none_is_named(curve, tmp_path, given, named):
+    with pytest.raises(ms.ConfigError, match=named):
+        curve.html(tmp_path / "curve.html", **given)
+    assert not (tmp_path / "curve.html").exists()
+
+
 def test_the_stairs_go_down(curve, tmp_path):
     curve.html(tmp_path / "curve.html")
     text = (tmp_path / "curve.html").read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ from memscale.planning.evidence.explanation import reasons, rows_of
 from memscale.planning.evidence.proven import ProvenPlan
 
 if TYPE_CHECKING:
-    from memscale.reports import DrawnPoint
+    from memscale.reports import DrawnPoint, Price
 
 _DOCUMENT = Document("frontier", version=1, writer="Frontier.to_json()", error=ConfigError)
 _FEW = 3  # runs of modules that a summary names; the number of further runs follows
@@ -116,22 +116,32 @@ class Frontier(Sequence[Point]):
             raise error
         return fitting[-1]
 
-    def plot(self, path: str | PathLike[str]) -> None:
+    def plot(self, path: str | PathLike[str], *, price: float | None = None, steps: int = 1000) -> None:
         """Draws the time of a step over its memory, as PNG or SVG by the suffix of `path`.
 
+        Args:
+            path: the file to write.
+            price: dollars per hour for all devices of the step together; adds an axis in dollars on the right.
+            steps: the number of steps that the axis in dollars is for.
+
         Raises:
-            ConfigError: the suffix is neither ``.png`` nor ``.svg``, or the folder does not exist.
+            ConfigError: the suffix is neither ``.png`` nor ``.svg``, the folder does not exist, or `price` or `steps`
+                is not a number above 0.
             RuntimeUnavailable: matplotlib is not installed.
         """
-        _reports().plot_frontier(self._choices(), self._device, path)
+        _reports().plot_frontier(self._choices(), self._device, path, _price(price, steps, "Frontier.plot"))
 
-    def html(self, path: str | PathLike[str]) -> None:
+    def html(self, path: str | PathLike[str], *, price: float | None = None, steps: int = 1000) -> None:
         """Writes the curve as one self-contained HTML file, in which each point shows its plan with the evidence.
 
+        Args:
+            path, price, steps: as in `plot`; with a price, the table has a column in dollars as well.
+
         Raises:
-            ConfigError: the suffix is not ``.html``, or the folder does not exist.
+            ConfigError: the suffix is not ``.html``, the folder does not exist, or `price` or `steps` is not a number
+                above 0.
         """
-        _reports().write_frontier(self._choices(), self._device, path)
+        _reports().write_frontier(self._choices(), self._device, path, _price(price, steps, "Frontier.html"))
 
     def to_json(self) -> str:
         """Returns the plans of the points, with their evidence, as JSON text with a schema version."""
@@ -191,6 +201,10 @@ def _places(patterns: Sequence[str]) -> str:
     runs = [row_label(run) if run[0] else "the model" for run in in_runs(patterns, str, lambda _: None)]
     shown, rest = runs[:_FEW], len(runs) - _FEW
     return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _price(dollars: float | None, steps: int, caller: str) -> Price | None:
+    return None if dollars is None else _reports().Price.of(dollars, steps, caller)
 
 
 def _reports() -> ModuleType:
