@@ -73,13 +73,13 @@ def language_model(device: str) -> dict[str, Step]:
     return steps
 
 
-def head(device: str, tokens: int = 4096, width: int = 1024, classes: int = 128_256) -> dict[str, Step]:
-    """A loss head alone, in bfloat16: PyTorch's plain one, its chunked `linear_cross_entropy`, and ours."""
+def head(device: str, dtype: torch.dtype, tokens: int, width: int, classes: int, chunks: int) -> dict[str, Step]:
+    """A loss head alone: PyTorch's plain one, its chunked `linear_cross_entropy`, and ours."""
     torch.manual_seed(0)
-    hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
     target = torch.randint(0, classes, (tokens,), device=device)
-    linear = nn.Linear(width, classes, bias=False, device=device, dtype=torch.bfloat16)
-    tiled = ms.transform(linear, {"": ms.tile(chunks=32)})
+    linear = nn.Linear(width, classes, bias=False, device=device, dtype=dtype)
+    tiled = ms.transform(linear, {"": ms.tile(chunks=chunks)})
 
     def step_of(loss: Callable[[], torch.Tensor]) -> Step:
         def step() -> None:
@@ -92,8 +92,8 @@ def head(device: str, tokens: int = 4096, width: int = 1024, classes: int = 128_
         "plain": step_of(lambda: F.cross_entropy(linear(hidden).float(), target)),
         "memscale": step_of(lambda: F.cross_entropy(tiled(hidden).float(), target)),
     }
-    # On the CPU of torch 2.13 its chunked path takes more than a minute for 256 tokens in bfloat16.
-    if device == "cuda" and hasattr(F, "linear_cross_entropy"):
+    # On the CPU of torch 2.13 its chunked path takes more than a minute for 256 tokens of 128,256 classes in bfloat16.
+    if (device == "cuda" or dtype == torch.float32) and hasattr(F, "linear_cross_entropy"):
         options = nn.LinearCrossEntropyOptions()
         steps["torch chunked"] = step_of(lambda: F.linear_cross_entropy(hidden, linear.weight, target, options=options))
     return steps
@@ -166,14 +166,19 @@ def main() -> None:
             },
         )
     if options.only in (None, "head"):
-        steps = head(options.device)
-        report(
-            "loss head: 4 096 tokens, width 1 024, 128 256 classes, bf16",
-            steps,
-            max(options.rounds // 2, 2),
-            options.device,
-            dict.fromkeys(steps, "plain"),
-        )
+        for dtype, tokens, width, classes, chunks in (
+            (torch.float32, 2048, 512, 16_000, 16),
+            (torch.bfloat16, 2048, 512, 16_000, 2),
+            (torch.bfloat16, 4096, 1024, 128_256, 32),
+        ):
+            steps = head(options.device, dtype, tokens, width, classes, chunks)
+            report(
+                f"loss head: {tokens} tokens, width {width}, {classes} classes, {dtype}, {chunks} pieces",
+                steps,
+                max(options.rounds // 2, 2),
+                options.device,
+                dict.fromkeys(steps, "plain"),
+            )
     if options.only in (None, "mlp"):
         steps = long_mlp(options.device)
         report(

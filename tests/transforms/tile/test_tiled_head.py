@@ -585,6 +585,32 @@ def test_bfloat16_gradients_are_summed_in_float32():
         assert ours <= plain * (1 + 1e-5), (chunks, ours, plain)
 
 
+def test_gradients_of_any_16_bit_head_are_summed_in_float32_and_kept_in_16_bits():
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 400, bias=False)).bfloat16()
+    x, y = torch.randn(512, 32).bfloat16(), torch.randint(0, 400, (512,))
+    fit, found, kept = ms.transform(head, {"": tile(chunks=64)}), [], []
+    for fn, dtype in ((copy.deepcopy(head).double(), torch.float64), (head, torch.bfloat16), (fit, torch.bfloat16)):
+        value = F.cross_entropy(fn(x.to(dtype)), y) if dtype == torch.float64 else F.cross_entropy(fn(x).float(), y)
+        found.append(torch.autograd.grad(value, list(fn.parameters())))
+    for truth, plain, ours in zip(*found, strict=True):
+        assert (ours - truth).norm() <= 1.5 * (plain - truth).norm()  # each piece's share is rounded, too
+    trace = measure(lambda: kept.append(F.cross_entropy(fit(x).float(), y)))
+    assert trace.end_bytes - trace.start_bytes <= sum(p.nbytes for p in head.parameters()) + 16 * len(y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_that_require_a_gradient(dtype):
+    torch.manual_seed(0)
+    model, (x, _) = Head().to(dtype), inputs()
+    teacher, found = torch.randn(ROWS, CLASSES).softmax(-1).requires_grad_(), []
+    for fn in (model, tiled(model)):
+        value = F.cross_entropy(fn(x.to(dtype)).float(), teacher)
+        found.append([value.detach(), *torch.autograd.grad(value, [teacher, *model.parameters()])])
+    for plain, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5 if dtype == torch.float32 else 2**-6, atol=1e-4)
+
+
 def test_float16_gradients_are_not_computed_before_the_loss_is_scaled():
     """Class weights of 1e-6 make gradients that, unscaled, are below float16's smallest number, 6e-8."""
     model = Head().half()
