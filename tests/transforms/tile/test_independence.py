@@ -73,6 +73,7 @@ INDEPENDENT = {
     "complex": lambda x: torch.view_as_real(
         torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous()).conj().resolve_conj()
     ),
+    "looked up": lambda x: F.embedding((x[..., 0] > 0).long(), WEIGHT) * x.tril(),
     "sampled at a grid": _turned_by_a_grid,
     "blocks of pixels": lambda x: F.unfold(x[:, None], 2),
 }
@@ -128,6 +129,8 @@ COUPLED = {
     "one after the other, with what is kept": lambda x: TIME_FIRST(x)[0],
     "states that are not theirs": lambda x: LSTM(x, (torch.ones(1, ROWS, 4)[:, : len(x)].contiguous(),) * 2)[0],
     "a table of their places, spread": lambda x: x + PLACES[: len(x)].expand(len(x), TOKENS, WIDTH),
+    "a table of their places, joined": lambda x: torch.cat([x, PLACES[: len(x)].expand(len(x), 1, WIDTH)], 1),
+    "a triangle of them": lambda x: x.transpose(0, -1).tril().transpose(0, -1),
     "where they are in the piece": lambda x: x + torch.arange(len(x))[:, None, None],
     "their number": lambda x: x + torch.ones(len(x), 1, 1).cumsum(0),
     "random numbers": lambda x: F.dropout(x, 0.5),
