@@ -244,10 +244,10 @@ class LossRows:
         """Returns the gradient of the logits of `hidden`, the rows from `first_row` on, for some classes."""
         logits = self.projection.product(hidden, classes)
         for part in _parts(logits):
-            at = slice(first_row + part.start, first_row + part.stop)
-            z, leaf = self._stepped(logits[part], classes)
+            at, rows = slice(first_row + part.start, first_row + part.stop), logits[part]
+            z, leaf = self._stepped(rows, classes)
             exps = (z.detach() - self.logsumexp[at, None]).exp_()
-            self._put_gradient(logits[part], z, leaf, exps, 1, at, classes)
+            self._put_gradient(rows, z, leaf, exps, 1, at, classes)
             del z, leaf, exps
         return logits
 
