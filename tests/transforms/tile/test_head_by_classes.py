@@ -142,7 +142,8 @@ def test_many_rows(cast, chunks, dtype, gpu, taken):
     x = torch.randn(512, 64).to(dtype).requires_grad_()
     fit = ms.transform(head, {"": tile(chunks=chunks)})
     # The loss of 16-bit logits is not the same computation: theirs rounds log-probabilities to 16 bits.
-    as_right_as_untiled(head, fit, x, lambda logits: F.cross_entropy(cast(logits), y), bound=1.05)
+    bound = 1.001 if cast is wide else 1.05
+    as_right_as_untiled(head, fit, x, lambda logits: F.cross_entropy(cast(logits), y), bound=bound)
     assert taken == [gpu]
 
 
@@ -167,15 +168,6 @@ def test_heads(make, sweeps, gpu, taken):
     model, (x, y) = make().bfloat16(), sixteen_bit(torch.bfloat16)
     as_right_as_untiled(model, tiled(model), x, mean(y))
     assert taken == [gpu] * (sweeps if gpu is SignedRows else 1)
-
-
-@ON_A_GPU
-def test_sequences(gpu, taken):
-    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16, 3, 4)
-    as_right_as_untiled(model, tiled(model), x, lambda z: F.cross_entropy(wide(z).transpose(1, 2), y))
-    rows = tiled(model)(x).transpose(1, 2)
-    assert F.cross_entropy(rows, y, reduction="none").shape == (3, 4)
-    assert taken == [gpu]
 
 
 @ON_A_GPU
@@ -209,18 +201,6 @@ def test_scaling_and_retain_graph(dtype, gpu, taken):
             assert (one * 2 - two).abs().max() <= 2**-23, "equal but for float16's smallest numbers"
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-
-
-def test_double_backward(taken):
-    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
-    found = []
-    for fn in (copy.deepcopy(model).double(), model, tiled(model)):
-        point = x.detach().to(fn.head.weight.dtype).requires_grad_()
-        (grad,) = torch.autograd.grad(F.cross_entropy(fn(point), y, reduction="sum"), point, create_graph=True)
-        found.append(torch.autograd.grad(grad.pow(2).sum(), list(fn.parameters())))
-    for truth, before, after in zip(*found, strict=True):
-        assert (after - truth).norm() <= 2 * (before - truth).norm()
-    assert not taken, "by rows, with a graph"
 
 
 def test_the_surroundings(taken):
