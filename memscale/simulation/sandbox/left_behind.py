@@ -31,6 +31,7 @@ from memscale.simulation.process.process_state import all_objects_seen, is_from_
 _Cached = type(functools.lru_cache(maxsize=1)(lambda: None))
 _DEEPEST = 8  # the most references from a tensor up to a holder
 _PASSES = 3
+_FEW = 500  # the most objects whose holders Python's own search finds faster
 
 
 class Made(NamedTuple):
@@ -171,13 +172,17 @@ class _Wanted(NamedTuple):
 def _holders_of(things: _Own) -> dict[int, _Own]:
     """Returns id of each of `things` -> the objects that refer to it, without running frames and this file's own lists.
 
-    One pass over all tracked objects serves all `things`: the time of a pass hardly depends on their number.
+    One pass over all tracked objects serves all `things`. Python's own compares each reference with each of `things`,
+    which for many takes longer than a look at all objects from here.
     """
     found = {id(each): _Own() for each in things}
-    for holder in _Own(gc.get_referrers(*things)):
-        if not isinstance(holder, (types.FrameType, _Own, _Wanted)):
-            for key in {id(each) for each in _Own(gc.get_referents(holder))} & found.keys():
+    keys = found.keys()
+    for holder in _Own(gc.get_referrers(*things) if len(things) <= _FEW else gc.get_objects()):
+        referents = gc.get_referents(holder)
+        if not keys.isdisjoint(map(id, referents)) and not issubclass(type(holder), (types.FrameType, _Own, _Wanted)):
+            for key in keys & set(map(id, referents)):
                 found[key].append(holder)
+        del referents
     return found
 
 
