@@ -143,8 +143,19 @@ def test_a_step_of_very_many_operators_is_tried_few_times(monkeypatch):
     engine = ms.DecisionEngine(model, **_step(model, batch))
     evidence = engine.plan(0.8 * engine.frontier(2)[-1].peak_bytes / CPU.usable_bytes).evidence
     assert engine.simulations <= 12
-    assert any("2 choices were tried" in note for note in evidence.notes)
+    assert any("3 choices were tried" in note for note in evidence.notes)
     assert any("not tried" in reason for reason in evidence.rejected.values())
+
+
+def test_a_long_step_that_no_plan_fits_is_refused_after_few_simulations(monkeypatch):
+    monkeypatch.setattr("memscale.planning.search.search._MOST_OPERATORS", 100)
+    model, batch = _mlps(6), torch.ones(512, 64)
+    engine = ms.DecisionEngine(model, **_step(model, batch))
+    with pytest.raises(ms.BudgetError, match="no plan fits") as caught:
+        engine.plan("1KiB")
+    assert engine.simulations <= 16
+    by_hand = ms.profile(model, **_step(model, batch), plan=ms.Plan({"[0-5]": ms.checkpoint()}))
+    assert caught.value.peak_bytes <= max(by_hand.peak_bytes, by_hand.first_step_peak_bytes)
 
 
 def test_nothing_fits():

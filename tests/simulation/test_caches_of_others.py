@@ -43,6 +43,17 @@ def views_of_one():
     return get
 
 
+def hundreds_of_views():
+    cache = {}
+
+    def get(n, x):
+        whole = cached_by_dict(cache, n, lambda: table(n))
+        views = [cached_by_dict(cache, (n, at), lambda: whole.view(n, n)) for at in range(600)]
+        return views[-1]
+
+    return get
+
+
 def attribute_of_function():
     def get(n, x):
         if not hasattr(get, "mask"):
@@ -130,8 +141,8 @@ def drawn():
 
 
 KINDS = [
-    unbounded, views_of_one, attribute_of_function, attribute_of_object, dict_of_another_file, weak_values,
-    thread_local, hidden_in_a_cell, of_a_batch, of_a_weight, drawn,
+    unbounded, views_of_one, hundreds_of_views, attribute_of_function, attribute_of_object, dict_of_another_file,
+    weak_values, thread_local, hidden_in_a_cell, of_a_batch, of_a_weight, drawn,
 ]  # fmt: skip
 
 

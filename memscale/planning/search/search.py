@@ -66,9 +66,10 @@ _HARDLY = {False: 1.05, True: 1.25}
 _LEAST, _LOOKS = 1.005, 3
 # Share of the step as written: the most that the allocator is estimated to reserve beyond the allocated bytes.
 _KEPT = 0.1
-# The most operators to simulate, and the fewest simulations in any case. A step of very many operators (a Python loop
-# over time) takes minutes to simulate. The limit counts operators: seconds would make plans depend on the machine.
-_MOST_OPERATORS, _FEWEST = 500_000, 2
+# The most operators to simulate, and the fewest simulations in any case: a step of very many operators (eighty sharded
+# blocks, a Python loop over time) takes 5 to 10 s to simulate. The limit counts operators: seconds would make plans
+# depend on the machine.
+_MOST_OPERATORS, _FEWEST = 50_000, 3
 
 #: Returns the trace of a step with rules, with or without its update, of the model without the parts at some paths.
 Simulate = Callable[[Rules, bool, frozenset[str]], Trace]
@@ -124,8 +125,10 @@ class Search:
         operators = len(self.plain.last_operators)
         self.patience = max(_FEWEST, _MOST_OPERATORS // max(1, operators))
         self._most = min(self.patience, max(_MOST_STEPS, _FEW_OPERATORS // max(1, operators)))
+        # Rounds for the smallest plan, looks for a faster one as small, and corrections of the result.
+        self._rounds, self._looks, self._corrections = (1, 0, 1) if self._is_long else (_ROUNDS, _LOOKS, _CORRECTIONS)
         self.notes: tuple[str, ...] = ()
-        if self.patience < _ROUNDS:
+        if self._is_long:
             self.notes = (
                 f"a step of {operators} operators takes long to simulate: {self.patience} choices were tried, and "
                 "another may be better",
@@ -168,7 +171,7 @@ class Search:
         # other costs.
         most, trials, self._trial_steps = self.patience, dict(self._trials), 0
         found = measured_costs(self.plain, self.parts, menus, simulate, trials, most=most, loop_share=self._loop_share)
-        groups = [each for each in self._groups if len(menu_of(each)) > 1] if most >= _ROUNDS else []
+        groups = [each for each in self._groups if len(menu_of(each)) > 1] if not self._is_long else []
         if groups:
             found = with_groups(found, self.plain, groups, menu_of, simulate, trials, most=most)
         self._trials = trials
@@ -269,17 +272,20 @@ class Search:
             enough_bytes: of the plans that take at most so many bytes, the fastest is returned.
         """
         tried: dict[Assignment, Proven] = {}
+        for alike in self._alike if self._is_long else ():
+            if not self.suffices(tried.values(), floor_bytes, enough_bytes):
+                tried[alike] = self.prove(alike)
         # Plans without moves are faster at the floor; otherwise plans with moves are smaller, and may suffice.
         for among in self._sets if floor_bytes else reversed(self._sets):
             if not self.suffices(tried.values(), floor_bytes, enough_bytes):
                 tried |= self._small_ones(among, floor_bytes)
-        for alike in self._alike:
+        for alike in self._alike if not self._is_long else ():
             least_bytes = min(each.taken_bytes for each in tried.values())
             hardly = self._chooser.held_bytes(alike) > _HARDLY[True] * least_bytes
             if not hardly and not self.suffices(tried.values(), floor_bytes, enough_bytes):
                 tried[alike] = self.prove(alike)
         found, count = [*tried.values()], self._trial_steps + len(tried)
-        if not self.suffices(found, floor_bytes, enough_bytes) and self.patience >= _ROUNDS:
+        if not self.suffices(found, floor_bytes, enough_bytes) and not self._is_long:
             smaller, more = self._descended(min(found, key=lambda each: each.taken_bytes), enough_bytes)
             found, count = [*found, *smaller], count + more
         best = min(found, key=lambda each: (max(each.taken_bytes, enough_bytes), each.seconds))
@@ -288,7 +294,7 @@ class Search:
     def suffices(self, found: Iterable[Proven], floor_bytes: int, enough_bytes: int) -> bool:
         """Returns whether no smaller plan is searched: one reaches the floor, or takes little enough in a long step."""
         enough = (each for each in found if each.taken_bytes <= enough_bytes)
-        return any(self._steps(each) > 1 for each in enough) or _reaches(found, floor_bytes)
+        return any(self._is_long or self._steps(each) > 1 for each in enough) or _reaches(found, floor_bytes)
 
     def _descent(self, start: Proven, floor_bytes: int) -> tuple[list[DescentStep], int]:
         """Returns the steps of the descent from `start`, and the number of simulations."""
@@ -404,7 +410,7 @@ class Search:
             A list with the lower bound, in seconds, of all choices that fit; empty if no choice was found to fit.
         """
         chooser, bound = self._chooser, list[float]()
-        rounds, most, late = min(self.patience, _ROUNDS), max(1, self._most - _CORRECTIONS), math.inf
+        rounds, most, late = _ROUNDS, max(1, self._most - _CORRECTIONS), math.inf
         over, fits = -1, self._last(among) + 1
         # The first aim: the estimate of the step nearest to the budget is assumed to be wrong by the same factor.
         near = min(tried.values(), key=lambda each: abs(each.taken_bytes - safe_bytes))
@@ -451,7 +457,10 @@ class Search:
                 continue
             over = max(at, self._at(held) - 1)  # limits down to `held` have the same choice
             form = chooser.uniform(choice.assignment, among)
-            if self._count(tried) <= most and form not in tried and chooser.held_bytes(form) < held and is_faster(form):
+            smaller = chooser.held_bytes(form) < held
+            if self._is_long:  # no simulation to spare for the form while a corrected choice is expected to fit
+                smaller = smaller and aim < chooser.held_bytes(form)
+            if self._count(tried) <= most and form not in tried and smaller and is_faster(form):
                 prove(form)
                 bound = bound or [choice.bound] * (tried[form].taken_bytes <= safe_bytes)
         return bound
@@ -459,7 +468,7 @@ class Search:
     def _correct(self, safe_bytes: int, tried: dict[Assignment, Proven], below: float) -> None:
         """Simulates choices by the costs that the fastest fitting step corrects, while the choices are faster."""
         among = self._sets[1 % len(self._sets)]
-        for _ in range(_ROUNDS if self._is_short else _CORRECTIONS):
+        for _ in range(_ROUNDS if self._is_short else self._corrections):
             if self._count(tried) > self._most or (best := _best(tried.values(), safe_bytes)) is None:
                 return
             chooser = Chooser(self.costs, self._link)
@@ -473,6 +482,11 @@ class Search:
             if choice is None or chooser.seconds(choice.assignment) >= (1 - _OTHERS) * min(below, best.seconds):
                 return
             tried[choice.assignment] = self.prove(choice.assignment)
+
+    @property
+    def _is_long(self) -> bool:
+        """Returns whether a step has so many operators that few choices are simulated in all."""
+        return self.patience < _ROUNDS
 
     @property
     def _is_short(self) -> bool:
@@ -527,18 +541,19 @@ class Search:
         """Returns small plans of these techniques: chosen and simulated until a step is near its lower bound."""
         if (among, floor_bytes) not in self._small:
             chooser, tried = self._new_chooser(), {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
-            for _ in range(min(self.patience, _ROUNDS)):
+            for _ in range(self._rounds):
                 if _reaches(tried.values(), floor_bytes):
                     break
                 choice = chooser.smallest(among)
-                if choice.assignment in tried:
+                least_bytes = min(each.taken_bytes for each in tried.values())
+                if choice.assignment in tried or chooser.held_bytes(choice.assignment) > (1 - _OTHERS) * least_bytes:
                     break
                 found = tried[choice.assignment] = self.prove(choice.assignment)
                 found.correct(chooser)
                 if found.taken_bytes <= _LEAST * choice.bound:
                     break
             # Many choices may hold as few bytes: look for a faster one.
-            for _ in range(min(self.patience, _LOOKS)):
+            for _ in range(self._looks):
                 least = min(tried.values(), key=lambda each: each.taken_bytes)
                 faster = chooser.fastest(least.taken_bytes, among)
                 if faster is None or faster.assignment in tried:
@@ -561,11 +576,13 @@ class Search:
         blocks = [row for row, path in enumerate(paths) if count[template(path)] > 1]
         whole = [row for row in self.costs.groups if self._is_short and not self.costs.parts[row].path]
         found: dict[Assignment, None] = {}
-        for rows in (blocks, whole) if self.patience >= _ROUNDS else ():
+        for rows in (blocks, whole):
             for kind in dict.fromkeys(each for row in rows for each in menus[row][1:]):
                 if self._link is None or self._link.cap_bytes is None or not kind.techniques & MOVES:
                     chosen = {row: menus[row].index(kind) for row in rows if kind in menus[row]}
                     found[tuple(chosen.get(row, 0) for row in range(len(menus)))] = None
+        if self._is_long:  # it has simulations to spare for the smallest of them alone
+            return sorted(found, key=self._chooser.held_bytes)[: self.patience]
         return list(found)
 
     def _whole(self, assignment: Assignment) -> Trace:
