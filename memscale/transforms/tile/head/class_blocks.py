@@ -45,10 +45,11 @@ def by_classes(loss: Loss, hidden: torch.Tensor, reduction: str, *, early: bool)
         return ByClasses(loss, reduction, LossRows, early=early, waits=True) if waits else None
     rows: type[LossRows] = LossRows
     if has_wide_products(hidden):
-        if loss.only_widens and not loss.label_smoothing:
-            rows = SignedRows
-        elif large:  # two passes over modified logits take more time than the sum
+        unmodified = loss.only_widens and not loss.label_smoothing
+        # In large pieces a sum takes less time than passes in 32 bits over 16-bit logits, or two over modified ones.
+        if large and not (unmodified and loss.steps):
             return None
+        rows = SignedRows if unmodified else LossRows
     # A late gradient makes each block's logits once more, on a GPU: no saving where these are large.
     waits = not large and not (has_bias and rows is LossRows) and late.pays(weight, hidden)
     return ByClasses(loss, reduction, rows, early=early and rows is LossRows, waits=waits)
