@@ -306,7 +306,7 @@ def test_blocks_of_an_odd_vocabulary_begin_at_multiples_of_16_bytes_on_a_gpu(gpu
     monkeypatch.setattr(gpu, "gradient_of_logits", lambda *args: found.append(args[-1]) or before(*args))
     model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
     trained(tiled(model, 4), x, mean(y))
-    assert found == [slice(0, 8), slice(8, 24), slice(24, 40), slice(40, CLASSES)]
+    assert found == [slice(0, 16), slice(16, 32), slice(32, 48), slice(48, CLASSES)]
 
 
 @ON_A_GPU

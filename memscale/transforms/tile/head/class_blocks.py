@@ -105,20 +105,20 @@ class ByClasses(LossAlgorithm):
         if self.reduction == "mean":
             scale = scale / self.loss.denominator(target)
         rows = self.rows(self.loss, target, logsumexp, scale)
-        hidden_grad = sums = None
+        hidden_grad: torch.Tensor | None = None
+        sums: list[torch.Tensor] | None = None  # the sum over blocks so far, if any
         if self.hidden_grad is not None:
             hidden_grad = scaled(self.hidden_grad, grad, last=last)
         elif hidden.requires_grad and isinstance(rows, SignedRows):
-            sums = torch.zeros_like(hidden, dtype=logsumexp.dtype)
+            sums = []
         elif hidden.requires_grad:
             hidden_grad = rows.hidden_gradient(hidden)
         bias_grad = torch.empty_like(self.bias) if self.bias is not None and self.bias.requires_grad else None
         weight_grad = None if self.waits else torch.empty_like(self.weight)
         if weight_grad is not None or isinstance(rows, SignedRows):
             _fill(rows, hidden, weight_grad, bias_grad=bias_grad, sums=sums)
-        if sums is not None:
-            hidden_grad, sums = sums.to(hidden.dtype), None
-            hidden_grad = rows.signed(hidden_grad)
+        if sums and isinstance(rows, SignedRows):
+            hidden_grad = sums.pop().to(hidden.dtype).mul_(rows.sign[:, None])
         if weight_grad is None:
             weight_grad = late.late_gradient(self.weight, hidden, partial(_fill, rows, hidden))
         return hidden_grad, {id(self.weight): weight_grad} | ({} if bias_grad is None else {id(self.bias): bias_grad})
@@ -131,7 +131,7 @@ def _fill(
     *,
     add: bool = False,
     bias_grad: torch.Tensor | None = None,
-    sums: torch.Tensor | None = None,
+    sums: list[torch.Tensor] | None = None,
 ) -> None:
     """Writes the gradients of weight (or adds it) and bias, and adds that of the hidden states, unsigned, to `sums`."""
     signed = rows.signed(hidden)
@@ -142,7 +142,9 @@ def _fill(
         elif weight_grad is not None:
             torch.mm(logits.t(), signed, out=weight_grad[classes])
         if sums is not None:
-            sums.add_(torch.mm(logits, rows.weight[classes], out_dtype=sums.dtype))
+            part = torch.mm(logits, rows.weight[classes], out_dtype=rows.logsumexp.dtype)
+            sums[:] = [sums[0].add_(part) if sums else part]
+            del part
         if bias_grad is not None:
             rows.sum_signed(logits, out=bias_grad[classes])
         del logits  # otherwise it would live at the same time as the next block's
@@ -168,12 +170,7 @@ class LossRows:
     `q` is the class weight times the target distribution: ``1 - label_smoothing`` at the target (`own`, shape [rows]),
     and ``label_smoothing / classes`` at every class (`smooth`, shape [classes]). It is zero for ignored rows. The
     gradient of a row's logits is `scale` times ``total * softmax(z) - q``.
-
-    Attributes:
-        unit: the number of classes of which a block has a multiple.
     """
-
-    unit = 1
 
     def __init__(self, loss: Loss, target: torch.Tensor, logsumexp: torch.Tensor, scale: torch.Tensor) -> None:
         assert loss.projection.linear is not None
@@ -198,11 +195,9 @@ class LossRows:
 
     def blocks(self) -> Iterator[slice]:
         """Yields the classes in as many blocks as there are pieces."""
-        classes = len(self.weight)
-        units = -(-classes // self.unit)
-        count = min(len(self.ranges), units)
-        for start, stop in pairwise(index * units // count * self.unit for index in range(count + 1)):
-            yield slice(start, min(stop, classes))
+        count = min(len(self.ranges), len(self.weight))
+        for start, stop in pairwise(index * len(self.weight) // count for index in range(count + 1)):
+            yield slice(start, stop)
 
     def losses(self, hidden: torch.Tensor, hidden_grad: torch.Tensor | None) -> torch.Tensor:
         """Returns the loss of every row, fills in its logsumexp and, if wanted, the gradient of the hidden states."""
@@ -301,8 +296,11 @@ class SignedRows(LossRows):
     ``f * exp(z - lse) = exp(z - lse + log f)``.
     """
 
-    # Tensor cores multiply 16-bit matrices whose rows begin at multiples of 16 bytes; other kernels are slower.
-    unit = 8
+    def blocks(self) -> Iterator[slice]:
+        # Tensor cores multiply 16-bit matrices whose rows begin at multiples of 16 bytes; other kernels are slower.
+        size = -(-len(self.weight) // (8 * len(self.ranges))) * 8
+        for start in range(0, len(self.weight), size):
+            yield slice(start, min(start + size, len(self.weight)))
 
     def losses(self, hidden: torch.Tensor, hidden_grad: torch.Tensor | None) -> torch.Tensor:
         assert hidden_grad is None
@@ -337,7 +335,7 @@ class SignedRows(LossRows):
         return (self.logsumexp - self._share.log())[:, None]
 
     @cached_property
-    def _sign(self) -> torch.Tensor:
+    def sign(self) -> torch.Tensor:
         """The sign of each row's factor, in the dtype of the weight."""
         return (self.own * self.scale).sign().to(self.weight.dtype)
 
@@ -350,7 +348,7 @@ class SignedRows(LossRows):
         return logits.scatter_(1, position, own.to(logits.dtype))
 
     def signed(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * self._sign[:, None]
+        return hidden * self.sign[:, None]
 
     def sum_signed(self, logits: torch.Tensor, *, out: torch.Tensor) -> None:
-        torch.mv(logits.t(), self._sign, out=out)
+        torch.mv(logits.t(), self.sign, out=out)
