@@ -170,7 +170,24 @@ class Replay:
 def _write_back(contents: list[tuple[StateSlot, Content]]) -> None:
     for slot, content in reversed(contents):  # reversed, since two slots may share an object
         if not holds(slot, content):
-            write(slot, content)
+            write(slot, _with_present_shards(slot, content))
+
+
+def _with_present_shards(slot: StateSlot, content: Content) -> Content:
+    """Returns `content` with the present entries for parameters of FSDP2.
+
+    FSDP2 alternates sharded and gathered parameters in one entry, and takes the entry for what it put there last.
+    """
+    if not isinstance(content, dict):
+        return content
+    now = read(slot)
+    assert isinstance(now, dict)
+    present = {
+        key: now[key]
+        for key, then in content.items()
+        if isinstance(then, nn.Parameter) and key in now and is_sharded(then) != is_sharded(now[key])
+    }
+    return content | present if present else content
 
 
 def _contents(captures: Captures) -> list[tuple[StateSlot, Content]]:
@@ -185,15 +202,12 @@ def _as_then(
     arrived: Mapping[Note, torch.Tensor],
 ) -> Content:
     """Returns a copy of `content`, the snapshot's contents of `slot`, with replacements for tensors no longer held."""
-    content = content.copy()
+    content = _with_present_shards(slot, content).copy()
     for key, then in content.items() if isinstance(content, dict) else list(enumerate(content)):
         if (other := renewed.get((position, key))) is not None:
             content[key] = other
         elif isinstance(then, Note):
             content[key] = arrived[then]
-        elif is_sharded(then) and isinstance(present := read(slot), dict):
-            # FSDP2 alternates sharded and gathered parameters in one entry; the recompute needs the present entry.
-            content[key] = present.get(key, then)
     return content
 
 

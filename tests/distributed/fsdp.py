@@ -66,6 +66,14 @@ def shard_all(model: nn.Module) -> nn.Module:
     return shard(model)
 
 
+def shard_layers(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for each in (model[0][0], model[1][0], model):
+        fully_shard(each)
+    return model
+
+
 OFFLOAD = ms.offload(min_bytes=0)
 DOTS = ms.checkpoint(policy=ms.policies.dots_saveable)
 
@@ -73,6 +81,7 @@ DOTS = ms.checkpoint(policy=ms.policies.dots_saveable)
 SHAPES = {
     "fsdp root": (shard, {"": ms.checkpoint()}),
     "fsdp root offload": (shard, {"": OFFLOAD}),
+    "fsdp root, around regions around sharded layers": (shard_layers, dict.fromkeys(("", "0", "1"), ms.checkpoint())),
     "split weights": (split, {"0": DOTS, "1": OFFLOAD}),
     "fsdp root offload, blocks checkpoint": (shard, {"": OFFLOAD, "0": ms.checkpoint(), "1": ms.checkpoint()}),
 }

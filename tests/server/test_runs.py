@@ -69,16 +69,19 @@ def test_the_plan_has_the_librarys_hash_and_the_pages_show_it_as_its_python(team
 
 
 def test_a_run_that_is_sent_again_is_there_once_and_may_bring_measurements(team):
+    from memscale.server.models import Project
     from memscale.server.models import Run as Row
 
     team, _, program, url = team
     first = document(7, measured={})
+    Project.objects.create(team=team, slug="other", name="Other")
     assert post(program, f"{url}/runs", first).json()["new"] is True
     assert post(program, f"{url}/runs", first).json()["new"] is False
     assert post(program, f"{url}/runs", {**first, "measured": {"peak_bytes": 12.0}}).status_code == 200
     row = Row.objects.get(project__team=team, uid=first["id"])
     assert row.measured_bytes == 12
     assert program.get(f"{url}/runs/{first['id']}").json()["measured"] == {"peak_bytes": 12.0}
+    assert program.get(f"{url.replace('llama', 'other')}/runs/{first['id']}").status_code == 404
     answer = post(program, f"{url}/runs", {**first, "name": "another"})
     assert (answer.status_code, Row.objects.filter(project__team=team).count()) == (409, 1)
     assert "new id" in answer.json()["remedy"]
