@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -17,14 +20,16 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import Options, file, number, size
-from memscale.cli.subject import first_line, offline
+from memscale.cli.subject import offline
 from memscale.cli.terminal import Progress, progress, show, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, TrainingRun, gpt2, read_text, train
 from memscale.core import (
     ConfigError,
     RuntimeUnavailable,
+    budget_bytes,
     format_bytes,
     format_seconds,
+    format_unlike,
     package,
 )
 
@@ -59,6 +64,8 @@ class DemoOptions(Options):
             raise ConfigError(f"--seq must be at most {MAX_SEQ}, GPT-2's longest text, got {self.seq}")
         if self.width % HEAD_WIDTH:
             raise ConfigError(f"--width must be a multiple of {HEAD_WIDTH}, the width of a head, got {self.width}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 
 
 def demo(options: DemoOptions) -> int:
@@ -72,32 +79,35 @@ def demo(options: DemoOptions) -> int:
         RuntimeUnavailable: the device, transformers or matplotlib is missing.
     """
     job, budget, out = _job(options), options.budget, options.out
+    if budget is not None:
+        budget_bytes(budget, ms.Hardware.detect(job.device.type).usable_bytes)
     with offline():
         package("transformers", "memscale demo", "hf")
+        package("matplotlib", "memscale demo", "plot")
     text = read_text()
-    if job.device.type == "cuda":  # other kernels sum in any order, so that no two runs are equal
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    with simulations() as simulated:
-        plan = _planned(job, budget, simulated)
-    show(
-        f"Training GPT-2 with {job.layers} layers of width {job.width} and dropout on {len(text):,} bytes of "
-        f"Python source: {job.steps} AdamW steps of {job.batch} × {job.seq} bytes on {job.device}."
-    )
-    said = [line for line in plan.evidence.trace if line.startswith(("memory pressure", "no plan needed", "proof"))]
-    show("\n".join([*said, "", str(plan), ""]))
-    with progress("training") as bar:
-        task = bar.add_task("", total=2 * job.steps)
-        baseline, planned = (train(job, text, each, lambda: bar.advance(task)) for each in (_unchanged, _under(plan)))
-        bar.update(task, description="picture")
-        limit = format_bytes(plan.evidence.budget_bytes)
-        from memscale.reports import plot_timelines
+    with _deterministic(job.device):
+        with simulations() as simulated:
+            plan = _planned(job, budget, simulated)
+        show(
+            f"Training GPT-2 with {job.layers} layers of width {job.width} and dropout on {len(text):,} bytes of "
+            f"Python source: {job.steps} AdamW steps of {job.batch} × {job.seq} bytes on {job.device}."
+        )
+        said = [line for line in plan.evidence.trace if line.startswith(("memory pressure", "no plan needed", "proof"))]
+        show("\n".join([*said, "", str(plan), ""]))
+        with progress("training") as bar:
+            task = bar.add_task("", total=2 * job.steps)
+            baseline, planned = (
+                train(job, text, each, lambda: bar.advance(task)) for each in (_unchanged, _under(plan))
+            )
+            bar.update(task, description="picture")
+            limit = format_bytes(plan.evidence.budget_bytes)
+            from memscale.reports import plot_timelines
 
-        plot_timelines(out, {"as written": baseline.trace, f"planned for {limit}": planned.trace})
+            plot_timelines(out, {"as written": baseline.trace, f"planned for {limit}": planned.trace})
     screen = Console()
     screen.print(_table(baseline, planned, plan.evidence))
     screen.print(f"Memory over one step: {out.resolve()}", soft_wrap=True, highlight=False)
-    different = [name for name, is_same in _compared(baseline, planned).items() if not is_same]
+    different = [name for name, digest in baseline.digests.items() if planned.digests[name] != digest]
     if different:
         screen.print(f"NOT EQUAL: {', '.join(different)} differ from the baseline's", style="bold red")
     too_large = planned.trace.peak_bytes > plan.evidence.budget_bytes
@@ -140,22 +150,44 @@ def _job(options: DemoOptions) -> Job:
     """Returns the training job of the options.
 
     Raises:
-        RuntimeUnavailable: PyTorch cannot use the device.
+        ConfigError: the device has too little free memory.
+        RuntimeUnavailable: the device does not exist.
     """
     kind = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device, free_bytes = torch.device(kind), psutil.virtual_memory().available
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            found = f"it finds {count}" if count else "it finds none; use --device cpu"
+            raise RuntimeUnavailable(f"--device {kind} needs a CUDA device that PyTorch can use, and {found}")
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+    width, tokens = options.width, options.batch * options.seq
+    # Weights, gradients and two moments, and the baseline's activations: only exact enough to refuse a job.
+    kept = 20 * width + 3 * (width // HEAD_WIDTH) * options.seq
+    needed_bytes = 4 * options.layers * (4 * 12 * width * width + tokens * kept)
+    if needed_bytes > free_bytes:
+        needed, free = format_unlike(needed_bytes, free_bytes)
+        raise ConfigError(
+            f"the demo would need about {needed} and {device} has {free} free; lower "
+            "--batch, --seq, --layers or --width"
+        )
+    return Job(options.steps, options.layers, width, options.batch, options.seq, device)
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Turns deterministic kernels on for the body: others on CUDA sum in any order, so that no two runs are equal."""
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    was = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        device = torch.empty(0, device=kind).device
-    except (AssertionError, RuntimeError) as error:
-        raise RuntimeUnavailable(f"--device {kind} cannot be used: {first_line(error)}; use --device cpu") from error
-    return Job(options.steps, options.layers, options.width, options.batch, options.seq, device)
-
-
-def _compared(baseline: TrainingRun, planned: TrainingRun) -> dict[str, bool]:
-    """Returns whether the losses, and whether the trained parameters, have the same bits."""
-    return {
-        "losses": baseline.losses == planned.losses,
-        "parameters": all(map(torch.equal, baseline.parameters, planned.parameters)),
-    }
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warned)
 
 
 def _table(baseline: TrainingRun, planned: TrainingRun, evidence: Evidence) -> Table:
@@ -186,7 +218,8 @@ def _table(baseline: TrainingRun, planned: TrainingRun, evidence: Evidence) -> T
     for name, index in (("loss, first step", 0), ("loss, last step", -1)):
         table.add_row(name, f"{baseline.losses[index]:.9f}", f"{planned.losses[index]:.9f}")
     table.add_section()
-    for name, is_same in _compared(baseline, planned).items():
-        verdict = "[green]equal[/]" if is_same else "[bold red]DIFFERENT[/]"
+    for name, digest in baseline.digests.items():
+        same = planned.digests[name] == digest
+        verdict = "[green]equal[/]" if same else "[bold red]DIFFERENT[/]"
         table.add_row(name, "", "bit for bit", verdict)
     return table

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import optree
 import torch
 from torch import nn
 
@@ -54,14 +56,13 @@ class TrainingRun:
         losses: the loss of every step.
         step_seconds: median wall time of the steps except the first and the last.
         trace: the last step's memory.
-        parameters: the trained parameters. Equal losses and parameters show that gradients, moments and random numbers
-            were equal too, since each step depends on those of the step before.
+        digests: hashes of the results that must be equal bit for bit, by name.
     """
 
     losses: list[float]
     step_seconds: float
     trace: AllocatorTrace
-    parameters: list[torch.Tensor]
+    digests: dict[str, str]
 
 
 def read_text() -> torch.Tensor:
@@ -121,6 +122,7 @@ def train(
     starts = torch.Generator().manual_seed(_SEED)
     # From here on only dropout draws random numbers; a recompute that disturbs them would change all later losses.
     torch.manual_seed(_SEED)
+    gradients = hashlib.sha256()
     losses: list[float] = []
     seconds: list[float] = []
     for number in range(job.steps):
@@ -135,11 +137,22 @@ def train(
             step()
             _wait_for(job.device)
             seconds.append(time.perf_counter() - began)
+        for _, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            _add_bytes(gradients, parameter.grad)
         # After the step, so that its measured memory starts without the previous gradients.
         optimizer.zero_grad(set_to_none=True)
         on_step()
-    parameters = [each.detach().cpu() for each in model.parameters()]
-    return TrainingRun(losses, statistics.median(seconds[1:]), trace, parameters)
+    digests = {
+        "losses": repr([loss.hex() for loss in losses]),
+        "gradients": gradients.hexdigest(),
+        "parameters": _digest(dict(model.named_parameters()).values()),
+        "moments": _digest(optree.tree_leaves(optimizer.state_dict()["state"])),
+        "random state": _digest([torch.get_rng_state()]),
+    }
+    if job.device.type == "cuda":
+        digests["random state"] += _digest([torch.cuda.get_rng_state(job.device)])
+    return TrainingRun(losses, statistics.median(seconds[1:]), trace, digests)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, losses: list[float]) -> None:
@@ -152,3 +165,14 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tenso
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        _add_bytes(digest, tensor)
+    return digest.hexdigest()
+
+
+def _add_bytes(digest: hashlib._Hash, tensor: torch.Tensor) -> None:
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
