@@ -466,21 +466,25 @@ class Search:
         return bound
 
     def _correct(self, safe_bytes: int, tried: dict[Assignment, Proven], below: float) -> None:
-        """Simulates choices by the costs that the fastest fitting step corrects, while the choices are faster."""
-        among = self._sets[1 % len(self._sets)]
-        for _ in range(_ROUNDS if self._is_short else self._corrections):
+        """Simulates choices by the costs that the fastest fitting step corrects, if they are faster.
+
+        The choices are in turn without moves, whose estimates are more exact, and among all techniques.
+        """
+        for number in range(_ROUNDS if self._is_short else self._corrections):
             if self._count(tried) > self._most or (best := _best(tried.values(), safe_bytes)) is None:
                 return
+            among = self._sets[number % min(2, len(self._sets))]
             chooser = Chooser(self.costs, self._link)
             best.correct(chooser)
             choice = chooser.fastest(safe_bytes, among)
             while choice is not None and choice.assignment in tried:
                 # Below a choice that is known not to fit, another may: a larger budget tries what a smaller one finds.
                 if tried[choice.assignment].taken_bytes <= safe_bytes:
-                    return
-                choice = chooser.fastest((1 - _STEP) * chooser.held_bytes(choice.assignment), among)
+                    choice = None
+                else:
+                    choice = chooser.fastest((1 - _STEP) * chooser.held_bytes(choice.assignment), among)
             if choice is None or chooser.seconds(choice.assignment) >= (1 - _OTHERS) * min(below, best.seconds):
-                return
+                continue
             tried[choice.assignment] = self.prove(choice.assignment)
 
     @property
