@@ -549,8 +549,7 @@ class Search:
                 if _reaches(tried.values(), floor_bytes):
                     break
                 choice = chooser.smallest(among)
-                least_bytes = min(each.taken_bytes for each in tried.values())
-                if choice.assignment in tried or chooser.held_bytes(choice.assignment) > (1 - _OTHERS) * least_bytes:
+                if choice.assignment in tried:
                     break
                 found = tried[choice.assignment] = self.prove(choice.assignment)
                 found.correct(chooser)
