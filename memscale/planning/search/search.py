@@ -125,8 +125,14 @@ class Search:
         operators = len(self.plain.last_operators)
         self.patience = max(_FEWEST, _MOST_OPERATORS // max(1, operators))
         self._most = min(self.patience, max(_MOST_STEPS, _FEW_OPERATORS // max(1, operators)))
-        # Rounds for the smallest plan, looks for a faster one as small, and corrections of the result.
-        self._rounds, self._looks, self._corrections = (1, 0, 1) if self._is_long else (_ROUNDS, _LOOKS, _CORRECTIONS)
+        # Rounds for the smallest plan, looks for a faster one as small, and corrections of the result (of two sets).
+        self._rounds, self._looks, self._corrections = (
+            _ROUNDS,
+            _LOOKS,
+            2 * (_ROUNDS if self._is_short else _CORRECTIONS),
+        )
+        if self._is_long:
+            self._rounds, self._looks, self._corrections = 1, 0, 1
         self.notes: tuple[str, ...] = ()
         if self._is_long:
             self.notes = (
@@ -470,7 +476,7 @@ class Search:
 
         The choices are in turn without moves, whose estimates are more exact, and among all techniques.
         """
-        for number in range(_ROUNDS if self._is_short else self._corrections):
+        for number in range(self._corrections):
             if self._count(tried) > self._most or (best := _best(tried.values(), safe_bytes)) is None:
                 return
             among = self._sets[number % min(2, len(self._sets))]
