@@ -132,11 +132,8 @@ def _simulated(step: Step, options: CheckOptions) -> Run:
     profile = profiler.profile(batch, accumulate=options.accumulate)
     # Named by the options, not by the resulting plan: a check must notice that the same options give another plan.
     name = f"{options.hf} batch={options.batch} seq={step.seq} accumulate={options.accumulate} "
-    name += f"optimizer={options.optimizer}"
-    name += " keeps_output" * options.keeps_output
-    name += f" dtype={options.dtype}" * (options.dtype is not None) + f" plan={options.plan}" * (
-        options.plan is not None
-    )
+    name += f"optimizer={options.optimizer}" + " keeps_output" * options.keeps_output
+    name += "".join(f" {key}={value}" for key in ("dtype", "plan") if (value := getattr(options, key)) is not None)
     about: dict[str, Any] = {"plan": plan, "model": subject.model, "batch": batch}
     return record(profile, name, **about) or Run.of(profile, name, **about)
 

@@ -143,7 +143,7 @@ def test_a_step_of_very_many_operators_is_tried_few_times(monkeypatch):
     engine = ms.DecisionEngine(model, **_step(model, batch))
     evidence = engine.plan(0.8 * engine.frontier(2)[-1].peak_bytes / CPU.usable_bytes).evidence
     assert engine.simulations <= 12
-    assert any("3 choices were tried" in note for note in evidence.notes)
+    assert any("few choices were tried" in note for note in evidence.notes)
     assert any("not tried" in reason for reason in evidence.rejected.values())
 
 

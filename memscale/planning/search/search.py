@@ -99,8 +99,8 @@ class Search:
 
     Attributes:
         menu, always: the arguments.
-        patience: the most simulations for trials, and the most simulations for the choices of each search.
-        notes: the limits of a search that `patience` cut short.
+        patience: the most rounds of trial steps, and about the most simulated choices for a budget.
+        notes: what the search left out of a long step; empty for others.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class Search:
         self.notes: tuple[str, ...] = ()
         if self._is_long:
             self.notes = (
-                f"a step of {operators} operators takes long to simulate: {self.patience} choices were tried, and "
-                "another may be better",
+                f"a step of {operators} operators takes long to simulate: few choices were tried, and another may be "
+                "better",
             )
         self._link, self._loop_share = link, loop_share
         self._proofs: dict[Assignment, Proven] = {}
@@ -495,7 +495,7 @@ class Search:
 
     @property
     def _is_long(self) -> bool:
-        """Returns whether a step has so many operators that few choices are simulated in all."""
+        """Returns whether a step has so many operators that few choices are simulated, uniform ones first."""
         return self.patience < _ROUNDS
 
     @property

@@ -4,7 +4,6 @@ The other half of the work goes by pieces of rows (`LossRows`), or on a GPU by b
 """
 
 import copy
-import time
 from functools import partial
 
 import pytest
@@ -421,9 +420,7 @@ def test_a_large_head_on_a_card_is_predicted_as_the_card_would_run_it():
     x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     batch = x, torch.zeros(4096, dtype=torch.long)
     plain = ms.profile(Loss(), batch, hardware="h100")
-    began = time.perf_counter()
     fit = ms.profile(Loss(), batch, hardware="h100", plan={"head": tile(chunks=16)})
-    assert time.perf_counter() - began < 5, "half a second on a machine with nothing else to do"
     assert fit.step_seconds <= 1.4 * plain.step_seconds
     assert fit.peak_bytes <= 0.35 * plain.peak_bytes
     assert fit.flops == plain.flops * 4 // 3
