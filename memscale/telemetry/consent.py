@@ -20,7 +20,6 @@ _NAMES = (
     "CODEBUILD_BUILD_ID TEAMCITY_VERSION PYTEST_CURRENT_TEST"
 )
 _REFUSALS = tuple(_NAMES.split())
-_OWN = "MEMSCALE_TELEMETRY"
 
 
 class State(enum.Enum):
@@ -78,9 +77,9 @@ def consent() -> Consent:
     for name in _REFUSALS:
         if os.environ.get(name, "").strip().lower() not in ("", "0", "false"):
             return Consent(State.OFF, f"${name} is set")
-    own = os.environ.get(_OWN, "").strip().lower()
+    own = os.environ.get("MEMSCALE_TELEMETRY", "").strip().lower()
     if own not in ("", "on"):
-        return Consent(State.LOCAL if own == "local" else State.OFF, f"${_OWN}={own}")
+        return Consent(State.LOCAL if own == "local" else State.OFF, f"$MEMSCALE_TELEMETRY={own}")
     return Consent(state, because, endpoint if state is State.ON else "")
 
 

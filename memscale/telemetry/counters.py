@@ -17,25 +17,39 @@ _TECHNIQUES = (
     "step_in_backward step_in_groups tile"
 )
 _OUTCOMES = "fits skipped budget_error correctness_error runtime_unavailable transform_error other_error"
+_ERRORS = "over<0.1% over<1% over<5% over>=5% under<0.1% under<1% under<5% under>=5%"
 _OF_MODELS = "optimize plan predict transform wrap"
 
 
 class Dimension(NamedTuple):
-    """A division of calls into buckets. Each dimension is counted separately."""
+    """A division of calls into buckets, each dimension counted separately; numbers are divided at `ends`."""
 
     buckets: tuple[str, ...]
     calls: tuple[str, ...]
+    ends: tuple[float, ...]
+
+    def bucket(self, value: float) -> str:
+        """Returns the bucket of a number of parameters, or of a relative error.
+
+        >>> [DIMENSIONS["params"].bucket(count) for count in (10, 10**7, 7 * 10**9, 10**12)]
+        ['<1e7', '1e7', '1e9', '>=1e11']
+        >>> DIMENSIONS["peak_error"].bucket(0.002), DIMENSIONS["peak_error"].bucket(-0.2)
+        ('over<1%', 'under>=5%')
+        """
+        under = (len(self.ends) + 1) * (value < 0)  # buckets of errors below the measured peak follow those above
+        return self.buckets[under + bisect(self.ends, abs(value))]
+
+
+def _dimension(buckets: str, calls: str, *ends: float) -> Dimension:
+    return Dimension(tuple(buckets.split()), tuple(calls.split()), ends)
 
 
 #: All buckets and verbs of each dimension. ``docs/telemetry.md`` says what each is for.
 DIMENSIONS = {
-    name: Dimension(tuple(buckets.split()), tuple(calls.split()))
-    for name, buckets, calls in (
-        ("params", "<1e7 1e7 1e8 1e9 1e10 >=1e11", _OF_MODELS),
-        ("technique", _TECHNIQUES, "plan transform wrap"),
-        ("outcome", _OUTCOMES, "plan predict transform wrap"),
-        ("peak_error", "over<0.1% over<1% over<5% over>=5% under<0.1% under<1% under<5% under>=5%", "detach"),
-    )
+    "params": _dimension("<1e7 1e7 1e8 1e9 1e10 >=1e11", _OF_MODELS, 1e7, 1e8, 1e9, 1e10, 1e11),
+    "technique": _dimension(_TECHNIQUES, "plan transform wrap"),
+    "outcome": _dimension(_OUTCOMES, "plan predict transform wrap"),
+    "peak_error": _dimension(_ERRORS, "detach", 0.001, 0.01, 0.05),
 }
 
 
@@ -49,23 +63,3 @@ def counters() -> tuple[str, ...]:
     ]
     calls, commands = (f"{call}_called" for call in CALLS), (f"command:{name}" for name in COMMANDS)
     return tuple(sorted((*calls, *commands, *divided)))
-
-
-# The ends of the buckets of each dimension of numbers, all but the last bucket's.
-_ENDS = {
-    "params": (1e7, 1e8, 1e9, 1e10, 1e11),
-    "peak_error": (0.001, 0.01, 0.05),
-}
-
-
-def bucket(dimension: str, value: float) -> str:
-    """Returns the bucket of a number of parameters, or of a relative error.
-
-    >>> [bucket("params", count) for count in (10, 10**7, 7 * 10**9, 10**12)]
-    ['<1e7', '1e7', '1e9', '>=1e11']
-    >>> bucket("peak_error", 0.002), bucket("peak_error", -0.2)
-    ('over<1%', 'under>=5%')
-    """
-    ends = _ENDS[dimension]
-    under = (len(ends) + 1) * (value < 0)  # buckets of errors below the measured peak follow those above
-    return DIMENSIONS[dimension].buckets[under + bisect(ends, abs(value))]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from memscale.core import BudgetError, CorrectnessError, RuntimeUnavailable, TransformError
-from memscale.telemetry import counters
+from memscale.telemetry.counters import DIMENSIONS
 
 _ERRORS = {
     BudgetError: "budget_error",
@@ -22,7 +22,10 @@ _ERRORS = {
 
 @dataclass
 class VerbCall:
-    """A call of a verb: its arguments and, when it has ended, its result or error."""
+    """A call of a verb: its arguments and, when it has ended, its result or error.
+
+    Each dimension has a method of its name, which returns the buckets of the call.
+    """
 
     verb: str
     args: tuple[Any, ...]
@@ -38,51 +41,46 @@ class VerbCall:
     @property
     def model(self) -> Any:
         """The model that the verb was given, or the model of a predictor or trainer."""
-        given = self.args[0] if self.args else self.kwargs.get("model", self.kwargs.get("target"))
-        return given if isinstance(given, nn.Module) else getattr(given, "model", None)
+        return _module_in(self.args[0] if self.args else self.kwargs.get("model", self.kwargs.get("target")))
 
     def facts(self) -> Iterator[str]:
         """Yields the buckets of the call as ``name:bucket``; unknown ones are left out."""
-        for name, dimension in counters.DIMENSIONS.items():
+        for name, dimension in DIMENSIONS.items():
             if self.verb in dimension.calls:
                 with contextlib.suppress(Exception):  # an argument of the wrong type raises any error: no fact then
-                    found = _TELLERS[name](self)
-                    for bucket in (found,) if isinstance(found, str) else found:
-                        if bucket in dimension.buckets:
-                            yield f"{name}:{bucket}"
+                    for bucket in getattr(self, name)():
+                        yield f"{name}:{bucket}"
+
+    def params(self) -> list[str]:
+        """The size of the model."""
+        return [DIMENSIONS["params"].bucket(sum(each.numel() for each in self.model.parameters()))]
+
+    def technique(self) -> list[str]:
+        """The transforms of the plan that the verb made or was given."""
+        plan: Any = self.kwargs.get("plan", self.args[1] if len(self.args) > 1 else None)
+        if (executor := _executor_in(self.result)) is not None:
+            plan = executor.plan
+        elif hasattr(self.result, "evidence"):
+            plan = self.result
+        transforms = plan.values() if isinstance(plan, Mapping) else (rule.transform for rule in plan)
+        names = {part.spelling for each in transforms for part in getattr(each, "transforms", (each,))}
+        return [name for name in DIMENSIONS["technique"].buckets if name in names]
+
+    def outcome(self) -> list[str]:
+        """Whether the plan fits, nothing was to be done, or which error ended the call."""
+        if self.error is not None:
+            return [next((name for kind, name in _ERRORS.items() if isinstance(self.error, kind)), "other_error")]
+        skipped = getattr(_executor_in(self.result), "skipped", None) is not None
+        return ["skipped" if skipped or getattr(self.result, "fits", True) is False else "fits"]
+
+    def peak_error(self) -> list[str]:
+        """The error of the predicted peak, once both peaks are known."""
+        return [DIMENSIONS["peak_error"].bucket(self.before.peak_error)]
 
 
-def _executor_in(result: Any) -> Any:
-    model = result if isinstance(result, nn.Module) else getattr(result, "model", None)
-    return getattr(model, "__dict__", {}).get("_memscale_executor")
+def _module_in(value: Any) -> Any:
+    return value if isinstance(value, nn.Module) else getattr(value, "model", None)
 
 
-def _techniques(call: VerbCall) -> list[str]:
-    plan: Any = call.kwargs.get("plan", call.args[1] if len(call.args) > 1 else None)
-    if (executor := _executor_in(call.result)) is not None:
-        plan = executor.plan
-    elif hasattr(call.result, "evidence"):
-        plan = call.result
-    transforms = plan.values() if isinstance(plan, Mapping) else (rule.transform for rule in plan)
-    names = {part.spelling for each in transforms for part in getattr(each, "transforms", (each,))}
-    return [name for name in counters.DIMENSIONS["technique"].buckets if name in names]
-
-
-def _outcome(call: VerbCall) -> str:
-    if call.error is not None:
-        return next((name for kind, name in _ERRORS.items() if isinstance(call.error, kind)), "other_error")
-    executor = _executor_in(call.result)
-    skipped = executor is not None and executor.skipped is not None
-    return "skipped" if skipped or getattr(call.result, "fits", True) is False else "fits"
-
-
-def _size(module: nn.Module) -> int:
-    return sum(each.numel() for each in module.parameters())
-
-
-_TELLERS: dict[str, Callable[[VerbCall], str | list[str]]] = {
-    "params": lambda call: counters.bucket("params", _size(call.model)),
-    "technique": _techniques,
-    "outcome": _outcome,
-    "peak_error": lambda call: counters.bucket("peak_error", call.before.peak_error),
-}
+def _executor_in(value: Any) -> Any:
+    return getattr(_module_in(value), "__dict__", {}).get("_memscale_executor")
