@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before = None if options.compare is None else _DOCUMENT.read(options.compare.read_text())["rows"]
     except (ValueError, MemscaleError, OSError, KeyError) as error:
         parser.error(str(error))
-    rows = []
-    for done, subject in enumerate(subjects):
-        rows.append(row(subject, lambda what, done=done: _show(done, len(subjects), what)))  # type: ignore[misc]
+    rows = [row(subject, partial(_show, done, len(subjects))) for done, subject in enumerate(subjects)]
     _show(len(subjects), len(subjects), "")
     print(as_text(rows))
     print(f"\nSimulated: {', '.join(DETERMINISTIC)} are the same on every machine. Only took_seconds is of this one.")

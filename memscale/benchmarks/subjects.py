@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,52 +51,39 @@ class TableSubject:
         return {"input_ids": ids, "labels": ids}
 
 
-def _transformers() -> Any:
-    return package("transformers", "python -m memscale.benchmarks", "hf")
-
-
-def _bert(width: int, layers: int, heads: int) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        hf = _transformers()
-        config = hf.BertConfig(
-            hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * width
-        )
-        return _built(hf.BertForMaskedLM, config)
-
-    return make
-
-
-def _gpt2(width: int, layers: int, heads: int) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        hf = _transformers()
-        return _built(hf.GPT2LMHeadModel, hf.GPT2Config(n_embd=width, n_layer=layers, n_head=heads, use_cache=False))
-
-    return make
-
-
-def _llama(width: int, inner: int, layers: int, heads: int, *, adapters: bool = False) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        hf = _transformers()
-        config = hf.LlamaConfig(
-            vocab_size=128256,
-            hidden_size=width,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=8,
-            max_position_embeddings=8192,
-            use_cache=False,
-        )
-        model = _built(hf.LlamaForCausalLM, config)
-        return _with_adapters(model) if adapters else model
-
-    return make
-
-
-def _built(kind: Any, config: Any) -> nn.Module:
-    model: nn.Module = kind(config)
-    model.loss_type = "ForMaskedLM" if "MaskedLM" in kind.__name__ else "ForCausalLM"  # type: ignore[assignment]
+def _built(kind: str, config: str, **sizes: Any) -> nn.Module:
+    hf = package("transformers", "python -m memscale.benchmarks", "hf")
+    model: nn.Module = getattr(hf, kind)(getattr(hf, config)(**sizes))
+    model.loss_type = "ForMaskedLM" if "MaskedLM" in kind else "ForCausalLM"  # type: ignore[assignment]
     return model.train()
+
+
+def bert(width: int, layers: int, heads: int) -> nn.Module:
+    """A BERT with a head of masked language modelling."""
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return _built("BertForMaskedLM", "BertConfig", **sizes, intermediate_size=4 * width)
+
+
+def gpt2(width: int, layers: int, heads: int) -> nn.Module:
+    """A GPT-2 with its head."""
+    return _built("GPT2LMHeadModel", "GPT2Config", n_embd=width, n_layer=layers, n_head=heads, use_cache=False)
+
+
+def llama(width: int, inner: int, layers: int, heads: int, *, adapters: bool = False) -> nn.Module:
+    """A Llama 3 with its head; with `adapters`, these alone are trained."""
+    model = _built(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        vocab_size=128256,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    return _with_adapters(model) if adapters else model
 
 
 class LowRank(nn.Module):
@@ -109,34 +97,23 @@ class LowRank(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output and that of the adapter."""
-        made: torch.Tensor = self.frozen(x) + self.up(self.down(x))
-        return made
+        return torch.add(self.frozen(x), self.up(self.down(x)))
 
 
 def _with_adapters(model: nn.Module) -> nn.Module:
     model.requires_grad_(False)
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and "layers." in path:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, LowRank(module, 16))
+            model.set_submodule(path, LowRank(module, 16))
     return model
 
 
-def _gigabytes(figure: float) -> int:
-    return round(figure * 10**9)
-
-
-_DECODER = "cls.predictions.decoder"
-_LLAMA_8B = (4096, 14336, 32, 32)
+# The head, the card, and the paths inside a block and beside the blocks.
+_BERT = ("cls.predictions.decoder", _CARD, None, ("bert.embeddings", "cls.predictions.transform"))
+_GPT2 = ("lm_head", _CARD, "mlp", ())
 _BY_SIZE = ("fastest", "smallest")
-
-
-def _published(
-    title: str, make: Callable[[], nn.Module], batch: int, length: int, head: str, figure: float, plain: float | None
-) -> TableSubject:
-    inner, others = ("mlp", ()) if head == "lm_head" else (None, ("bert.embeddings", "cls.predictions.transform"))
-    plain_bytes = None if plain is None else _gigabytes(plain)
-    return TableSubject(title, make, batch, length, head, _CARD, inner, others, _gigabytes(figure), plain_bytes)
+_LLAMA_8B = partial(llama, 4096, 14336, 32, 32)
+_LLAMA_8B_LORA = partial(_LLAMA_8B, adapters=True)
 
 
 def _today(title: str, make: Callable[[], nn.Module], batch: int, device: str, *columns: str) -> TableSubject:
@@ -145,16 +122,16 @@ def _today(title: str, make: Callable[[], nn.Module], batch: int, device: str, *
 
 
 SUBJECTS: tuple[TableSubject, ...] = (
-    _published("BERT-Base 16×128", _bert(768, 12, 12), 16, 128, _DECODER, 0.84, 3.14),
-    _published("BERT-Large 16×128", _bert(1024, 24, 16), 16, 128, _DECODER, 2.02, 7.60),
-    _published("GPT-2 Medium 4×512", _gpt2(1024, 24, 16), 4, 512, "lm_head", 2.61, 10.87),
-    _published("GPT-2 Large 2×512", _gpt2(1280, 36, 20), 2, 512, "lm_head", 4.68, 14.87),
-    _published("GPT-2 XL 1×512", _gpt2(1600, 48, 25), 1, 512, "lm_head", 9.25, None),
-    _today("Llama-8B", _llama(*_LLAMA_8B), 1, "rtx 3090"),
-    _today("Llama-8B", _llama(*_LLAMA_8B), 4, "h100"),
-    _today("Llama-8B LoRA", _llama(*_LLAMA_8B, adapters=True), 1, "rtx 3090"),
-    _today("Llama-8B LoRA", _llama(*_LLAMA_8B, adapters=True), 4, "h100"),
-    _today("Llama-70B", _llama(8192, 28672, 80, 64), 1, "h100", "host", "disk"),
+    TableSubject("BERT-Base 16×128", partial(bert, 768, 12, 12), 16, 128, *_BERT, 840_000_000, 3_140_000_000),
+    TableSubject("BERT-Large 16×128", partial(bert, 1024, 24, 16), 16, 128, *_BERT, 2_020_000_000, 7_600_000_000),
+    TableSubject("GPT-2 Medium 4×512", partial(gpt2, 1024, 24, 16), 4, 512, *_GPT2, 2_610_000_000, 10_870_000_000),
+    TableSubject("GPT-2 Large 2×512", partial(gpt2, 1280, 36, 20), 2, 512, *_GPT2, 4_680_000_000, 14_870_000_000),
+    TableSubject("GPT-2 XL 1×512", partial(gpt2, 1600, 48, 25), 1, 512, *_GPT2, 9_250_000_000),
+    _today("Llama-8B", _LLAMA_8B, 1, "rtx 3090"),
+    _today("Llama-8B", _LLAMA_8B, 4, "h100"),
+    _today("Llama-8B LoRA", _LLAMA_8B_LORA, 1, "rtx 3090"),
+    _today("Llama-8B LoRA", _LLAMA_8B_LORA, 4, "h100"),
+    _today("Llama-70B", partial(llama, 8192, 28672, 80, 64), 1, "h100", "host", "disk"),
 )
 
 

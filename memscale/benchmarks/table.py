@@ -12,7 +12,6 @@ import torch
 from memscale.benchmarks.columns import COLUMNS, Column, plans
 from memscale.benchmarks.subjects import TableSubject
 from memscale.core import format_bytes, format_seconds
-from memscale.hardware import Hardware
 from memscale.simulation import MemoryProfiler, Profile
 
 #: The figures that every run on every machine gives alike; the others depend on the machine.
@@ -24,50 +23,43 @@ Say = Callable[[str], None]
 def row(subject: TableSubject, say: Say) -> dict[str, Any]:
     """Returns the figures of `subject` as written and in each column, as JSON data."""
     began = time.perf_counter()
-    hardware = Hardware.named(subject.device)
-    first = COLUMNS[subject.columns[0]].dtype
+    columns = {title: COLUMNS[title] for title in subject.columns}
     # The step time of a column is compared with plain training in the column's dtype too, which costs no accuracy.
-    plain = {first: _simulated(subject, first, None, say)}
-    found: dict[str, Any] = {}
-    for title in subject.columns:
-        column = COLUMNS[title]
-        if column.dtype not in plain:
-            plain[column.dtype] = _simulated(subject, column.dtype, None, say)
-        found[title] = _in_column(subject, column, hardware, plain[first], plain[column.dtype], say)
+    plain = {dtype: _simulated(subject, dtype, None, say) for dtype in dict.fromkeys(c.dtype for c in columns.values())}
+    first = next(iter(plain))
     return {
         "title": subject.title,
-        "device": hardware.name,
+        "device": plain[first].hardware.name,
         "published_bytes": subject.published_bytes,
         "published_plain_bytes": subject.published_plain_bytes,
-        "plain": {**_figures(plain[first], hardware), "dtype": _name(first)},
-        "columns": found,
+        "plain": {**_figures(plain[first]), "dtype": _name(first)},
+        "columns": {
+            title: _in_column(subject, column, plain[first], plain[column.dtype], say)
+            for title, column in columns.items()
+        },
         "took_seconds": round(time.perf_counter() - began, 1),
     }
 
 
-def _in_column(
-    subject: TableSubject, column: Column, hardware: Hardware, first: Profile, plain: Profile, say: Say
-) -> dict[str, Any]:
-    limit = hardware.usable_bytes
+def _in_column(subject: TableSubject, column: Column, first: Profile, plain: Profile, say: Say) -> dict[str, Any]:
+    usable_bytes = limit = plain.hardware.usable_bytes
     if column.share is not None and subject.published_bytes is not None:
         limit = min(limit, int(column.share * subject.published_bytes))
     with torch.device("meta"):
         model = subject.make()
     known = plans(model, subject)
-    best: tuple[str, Profile] | None = None
+    tried: dict[str, Profile] = {}
     for name in column.names:
-        if best is not None and known[name] == known[best[0]]:
+        if any(known[name] == known[other] for other in tried):
             continue  # two plans are equal for a batch of one row
-        made = _simulated(subject, column.dtype, known[name], say, name)
-        if best is None or made.peak_bytes < best[1].peak_bytes:
-            best = name, made
-        if made.peak_bytes <= limit and made.taken_bytes <= hardware.usable_bytes:
-            best = name, made
+        tried[name] = made = _simulated(subject, column.dtype, known[name], say, name)
+        if made.peak_bytes <= limit and made.taken_bytes <= usable_bytes:
             break
-    assert best is not None, "a column has plans"
-    name, made = best
+    else:
+        name = min(tried, key=lambda each: tried[each].peak_bytes)
+    made = tried[name]
     return {
-        **_figures(made, hardware),
+        **_figures(made),
         "over_plain": _ratio(made.step_seconds, first.step_seconds),
         "over_plain_in_dtype": _ratio(made.step_seconds, plain.step_seconds),
         "aim_bytes": None if column.share is None or subject.published_bytes is None else limit,
@@ -90,12 +82,12 @@ def _simulated(subject: TableSubject, dtype: torch.dtype, plan: Any, say: Say, n
     return profiler.profile(subject.inputs())
 
 
-def _figures(made: Profile, hardware: Hardware) -> dict[str, Any]:
+def _figures(made: Profile) -> dict[str, Any]:
     return {
         "peak_bytes": made.peak_bytes,
         "reserved_bytes": made.taken_bytes,
         "step_seconds": made.step_seconds,
-        "fits": made.taken_bytes <= hardware.usable_bytes,
+        "fits": made.taken_bytes <= made.hardware.usable_bytes,
     }
 
 
@@ -113,24 +105,24 @@ def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
     lines.append("|---|---|---:|---:|---|---:|---:|---:|---:|")
     for each in rows:
         plain = each["plain"]
-        plain_text = f"{_gb(plain['peak_bytes'])}{'' if plain['fits'] else ' (does not fit)'}, {_in_ms(plain)}"
+        plain_text = f"{_gb(plain['peak_bytes'])}{_unfit(plain)}, {format_seconds(plain['step_seconds'])}"
         for title, found in each["columns"].items():
             published = each["published_bytes"]
             share = "" if published is None else f"{found['peak_bytes'] / published:.2f}"
             lines.append(
                 f"| {each['title']} | {each['device']} | {plain_text} | {'' if published is None else _gb(published)} "
-                f"| {title}{'' if found['fits'] else ' (does not fit)'} | {_gb(found['peak_bytes'])} | {share} "
-                f"| {_in_ms(found)} | × {found['over_plain']:.2f} |"
+                f"| {title}{_unfit(found)} | {_gb(found['peak_bytes'])} | {share} "
+                f"| {format_seconds(found['step_seconds'])} | × {found['over_plain']:.2f} |"
             )
     return "\n".join(lines)
 
 
+def _unfit(found: Mapping[str, Any]) -> str:
+    return "" if found["fits"] else " (does not fit)"
+
+
 def _gb(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB"
-
-
-def _in_ms(found: Mapping[str, Any]) -> str:
-    return "" if found["step_seconds"] is None else format_seconds(found["step_seconds"])
 
 
 def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> Iterator[str]:

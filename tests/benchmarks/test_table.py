@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,17 @@ from memscale.benchmarks.subjects import SUBJECTS, TableSubject, chosen
 from memscale.benchmarks.table import changes
 
 SMALL = TableSubject(
-    "Tiny 4×32", subjects._gpt2(64, 1, 2), 4, 32, "lm_head", "rtx 3090", "mlp", (), 60_000_000, 200_000_000, ("exact",)
+    "Tiny 4×32",
+    partial(subjects.gpt2, 64, 1, 2),
+    4,
+    32,
+    "lm_head",
+    "rtx 3090",
+    "mlp",
+    (),
+    60_000_000,
+    200_000_000,
+    ("exact",),
 )
 
 
