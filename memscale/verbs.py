@@ -24,6 +24,8 @@ from memscale.simulation import (
 )
 from memscale.telemetry import counted
 
+_USUAL = Config()
+
 
 def profile(
     model: nn.Module | Callable[[], object],
@@ -106,7 +108,7 @@ def profile(
     ).on(batch)
     applied = check_plan(step, plan)
     target = Target.of(hardware_for(model, hardware), probe=probe)
-    found = profile_of(step, applied, target, Config())
+    found = profile_of(step, applied, target, _USUAL)
     if path is not None:
         _keep(found, path, step, None if plan is None else applied)
     return found

@@ -6,7 +6,8 @@ import dataclasses
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,19 @@ from typing import Any
 import torch
 
 from memscale.core import (
+    Check,
     ConfigError,
     Document,
+    Misfit,
     RuntimeUnavailable,
     available_host_bytes,
+    boolean,
     cgroup_limit_bytes,
     format_bytes,
+    integer,
+    optional,
     read_or_empty,
+    validate,
 )
 from memscale.hardware.calibrate import calibrate
 from memscale.hardware.call_seconds import CALLS, call_seconds
@@ -135,15 +142,7 @@ class Hardware:
     measured: bool = False
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"Hardware({key}={value!r}) must be {rule}"
-            for key, value in vars(self).items()
-            if (rule := _misfit(key, value)) is not None
-        ]
-        if wrong:
-            raise ConfigError("\n".join(wrong))
-        for name in ("flops_per_second", "call_seconds"):
-            object.__setattr__(self, name, Rates(getattr(self, name)))
+        validate(self, _CHECKS)
 
     @property
     def usable_bytes(self) -> int:
@@ -327,59 +326,41 @@ def _speeds(card: Card) -> dict[str, Any]:
     }
 
 
-def _is_device_type(name: str) -> bool:
-    try:
-        return torch.device(name).type == name
-    except RuntimeError:
-        return False
+def _name(value: object) -> str:
+    if isinstance(value, str) and value:
+        return value
+    raise Misfit("must be a non-empty str; pass what the device is called")
 
 
-def _misfit(key: str, value: Any) -> str | None:
-    """Returns the rule that `value` breaks as field `key`, with the remedy, or `None`."""
-    if key in ("name", "device_type"):
-        if not isinstance(value, str) or not value:
-            return "a non-empty str; pass what the device is called"
-        if key == "device_type" and not _is_device_type(value):
-            return "a type of torch.device; pass 'cuda' or 'cpu'"
-    elif key in ("memory_bytes", "free_bytes", "host_memory_bytes"):
-        low = 1 if key == "memory_bytes" else 0
-        if (value is not None or key == "memory_bytes") and not (_is_int(value) and value >= low):
-            return f"an int of at least {low}; pass a size in bytes"
-    elif key == "flops_per_second":
-        if not isinstance(value, Mapping) or not all(
-            _is_dtype(dtype) and _is_rate(rate) for dtype, rate in value.items()
-        ):
-            return (
-                "a mapping from names of torch dtypes to positive finite numbers; pass {'bfloat16': 312e12}, "
-                "'tfloat32' included"
-            )
-    elif key == "call_seconds":
-        if not isinstance(value, Mapping) or not all(
-            call in CALLS and _is_rate(seconds) for call, seconds in value.items()
-        ):
-            return f"a mapping from {', '.join(map(repr, CALLS))} to positive finite seconds; pass {{'operator': 9e-6}}"
-    elif key == "capability":
-        if value is not None and not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_int, value))):
-            return "a pair of ints; pass (9, 0) for compute capability 9.0"
-    elif key in ("multiprocessors", "devices_per_node"):
-        if value is not None and not (_is_int(value) and value >= 1):
-            remedy = "torch.cuda.get_device_properties().multi_processor_count"
-            return f"an int of at least 1; pass {remedy if key == 'multiprocessors' else 'what one machine holds'}"
-    elif key in ("measured", "unified_memory"):
-        if not isinstance(value, bool):
-            means = ("speeds that kernels reached", "those of a data sheet")
-            if key == "unified_memory":
-                means = ("a device whose memory is the host's", "one with memory of its own")
-            return f"a bool; pass True for {means[0]}, False for {means[1]}"
-    elif value is not None and not _is_rate(value):
-        return (
-            f"a positive finite number; pass {'seconds' if key.endswith('_seconds') else 'bytes per second'}, or None"
-        )
-    return None
+def _device_type(value: object) -> str:
+    with suppress(RuntimeError):
+        if isinstance(value, str) and torch.device(value).type == value:
+            return value
+    raise Misfit("must be a type of torch.device; pass 'cuda' or 'cpu'")
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _rate(unit: str) -> Check:
+    def check(value: object) -> Any:
+        if value is None or _is_rate(value):
+            return value
+        raise Misfit(f"must be a positive finite number; pass {unit}, or None")
+
+    return check
+
+
+def _rates(keys: str, is_key: Callable[[Any], bool], example: str) -> Check:
+    def check(value: object) -> Rates:
+        if isinstance(value, Mapping) and all(is_key(key) and _is_rate(rate) for key, rate in value.items()):
+            return Rates(value)
+        raise Misfit(f"must be a mapping from {keys} to positive finite numbers; pass {example}")
+
+    return check
+
+
+def _capability(value: object) -> Any:
+    if value is None or (isinstance(value, tuple) and len(value) == 2 and all(type(each) is int for each in value)):
+        return value
+    raise Misfit("must be a pair of ints; pass (9, 0) for compute capability 9.0")
 
 
 def _is_rate(value: Any) -> bool:
@@ -388,6 +369,27 @@ def _is_rate(value: Any) -> bool:
 
 def _is_dtype(name: Any) -> bool:
     return name == "tfloat32" or (isinstance(name, str) and str(getattr(torch, name, None)) == f"torch.{name}")
+
+
+_CHECKS: Mapping[str, Check] = {
+    "name": _name,
+    "device_type": _device_type,
+    "memory_bytes": integer(1),
+    "free_bytes": optional(integer(0)),
+    "host_memory_bytes": optional(integer(0)),
+    "flops_per_second": _rates("names of torch dtypes, 'tfloat32' included,", _is_dtype, "{'bfloat16': 312e12}"),
+    "call_seconds": _rates(", ".join(map(repr, CALLS)), CALLS.__contains__, "seconds such as {'operator': 9e-6}"),
+    "capability": _capability,
+    "multiprocessors": optional(integer(1)),
+    "devices_per_node": optional(integer(1)),
+    "measured": boolean,
+    "unified_memory": boolean,
+    **{
+        each: _rate("seconds" if each.endswith("_seconds") else "bytes per second")
+        for each in Hardware.__annotations__
+        if each.endswith(("bytes_per_second", "_seconds")) and each != "call_seconds"
+    },
+}
 
 
 def _place(verb: str, device: torch.device | str | None) -> torch.device:

@@ -6,6 +6,7 @@ The checks raise errors for steps that cannot be simulated, and return notes abo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ class Target:
 
 def hardware_for(model: Any, hardware: Hardware | str | None) -> Hardware:
     """Returns the hardware of a ``hardware=`` argument, as `as_hardware`; None means the device of `model`."""
-    return as_hardware(hardware, _device_type(model))
+    return as_hardware(hardware, _device_type(model) if hardware is None else "")
 
 
 def as_hardware(hardware: Any, device_type: str) -> Hardware:
@@ -205,13 +206,16 @@ def as_hardware(hardware: Any, device_type: str) -> Hardware:
     if hardware is None:
         return Hardware.detect(None if device_type == "meta" else device_type)
     if isinstance(hardware, str):
-        return Hardware.detect("cpu") if hardware == "cpu" else Hardware.named(hardware)
+        return Hardware.detect("cpu") if hardware == "cpu" else _named(hardware)
     if isinstance(hardware, Hardware):
         return hardware
     raise ConfigError(
         f"hardware={hardware!r} must be a memscale.Hardware, the name of a card such as 'h100', 'cpu', or None for "
         "the device at hand"
     )
+
+
+_named = functools.cache(Hardware.named)
 
 
 def _device_type(model: Any) -> str:

@@ -46,5 +46,5 @@ def test_a_config_that_asks_for_offloading_is_told_why_not():
 
 def test_it_is_written_down():
     assert ms.Hardware.from_json(SPARK.to_json()) == SPARK
-    with pytest.raises(ms.ConfigError, match=r"unified_memory='yes'.*a device whose memory is the host's"):
+    with pytest.raises(ms.ConfigError, match=r"unified_memory='yes'\) must be True or False"):
         dataclasses.replace(SPARK, unified_memory="yes")

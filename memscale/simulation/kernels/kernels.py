@@ -67,7 +67,7 @@ class Kernels:
         self.key = (self.device_type, self.card, probe)
         self.programs: dict[Any, Any] = {}
         self._unfused: set[torch.dtype] = set()
-        self._cpu = CpuScratch(probe=probe)
+        self._cpu = None if self.is_cuda else CpuScratch(probe=probe)
         self._cuda = CudaProbe() if self.is_cuda and probe else None
 
     def program(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> Program:
@@ -79,11 +79,12 @@ class Kernels:
                 return RESULTS, *taken(self._cuda.nbytes(op, args, kwargs))
         if self.card is not None:
             return rule_of(op).program(args, result, self.card)
+        assert self._cpu is not None, "only a card has its own rules"
         return *taken(self._cpu.nbytes(op, args, kwargs, flops)), RESULTS
 
     def program_by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> Program:
         """Returns `program` of a call whose result shape follows from the values of `args`."""
-        if self.is_cuda:
+        if self._cpu is None:
             return self.program(op, args, kwargs, result, 0)
         return *taken(self._cpu.nbytes_by_values(op, args, kwargs)), RESULTS
 
@@ -97,7 +98,8 @@ class Kernels:
 
     def save(self) -> None:
         """Writes the measurements of kernels to disk."""
-        self._cpu.save()
+        if self._cpu is not None:
+            self._cpu.save()
 
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
         """Return the workspace bytes, by library, that the first call of such an operator allocates and never frees."""

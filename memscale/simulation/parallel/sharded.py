@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +16,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memscale.core import ConfigError, fsdp_groups
+from memscale.core import ConfigError, fsdp_groups, fsdp_groups_of
 from memscale.regions import StateSlot, read, write
 from memscale.simulation.parallel.collectives import SimulatedStreams
 from memscale.simulation.process.process_state import all_patched, patched
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
-_DDP = "torch.nn.parallel.distributed"
 _DEEPSPEED = "deepspeed."
 _MESHES = {"cpu", "cuda"}
 _REMOTE = "torch.distributed.nn"
+_MAKERS = (_FSDP1, _DEEPSPEED, _REMOTE)
 # Modules of FSDP2 that call `_get_device_handle` for a device's streams.
 _ASK_FOR_STREAMS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state")
 _CONTAINERS = (dict, list, set, deque)
@@ -37,7 +38,8 @@ class Sharded:
     """The modules of a step that FSDP2 or DDP has distributed.
 
     Args:
-        modules: all modules that the step reaches.
+        replicas: the modules of DDP.
+        states: the states of FSDP2.
         on_card: whether the simulated device has memory of its own.
 
     Attributes:
@@ -49,11 +51,9 @@ class Sharded:
         ConfigError: a module is distributed in a way that one process cannot simulate.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], *, on_card: bool) -> None:
-        for module in modules:
-            check_followed(module)
-        self._replicas: list[Any] = [module for module in modules if _is_of(module, _DDP)]
-        self._states: list[Any] = _fsdp_states(modules)
+    def __init__(self, replicas: Sequence[Any], states: list[Any], *, on_card: bool) -> None:
+        self._replicas = replicas
+        self._states = states
         groups = [group for state in self._states for group in fsdp_groups(state)]
         self._parameters: list[Any] = [parameter for group in groups for parameter in group.fsdp_params]
         self.tensors = [parameter.sharded_param for parameter in self._parameters]
@@ -73,6 +73,19 @@ class Sharded:
         self.offloaded = [parameter.sharded_param for parameter in offloaded]
         self.pins = any(parameter.pin_memory for parameter in offloaded)
 
+    @classmethod
+    def among(cls, modules: Sequence[nn.Module], *, on_card: bool) -> Sharded | None:
+        """Returns the distributed modules of a step that reaches `modules`; None if none is distributed.
+
+        Raises:
+            ConfigError: a module is distributed in a way that one process cannot simulate.
+        """
+        for module in modules:
+            check_followed(module)
+        replicas = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
+        states = _fsdp_states(modules)
+        return cls(replicas, states, on_card=on_card) if replicas or states else None
+
     def sent_at_first(self) -> Iterator[int]:
         """Yield the bytes of each flat buffer in which DDP's constructor broadcasts rank 0's parameters and buffers."""
         for replica in self._replicas:
@@ -86,14 +99,8 @@ class Sharded:
                 yield from _put_together(piece)
 
     @contextmanager
-    def on_streams(self, streams: SimulatedStreams | None) -> Iterator[None]:
-        """Makes FSDP2 take its streams and events from `streams`; `as_it_was` restores the objects that FSDP2 keeps.
-
-        None changes nothing, for a simulated CPU, which has no streams.
-        """
-        if streams is None or not self._states:
-            yield
-            return
+    def on_streams(self, streams: SimulatedStreams) -> Iterator[None]:
+        """Makes FSDP2 take its streams and events from `streams`; `as_it_was` restores the objects that FSDP2 keeps."""
         for state in self._states:
             state._device_handle = streams
             for group in fsdp_groups(state):
@@ -151,27 +158,29 @@ def _put_together(piece: list[int]) -> Iterator[int]:
 
 def check_followed(module: nn.Module) -> None:
     """Raises ConfigError for a module of FSDP1, DeepSpeed or another process, which one process cannot simulate."""
-    name = type(module).__name__
-    if _is_of(module, _FSDP1):
+    kind: Any = type(module)
+    name, maker = kind.__name__, _maker(kind)
+    if maker == _FSDP1:
         raise ConfigError(
             f"a {name} is of FSDP1, which puts all parameters of a unit into one flat tensor in C++ and Python that "
             "cannot be followed; shard the model with FSDP2: fully_shard(block) for each block, then fully_shard(model)"
         )
-    if type(module).__module__.startswith(_DEEPSPEED) or any(
-        hasattr(each, "ds_id") for each in module._parameters.values()
-    ):
+    if maker == _DEEPSPEED or any(hasattr(each, "ds_id") for each in module._parameters.values()):
         raise ConfigError(
             f"{name} is DeepSpeed's (ZeRO), which partitions parameters by hooks that cannot be followed; for what "
             "ZeRO-3 does, profile the plain model with parallel='fsdp2', world=..."
         )
-    if _is_of(module, _REMOTE):
+    if maker == _REMOTE:
         raise ConfigError(
             f"a {name} computes in another process; a simulation is of one: profile the module that is there"
         )
 
 
-def _is_of(module: nn.Module, name: str) -> bool:
-    return any(cls.__module__.startswith(name) for cls in type(module).__mro__)
+@functools.cache
+def _maker(cls: type) -> str:
+    """Returns the package of `_MAKERS` that a class or one of its base classes is of; "" if none."""
+    modules = [base.__module__ for base in cls.__mro__]
+    return next((maker for maker in _MAKERS if any(each.startswith(maker) for each in modules)), "")
 
 
 def _fsdp_states(modules: Sequence[nn.Module]) -> list[Any]:
@@ -184,10 +193,7 @@ def _fsdp_states(modules: Sequence[nn.Module]) -> list[Any]:
 
 def mesh_of(module: nn.Module) -> Any:
     """Returns the mesh over which FSDP2 has sharded this module's own group; None if FSDP2 has not sharded it."""
-    for state in _fsdp_states([module]):
-        for group in fsdp_groups(state):
-            return group.mesh_info.mesh
-    return None
+    return next((group.mesh_info.mesh for group in fsdp_groups_of(module)), None)
 
 
 def _add(thing: Any, places: list[tuple[StateSlot, Any]], seen: set[int]) -> None:

@@ -83,11 +83,12 @@ class Simulation:
         self.compiled: CompiledModules | None = None
         self._thread: BackwardThread | None = None
         self.scope = StepScope(model, optimizer, step, batch)
-        self._sharded = Sharded(self.scope.modules, on_card=kernels.is_cuda)
+        self._sharded = Sharded.among(self.scope.modules, on_card=kernels.is_cuda)
+        shards = [] if self._sharded is None else self._sharded.tensors
         given = batches.tensors(batch)
         inputs = with_storages(given)
         scales = [tensor for module in self.scope.modules for tensor in quantization_tensors(module).values()]
-        reached = [*(tensor for _, _, tensor in self.scope.tensors), *self._sharded.tensors, *scales, *inputs]
+        reached = [*(tensor for _, _, tensor in self.scope.tensors), *shards, *scales, *inputs]
         self._leaves = list({id(tensor): tensor for tensor in reached}.values())
         self._tensors = with_storages(self._leaves)
         self._meets_sparse = any(map(is_sparse, [*given, *self._leaves]))
@@ -117,7 +118,8 @@ class Simulation:
             stack.enter_context(without_side_effects(self.scope, self._leaves, self._tensors, computes=False))
             stack.callback(self.scope.put_back_classes)
             begin_alike()
-            stack.enter_context(self._sharded.as_it_was())
+            if self._sharded is not None:
+                stack.enter_context(self._sharded.as_it_was())
             fakes = FakeStorages()
             given = stack.enter_context(on_cpu(self._tensors, [*self._inputs, *self._own], fakes))
             stack.enter_context(wrapped_on_cpu(self._leaves))
@@ -141,8 +143,8 @@ class Simulation:
                 self.compiled = CompiledModules(self.mode.recorder, self._kernels.programs)
                 stack.enter_context(self.compiled.installed(compiled))
             self._record_residents()
-            shards = with_storages(self._sharded.offloaded)
-            for tensor in shards:
+            offloaded = [] if self._sharded is None else with_storages(self._sharded.offloaded)
+            for tensor in offloaded:
                 self.mode.storages.mark_offloaded(tensor)
             stack.enter_context(reads_checked(self.mode))
             if self._kernels.is_cuda:
@@ -159,12 +161,13 @@ class Simulation:
                 self.spoofing = DeviceSpoofing(self._kernels.hardware, self._kernels.capability, on_device)
                 stack.enter_context(self.spoofing.given())
             stack.enter_context(propagating())
-            streams = SimulatedStreams(self.clock) if self._kernels.device_type != "cpu" else None
-            stack.enter_context(self._sharded.on_streams(streams))
-            if shards:
-                stack.enter_context(offloaded_shards(self.mode, self.clock, pins=self._sharded.pins))
+            if self._sharded is not None and self._kernels.device_type != "cpu":  # a CPU has no streams
+                stack.enter_context(self._sharded.on_streams(SimulatedStreams(self.clock)))
+                if offloaded:
+                    stack.enter_context(offloaded_shards(self.mode, self.clock, pins=self._sharded.pins))
             stack.enter_context(self.mode)
-            self._sharded.begin()
+            if self._sharded is not None:
+                self._sharded.begin()
             self._place_streamed()
             stack.enter_context(self._kernels.chosen(self._is_below))
         except BaseException:
@@ -255,7 +258,7 @@ class Simulation:
     def below(self) -> dict[str, int]:
         """Returns the most bytes that each tier below the device held."""
         found = self.runtimes.high_water_bytes()
-        if self._sharded.offloaded:
+        if self._sharded is not None and self._sharded.offloaded:
             for tier, nbytes in host_bytes(self.mode.builder, pins=self._sharded.pins).items():
                 found[tier] = found.get(tier, 0) + nbytes
         return found
@@ -286,8 +289,10 @@ class Simulation:
         for tensor in self._tensors:
             if not tensor.is_meta:
                 storages.record(tensor)
+        if self._sharded is None or not self._kernels.is_cuda:
+            return
         builder, sent = self.mode.builder, deque[int]()
-        for nbytes in self._sharded.sent_at_first() if self._kernels.is_cuda else ():
+        for nbytes in self._sharded.sent_at_first():
             if len(sent) == _PIECES_AT_ONCE:
                 builder.death(sent.popleft())
             sent.append(builder.birth(StorageRecord(nbytes, -1, "temporary")))
