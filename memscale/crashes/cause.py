@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import traceback
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from traceback import FrameSummary, extract_tb
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from memscale.core import ConfigError, Loss, format_bytes
 from memscale.crashes.explanation import Explanation, Holder
-from memscale.crashes.snapshot import FAILURE, Frame, MemoryState, check_snapshot, moment_of, read_snapshot
+from memscale.crashes.snapshot import FAILURE, MemoryState, UsedBlock, check_snapshot, moment_of, read_snapshot
 from memscale.hardware import Hardware
 from memscale.planning import Budget, OOMPrediction, OOMPredictor
 
@@ -26,21 +26,12 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 # Parts of the paths of files that the report skips as library code.
 _LIBRARY = ("/torch/", "\\torch\\", "<frozen", "<string>")
 _PACKAGES = ("site-packages", "dist-packages")
-# Functions that place parameters, functions that make or load optimizer states, and (below) files that start backward.
-_PLACES = (
-    "_apply",
-    "cuda",
-    "to",
-    "to_empty",
-    "__init__",
-    "reset_parameters",
-    "load_state_dict",
-    "_load_from_state_dict",
-)
+# Files that make or move parameters, functions that make or load optimizer states, and files that start backward.
+_PLACES = ("nn/modules/module.py", "nn/init.py")
 _STATES = ("_init_group", "__setstate__", "load_state_dict")
+_BACKWARD = ("torch/_tensor.py", "autograd/__init__.py", "autograd/graph.py")
 # A run that needed more than this multiple of the simulated peak ran another step, since predictions are within 3 %.
 _CONTRADICTION_RATIO = 1.05
-_BACKWARD = ("torch/_tensor.py", "autograd/__init__.py", "autograd/graph.py")
 
 
 def explain(
@@ -151,8 +142,7 @@ def _of_snapshot(snapshot: dict[str, Any], device: int | None = None) -> Explana
         _where(moment.stack),
         dict(by_category),
         holders,
-        None,
-        tuple(notes),
+        notes=tuple(notes),
     )
 
 
@@ -160,12 +150,12 @@ def _of_log(text: str) -> Explanation:
     """Explains the last error in `text`, with the traceback before it."""
     before, _, message = text.rpartition(FAILURE)
     lines = re.findall(r'File "(.+)", line (\d+), in (.+)', before.rpartition("Traceback")[2])
-    return _of_message(FAILURE + message, [Frame(file, int(line), name) for file, line, name in lines])
+    stack = [FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in lines]
+    return _of_message(FAILURE + message, stack)
 
 
 def _of_error(error: torch.OutOfMemoryError) -> Explanation:
-    lines = traceback.extract_tb(error.__traceback__)
-    found = _of_message(str(error), [Frame(each.filename, each.lineno or 0, each.name) for each in lines])
+    found = _of_message(str(error), extract_tb(error.__traceback__))
     if not torch.cuda.is_initialized():
         return found
     now = _of_snapshot(check_snapshot(torch.cuda.memory._snapshot()), int(found.device.removeprefix("cuda:")))
@@ -178,86 +168,68 @@ def _of_error(error: torch.OutOfMemoryError) -> Explanation:
     )
 
 
-def _of_message(text: str, lines: Sequence[Frame]) -> Explanation:
+def _of_message(text: str, lines: Sequence[FrameSummary]) -> Explanation:
     def size(pattern: str) -> int | None:
         match = re.search(pattern.format(size=_SIZE), text)
         return None if match is None else int(Fraction(match[1]) * _UNITS[match[2]])
 
     requested = size("Tried to allocate {size}")
     allocated = size("Of the allocated memory {size} is allocated by PyTorch")
-    if requested is None or allocated is None:
-        raise ConfigError(f"pass explain() the whole error of PyTorch's CUDA allocator; this one says: {text[:200]}")
     free = size("and {size} is reserved by PyTorch but unallocated")
     left = size("of which {size} is free")
+    if requested is None or allocated is None or free is None or left is None:
+        raise ConfigError(f"pass explain() the whole error of PyTorch's CUDA allocator; this one says: {text[:200]}")
     limit = size("{size} allowed")
     where = re.search(r"GPU (\d+)", text)
-    reserved = None if free is None else allocated + free
-    available = limit if limit is not None else None if reserved is None or left is None else reserved + left
     return Explanation(
         f"cuda:{0 if where is None else int(where[1])}",
         requested,
         allocated,
-        reserved,
-        available,
-        None,
-        _where(lines[::-1]),
-        {},
-        (),
-        None,
-        ("the numbers are from the error's message, which rounds them",),
+        allocated + free,
+        allocated + free + left if limit is None else limit,
+        failed_at=_where(lines[::-1]),
+        notes=("the numbers are from the error's message, which rounds them",),
     )
 
 
 def _holders(moment: MemoryState) -> tuple[Holder, ...]:
-    found: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    found: dict[tuple[str, str], list[UsedBlock]] = defaultdict(list)
     for block in moment.blocks:
-        # Memory without a stack although history was recorded: autograd's threads run no Python.
-        category = _category(block.stack) if block.stack else "backward" if block.recorded else "other"
-        found[category, _where(block.stack)].append(block)
+        found[_category(block), _where(block.stack)].append(block)
     holders = [
-        Holder(
-            sum(block.nbytes for block in blocks),
-            len(blocks),
-            category,
-            where,
-            tuple(_line(frame) for frame in blocks[0].stack if _is_python(frame)),
-        )
-        for (category, where), blocks in found.items()
+        Holder(sum(block.nbytes for block in blocks), len(blocks), *key, tuple(map(_line, blocks[0].stack)))
+        for key, blocks in found.items()
     ]
     return tuple(sorted(holders, key=lambda holder: (-holder.nbytes, holder.where)))
 
 
-def _category(stack: Iterable[Frame]) -> str:
-    """Returns the category of memory, by the innermost function of PyTorch in the stack that decides it."""
-    python = [frame for frame in stack if _is_python(frame)]
-    for frame in python:
-        file = frame.file.replace("\\", "/")
+def _category(block: UsedBlock) -> str:
+    """Returns the category of memory, by the innermost function of PyTorch in its stack that decides it."""
+    for frame in block.stack:
+        file = frame.filename.replace("\\", "/")
         if "/optim/" in file:
             return "optimizer state" if frame.name in _STATES else "temporary"
         if "backward" in frame.name and file.endswith(_BACKWARD):
             return "backward"
-        if frame.name == "forward" or frame.name in ("_call_impl", "_wrapped_call_impl"):
+        if frame.name in ("forward", "_call_impl", "_wrapped_call_impl"):
             return "activation"
-        if file.endswith(("nn/modules/module.py", "nn/init.py")) and frame.name in _PLACES:
+        if file.endswith(_PLACES):
             return "parameter"
-    return "input" if python else "backward"
+    # Memory without Python in its stack although history was recorded: autograd's threads run no Python.
+    return "input" if block.stack else "backward" if block.recorded else "other"
 
 
-def _where(stack: Iterable[Frame]) -> str:
+def _where(stack: Iterable[FrameSummary]) -> str:
     """Returns the innermost line outside PyTorch; if that is in a package, also the script's line that called it."""
-    outside = [frame for frame in stack if _is_python(frame) and not any(part in frame.file for part in _LIBRARY)]
+    outside = [frame for frame in stack if not any(part in frame.filename for part in _LIBRARY)]
     if not outside:
         return ""
-    own = next((frame for frame in outside if not any(part in frame.file for part in _PACKAGES)), outside[0])
+    own = next((frame for frame in outside if not any(part in frame.filename for part in _PACKAGES)), outside[0])
     return _line(outside[0]) + ("" if own is outside[0] else f", called from {_line(own)}")
 
 
-def _line(frame: Frame) -> str:
-    return f"{frame.file}:{frame.line} in {frame.name}"
-
-
-def _is_python(frame: Frame) -> bool:
-    return frame.file.endswith(".py")
+def _line(frame: FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def _gaps(moment: MemoryState) -> Iterable[int]:

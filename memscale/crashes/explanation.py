@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 
 from memscale.algebra import Plan
 from memscale.core import format_bytes, wrapped
-from memscale.planning import OOMPrediction
+from memscale.planning import OOMPrediction, Recommendation
 from memscale.reports import PAGES, checked_target, write_page
 
 _ROWS = 12
@@ -46,9 +46,9 @@ class Explanation:
         device: the device, as ``"cuda:0"``.
         requested_bytes: the size of the failed allocation; `None` if none failed.
         allocated_bytes: the bytes in tensors.
-        reserved_bytes: the bytes that the allocator held of the device; `None` if unknown.
+        reserved_bytes: the bytes that the allocator held of the device.
         available_bytes: the most that the process could hold: its reserved bytes, plus the bytes that the device had
-            left or its limit allowed. `None` if unknown.
+            left or its limit allowed. `None` if no allocation failed.
         largest_free_bytes: the largest free block of the allocator; `None` if unknown.
         failed_at: the line of code whose allocation failed; ``""`` if unknown.
         by_category: the bytes in tensors by purpose.
@@ -60,45 +60,40 @@ class Explanation:
     device: str
     requested_bytes: int | None
     allocated_bytes: int
-    reserved_bytes: int | None
+    reserved_bytes: int
     available_bytes: int | None
-    largest_free_bytes: int | None
-    failed_at: str
-    by_category: Mapping[str, int]
-    holders: tuple[Holder, ...]
+    largest_free_bytes: int | None = None
+    failed_at: str = ""
+    by_category: Mapping[str, int] = field(default_factory=dict)
+    holders: tuple[Holder, ...] = ()
     prediction: OOMPrediction | None = None
     notes: tuple[str, ...] = ()
 
     @property
-    def free_bytes(self) -> int | None:
-        """The reserved bytes that no tensor used, possibly in several blocks; `None` if unknown."""
-        return None if self.reserved_bytes is None else max(0, self.reserved_bytes - self.allocated_bytes)
+    def free_bytes(self) -> int:
+        """The reserved bytes that no tensor used, possibly in several blocks."""
+        return max(0, self.reserved_bytes - self.allocated_bytes)
 
     @property
     def left_bytes(self) -> int | None:
-        """The bytes that the process could still have reserved; `None` if unknown."""
-        if self.reserved_bytes is None or self.available_bytes is None:
-            return None
-        return max(0, self.available_bytes - self.reserved_bytes)
+        """The bytes that the process could still have reserved; `None` if no allocation failed."""
+        return None if self.available_bytes is None else max(0, self.available_bytes - self.reserved_bytes)
 
     @property
     def fragmentation_bytes(self) -> int | None:
         """`free_bytes`, if they and `left_bytes` would have been enough in one block for the failed allocation; else 0.
 
-        `None` if unknown.
+        `None` if no allocation failed.
         """
-        free = self.free_bytes
-        if free is None or self.requested_bytes is None:
+        if self.requested_bytes is None:
             return None
-        left = self.left_bytes or 0
+        free, left = self.free_bytes, self.left_bytes or 0
         return free if left <= self.requested_bytes <= free + left else 0
 
     @property
     def plan(self) -> Plan | None:
         """The plan under which the simulated step fits; `None` if no plan fits, or no model was given."""
-        recommended = () if self.prediction is None else self.prediction.recommendations
-        capacity = 0 if self.prediction is None else self.prediction.capacity_bytes
-        return next((each.plan for each in recommended if each.plan and each.peak_bytes <= capacity), None)
+        return next((each.plan for each, fits in self._recommended() if each.plan and fits), None)
 
     @property
     def message(self) -> str:
@@ -108,14 +103,10 @@ class Explanation:
             return f"{self.device}: no allocation failed; {held}"
         where = f" at {self.failed_at}" if self.failed_at else ""
         text = f"{self.device}: an allocation of {format_bytes(self.requested_bytes)} failed{where}; {held}"
-        free = self.free_bytes
-        if free is None:
-            return text
-        text += f", the allocator had {format_bytes(free)} free"
-        left = self.left_bytes
-        if left:
+        text += f", the allocator had {format_bytes(self.free_bytes)} free"
+        if left := self.left_bytes:
             text += f" and the device had {format_bytes(left)} left"
-        if left is not None and left > self.requested_bytes:
+        if left and left > self.requested_bytes:
             return f"{text}, which is enough: the process had a limit below the device's memory; pass it as budget"
         if self.fragmentation_bytes:
             largest = self.largest_free_bytes
@@ -135,20 +126,24 @@ class Explanation:
     def _simulated(self) -> list[str]:
         return [] if self.prediction is None else [f"simulated: {self.prediction.message}"]
 
+    def _recommended(self) -> list[tuple[Recommendation, bool]]:
+        """Returns what the prediction recommends, and whether each fits."""
+        if self.prediction is None:
+            return []
+        return [(each, each.peak_bytes <= self.prediction.capacity_bytes) for each in self.prediction.recommendations]
+
     def _remedies(self) -> list[str]:
         lines = []
         if self.fragmentation_bytes:
             lines.append("PYTORCH_ALLOC_CONF=expandable_segments:True joins the free pieces")
-        if self.prediction is None:
-            return lines
-        for each in self.prediction.recommendations:
-            fits = "fits" if each.peak_bytes <= self.prediction.capacity_bytes else "does not fit"
-            lines.append(f"{each.action}: peak {format_bytes(each.peak_bytes)}, {fits}")
+        for each, fits in self._recommended():
+            fate = "fits" if fits else "does not fit"
+            lines.append(f"{each.action}: peak {format_bytes(each.peak_bytes)}, {fate}")
         return lines
 
     def __str__(self) -> str:
         lines = self.message.split("; ")
-        if self.reserved_bytes is not None and self.available_bytes is not None:
+        if self.available_bytes is not None:
             lines.append(
                 f"the allocator had reserved {format_bytes(self.reserved_bytes)} of at most "
                 f"{format_bytes(self.available_bytes)}"

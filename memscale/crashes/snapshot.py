@@ -10,9 +10,10 @@ import copyreg
 import io
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 from memscale.core import ConfigError, Document
@@ -25,27 +26,18 @@ _TAKEN = f"{_MADE_BY}, and a log must have the line '... {FAILURE} ...' of the e
 
 
 @dataclass(frozen=True)
-class Frame:
-    """A line of a stack."""
-
-    file: str
-    line: int
-    name: str
-
-
-@dataclass(frozen=True)
 class UsedBlock:
     """A block of a segment that is in use.
 
     Attributes:
-        stack: the stack of the allocation, innermost frame first; empty if not recorded, as for allocations of
+        stack: the lines of Python of the allocation, innermost first; empty if not recorded, as for allocations of
             backward in threads of autograd.
         recorded: whether the allocation is in the recorded history.
     """
 
     address: int
     nbytes: int
-    stack: tuple[Frame, ...]
+    stack: tuple[FrameSummary, ...]
     recorded: bool
 
 
@@ -65,7 +57,7 @@ class MemoryState:
     device: int
     requested_bytes: int | None
     device_free_bytes: int | None
-    stack: tuple[Frame, ...]
+    stack: tuple[FrameSummary, ...]
     segments: Mapping[int, int]
     blocks: tuple[UsedBlock, ...]
 
@@ -119,6 +111,7 @@ def check_snapshot(found: Any) -> dict[str, Any]:
     return found
 
 
+@_DOCUMENT.parts()
 def moment_of(snapshot: Mapping[str, Any], device: int | None = None) -> MemoryState:
     """Returns the memory of a device at the last failed allocation in `snapshot`.
 
@@ -129,11 +122,6 @@ def moment_of(snapshot: Mapping[str, Any], device: int | None = None) -> MemoryS
     Raises:
         ConfigError: the snapshot has no such device, or a value of the wrong type.
     """
-    with _DOCUMENT.parts():
-        return _moment_of(snapshot, device)
-
-
-def _moment_of(snapshot: Mapping[str, Any], device: int | None) -> MemoryState:
     traces, of_device = snapshot["device_traces"], [int(segment["device"]) for segment in snapshot["segments"]]
     if device is None:
         failed = [index for index, trace in enumerate(traces) if any(event["action"] == "oom" for event in trace)]
@@ -145,17 +133,28 @@ def _moment_of(snapshot: Mapping[str, Any], device: int | None) -> MemoryState:
     failure = None if at is None else trace[at]
     known = {_address(event): event for event in trace[:at] if event["action"] == "alloc"}
     segments: dict[int, int] = {}
-    blocks: dict[int, tuple[int, tuple[Frame, ...]]] = {}
+    blocks: dict[int, UsedBlock] = {}
+
+    def use(address: int, nbytes: int, record: Mapping[str, Any]) -> None:
+        seen = known.get(address, {})
+        is_recorded = address in known or bool(record.get("frames"))
+        blocks[address] = UsedBlock(address, nbytes, _stack(record) or _stack(seen), is_recorded)
+
     for segment, owner in zip(snapshot["segments"], of_device, strict=True):
         if owner == device:
-            segments[_address(segment)] = int(segment["total_size"])
-            blocks |= _blocks_in_use(segment)
+            address = _address(segment)
+            segments[address] = int(segment["total_size"])
+            for block in segment.get("blocks", ()):
+                address, nbytes = int(block.get("address", address)), int(block["size"])
+                if block.get("state") != "inactive":  # a block that waits to be freed is in use
+                    use(address, nbytes, block)
+                address += nbytes
     # Undo what happened after the failure, last event first.
     for event in reversed([] if at is None else trace[at:]):
         if event["action"] == "alloc":
             blocks.pop(_address(event), None)
         elif event["action"] == "free_completed":
-            blocks[_address(event)] = (int(event["size"]), _stack(known.get(_address(event), {})))
+            use(_address(event), int(event["size"]), {})
         elif event["action"] in ("segment_alloc", "segment_map"):
             segments.pop(_address(event), None)
         elif event["action"] in ("segment_free", "segment_unmap"):
@@ -166,28 +165,19 @@ def _moment_of(snapshot: Mapping[str, Any], device: int | None) -> MemoryState:
         None if failure is None else int(failure["device_free"]),
         () if failure is None else _stack(failure),
         segments,
-        tuple(
-            UsedBlock(address, nbytes, stack or _stack(known.get(address, {})), address in known)
-            for address, (nbytes, stack) in blocks.items()
-        ),
+        tuple(blocks.values()),
     )
 
 
-def _blocks_in_use(segment: Mapping[str, Any]) -> Iterator[tuple[int, tuple[int, tuple[Frame, ...]]]]:
-    """Yields the address of each block, with its size and stack; a block that waits to be freed is in use."""
-    address = _address(segment)
-    for block in segment.get("blocks", ()):
-        address, nbytes = int(block.get("address", address)), int(block["size"])
-        if block.get("state") != "inactive":
-            yield address, (nbytes, _stack(block))
-        address += nbytes
-
-
-def _stack(record: Mapping[str, Any]) -> tuple[Frame, ...]:
-    return tuple(
-        Frame(str(frame.get("filename", "")), int(frame.get("line", 0)), str(frame.get("name", "")))
+def _stack(record: Mapping[str, Any]) -> tuple[FrameSummary, ...]:
+    """Returns the lines of Python of a stack."""
+    frames = [
+        FrameSummary(
+            str(frame.get("filename", "")), int(frame.get("line", 0)), str(frame.get("name", "")), lookup_line=False
+        )
         for frame in record.get("frames") or ()
-    )
+    ]
+    return tuple(frame for frame in frames if frame.filename.endswith(".py"))
 
 
 def _address(record: Mapping[str, Any]) -> int:
