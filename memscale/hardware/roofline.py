@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 
@@ -12,32 +11,11 @@ from memscale.hardware.device import Hardware
 from memscale.hardware.work import AT_THE_RATE_OF, Work
 
 
-@dataclass(frozen=True)
-class Efficiency:
-    """The shares of a device's peaks that large kernels reach.
-
-    Args:
-        compute: the share of ``flops_per_second``.
-        bandwidth: the share of ``bandwidth_bytes_per_second``.
-
-    Raises:
-        ConfigError: a share is 0 or less.
-    """
-
-    compute: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        if not (self.compute > 0 and self.bandwidth > 0):
-            raise ConfigError(f"{self!r} must have shares above 0; pass Efficiency(compute=0.8, bandwidth=0.85)")
-
-
 # Shares of data sheet rates. Large bfloat16 products reach, in public measurements, 80% on H100 and H200, 85% on A100
 # SXM, 78% on B200, 74% on L40S, 80% on A6000, 68% on V100 (float16), 64% on T4 (float16), 60% on MI300X, and slightly
 # over 100% on RTX 3090, 4090 and 5090, which clock above their sheets (stas00/ml-engineering, "Maximum Achievable
 # Matmul FLOPS"; zzc0721/torch-performence-test-data). STREAM on an H100 NVL: 78% copy, 84% triad (BabelStream).
-_OF_PEAK = Efficiency(compute=0.8, bandwidth=0.85)
-_AS_MEASURED = Efficiency(compute=1.0, bandwidth=1.0)
+_COMPUTE_SHARE, _BANDWIDTH_SHARE = 0.8, 0.85
 
 # On an accelerator, the seconds of a nearly empty kernel. In OpenXLA's table of measured H100 products (its
 # matmul_interpolator_data.h) the least is 5.8 µs. With this constant and the efficiencies above, the error of `seconds`
@@ -53,17 +31,16 @@ _CPU_FLOPS_PER_SECOND, _CPU_BYTES_PER_SECOND = 100e9, 24e9
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "int8")
 
 
-def seconds(work: Work, hardware: Hardware, *, efficiency: Efficiency | None = None) -> float:
+def seconds(work: Work, hardware: Hardware) -> float:
     """Returns the seconds that `hardware` takes for `work` alone: the roofline plus the launch of an operator.
 
-    ``max(flops / (compute * peak), nbytes / (bandwidth * peak)) + launch``; empty work takes no time. (Williams,
+    ``max(flops / (compute * peak), nbytes / (bandwidth * peak)) + launch``; empty work takes no time. Kernels reach 80%
+    of the arithmetic and 85% of the bandwidth of a data sheet (`compute`, `bandwidth`), and a measured speed. (Williams,
     Waterman and Patterson, "Roofline", 2009; the constant term makes small operators slow, as in Hockney's n½.)
 
     Args:
         work: the result of `work_of`.
         hardware: the device.
-        efficiency: the shares of these speeds that kernels reach. `None` is 80% of the arithmetic and 85% of the
-            bandwidth of a data sheet, and all of a measured speed.
 
     Raises:
         ConfigError: the hardware lacks a speed that this work needs; the message names the field.
@@ -77,14 +54,14 @@ def seconds(work: Work, hardware: Hardware, *, efficiency: Efficiency | None = N
     """
     if not work.flops and not work.nbytes:
         return 0.0
-    share = efficiency or (_AS_MEASURED if hardware.measured else _OF_PEAK)
+    compute, bandwidth = (1.0, 1.0) if hardware.measured else (_COMPUTE_SHARE, _BANDWIDTH_SHARE)
     longest = 0.0
     if work.flops:
-        longest = work.flops / (share.compute * _peak(work.dtype, hardware))
+        longest = work.flops / (compute * _peak(work.dtype, hardware))
     if work.nbytes:
         if hardware.bandwidth_bytes_per_second is None:
             raise _unknown(hardware, "bandwidth_bytes_per_second", "a number")
-        longest = max(longest, work.nbytes / (share.bandwidth * hardware.bandwidth_bytes_per_second))
+        longest = max(longest, work.nbytes / (bandwidth * hardware.bandwidth_bytes_per_second))
     return longest + _launch_seconds(hardware)
 
 

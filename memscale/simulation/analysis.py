@@ -80,7 +80,7 @@ def memory(
     streams |= {number + count: stream for number, stream in streams.items()}  # for the repeated step
     found, notes = replay(events, settings=settings, streams=streams), list[str]()
     advice = [*_advice(events, found, settings, streams, capacity_bytes)] if advises else []
-    # `memory_fraction` and garbage collection have an effect only in a replay with a capacity.
+    # `memory_fraction` has an effect only in a replay with a capacity.
     if found.reserved_peak_bytes > capacity_bytes or settings.memory_fraction < 1:
         bounded = replay(events, settings=settings, capacity_bytes=capacity_bytes, streams=streams)
         if bounded.out_of_memory_at is None:

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 import memscale as ms
 from memscale import ConfigError, Hardware
 from memscale.hardware.flops import flops_of
-from memscale.hardware.roofline import Efficiency, nominal, seconds
+from memscale.hardware.roofline import nominal, seconds
 from memscale.hardware.traffic import traffic_of
 from memscale.hardware.work import Work, work_of
 
@@ -242,7 +242,6 @@ def test_float32_may_be_tfloat32_where_the_settings_say_so():
 
 CARD = Hardware("card", "cuda", 1 << 30, flops_per_second={"float32": 1e12, "bfloat16": 8e12, "float8_e4m3fn": 16e12},
                 bandwidth_bytes_per_second=1e11, launch_seconds=1e-6)  # fmt: skip
-EXACT = Efficiency(compute=1.0, bandwidth=1.0)
 
 
 def changed(**fields):
@@ -250,9 +249,10 @@ def changed(**fields):
 
 
 def test_the_slower_of_arithmetic_and_traffic_decides():
-    assert seconds(Work(8 * 10**9, 10**6, "bfloat16"), CARD, efficiency=EXACT) == pytest.approx(1e-3 + 1e-6)
-    assert seconds(Work(8 * 10**9, 10**9, "bfloat16"), CARD, efficiency=EXACT) == pytest.approx(1e-2 + 1e-6)
-    assert seconds(Work(8 * 10**9, 0, "float32"), CARD, efficiency=EXACT) == pytest.approx(8e-3 + 1e-6)
+    exact = changed(measured=True)
+    assert seconds(Work(8 * 10**9, 10**6, "bfloat16"), exact) == pytest.approx(1e-3 + 1e-6)
+    assert seconds(Work(8 * 10**9, 10**9, "bfloat16"), exact) == pytest.approx(1e-2 + 1e-6)
+    assert seconds(Work(8 * 10**9, 0, "float32"), exact) == pytest.approx(8e-3 + 1e-6)
 
 
 def test_a_data_sheet_is_not_reached_and_a_measured_speed_is():
@@ -261,9 +261,6 @@ def test_a_data_sheet_is_not_reached_and_a_measured_speed_is():
     assert seconds(memory, CARD) == pytest.approx(1e-2 / 0.85 + 1e-6)
     assert seconds(compute, changed(measured=True)) == pytest.approx(1e-3 + 1e-6)
     assert seconds(memory, changed(measured=True)) == pytest.approx(1e-2 + 1e-6)
-    halves = Efficiency(compute=0.5, bandwidth=0.25)
-    assert seconds(compute, changed(measured=True), efficiency=halves) == pytest.approx(2e-3 + 1e-6)
-    assert seconds(memory, CARD, efficiency=halves) == pytest.approx(4e-2 + 1e-6)
 
 
 @pytest.mark.parametrize("threads", [1, 4])

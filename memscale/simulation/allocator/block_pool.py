@@ -10,7 +10,7 @@ ADDRESS_BITS = 60
 class Block:
     """A range of addresses in one segment; ``mapped`` is false where the range has no device memory behind it."""
 
-    __slots__ = ("address", "born", "free", "mapped", "next", "pool", "prev", "size")
+    __slots__ = ("address", "free", "mapped", "next", "pool", "prev", "size")
 
     def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool = True) -> None:
         self.pool = pool
@@ -18,7 +18,6 @@ class Block:
         self.size = size
         self.mapped = mapped
         self.free = not mapped
-        self.born = 0  # `Pool.searches` when the block became free; garbage collection derives the block's age
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -37,7 +36,7 @@ class Block:
 class Pool:
     """The free blocks of one pool: mapped blocks in best-fit order (size, then address), unmapped ones by address."""
 
-    __slots__ = ("blocks", "keys", "searches", "segment_bytes", "small", "unmapped", "unmapped_at")
+    __slots__ = ("blocks", "keys", "segment_bytes", "small", "unmapped", "unmapped_at")
 
     def __init__(self, *, small: bool, segment_bytes: int) -> None:
         self.small = small
@@ -47,12 +46,10 @@ class Pool:
         self.blocks: dict[int, Block] = {}
         self.unmapped_at: list[int] = []
         self.unmapped: dict[int, Block] = {}
-        self.searches = 0
 
     def insert(self, block: Block) -> None:
         block.free = True
         if block.mapped:
-            block.born = self.searches
             key = block.size << ADDRESS_BITS | block.address
             insort(self.keys, key)
             self.blocks[key] = block

@@ -105,6 +105,8 @@ def replay(
     """
     if capacity_bytes is not None and capacity_bytes < 1:
         raise ConfigError(f"replay(capacity_bytes={capacity_bytes}) must be at least 1, or None for no limit")
+    if capacity_bytes is not None:
+        capacity_bytes = int(settings.memory_fraction * capacity_bytes)
     allocator = _Allocator(settings, capacity_bytes, older_first=torch_version >= (2, 12))
     live: dict[int, Block] = {}
     block_bytes: dict[int, int] = {}
@@ -154,9 +156,6 @@ class _Allocator:
     def __init__(self, settings: AllocatorSettings, capacity_bytes: int | None, *, older_first: bool = True) -> None:
         self.settings = settings
         self.capacity = capacity_bytes
-        self.allowed: int | None = None
-        if capacity_bytes is not None and settings.memory_fraction < 1:
-            self.allowed = int(settings.memory_fraction * capacity_bytes)
         self.max_split = settings.max_split_size_bytes
         self.expandable = settings.expandable_segments
         self.pools: dict[int, tuple[Pool, Pool]] = {}  # stream -> (small pool, large pool)
@@ -180,7 +179,6 @@ class _Allocator:
         pool = self.pools[stream][size > _SMALL_BYTES]
         block = self._get_free_block(pool, size)
         if block is None:
-            self._garbage_collect_cached_blocks()
             block = self._alloc_block(pool, size)
             if block is None and self._release_available_cached_blocks(pool, size):
                 block = self._alloc_block(pool, size)
@@ -223,7 +221,6 @@ class _Allocator:
         self.trimmed_at = self.large_taken
 
     def _get_free_block(self, pool: Pool, size: int) -> Block | None:
-        pool.searches += 1
         index = bisect_left(pool.keys, size << ADDRESS_BITS)
         if index == len(pool.keys):
             return None
@@ -249,8 +246,6 @@ class _Allocator:
             segment_bytes = pool.segment_bytes
         else:
             segment_bytes = round_up(size, _ROUND_LARGE_BYTES)
-        if self.allowed is not None and self.reserved + segment_bytes > self.allowed:
-            return None
         if self.expandable:
             return self._try_allocate_expandable_block(pool, size)
         if not self._reserve(pool, segment_bytes):
@@ -320,28 +315,6 @@ class _Allocator:
                 self._unmap_block(block)
             elif block.whole:
                 self._release_block(block)
-
-    def _garbage_collect_cached_blocks(self) -> None:
-        threshold = self.settings.garbage_collection_threshold
-        if self.allowed is None or threshold == 0:
-            return
-        excess = self.reserved - int(threshold * self.allowed)
-        large = [pool for _, pool in self.pools.values()]
-        whole = [block for pool in large for block in map(pool.blocks.__getitem__, pool.keys) if block.whole]
-        total_age = sum(block.pool.searches - block.born for block in whole)
-        while excess > 0 and whole:
-            # Each round releases every block of at least the mean age, even past the target, as PyTorch does.
-            mean_age = total_age / len(whole)
-            kept = []
-            for block in whole:
-                age = block.pool.searches - block.born
-                if age < mean_age:
-                    kept.append(block)
-                    continue
-                self._release_block(block)
-                excess -= block.size
-                total_age -= age
-            whole = kept
 
     def _find_expandable_block(self, pool: Pool, size: int) -> Block:
         """Returns the block at the lowest address from which free and unmapped neighbours add up to ``size``."""

@@ -22,6 +22,7 @@ _INTERVALS = 16  # kRoundUpPowerOfTwoIntervals: powers of two from 1 MiB to 64 G
 # Options of the variable without effect on the size of device memory (pinned memory, locks, graphs, messages).
 _IGNORED = (
     "backend",
+    "garbage_collection_threshold",  # of a process with a limit on its share of the device; may free more
     "graph_capture_record_stream_reuse",
     "pinned_free_catch_all",
     "pinned_max_cached_size_mb",
@@ -47,8 +48,6 @@ class AllocatorSettings:
         max_non_split_rounding_bytes: the most bytes by which an unsplittable cached block may exceed a request.
         roundup_power2_divisions: steps between two powers of two to which sizes are rounded up, one number
             for each power from 1 MiB to 64 GiB; empty or 0 rounds to 512 bytes.
-        garbage_collection_threshold: the fraction of the allowed memory above which old cached blocks are freed
-            before a new segment is requested. PyTorch reads the threshold only if ``memory_fraction`` is below 1.
         memory_fraction: the fraction of the device's memory that the process may take.
         large_segment_bytes: the size of the segment that requests between 1 and 10 MiB share.
 
@@ -63,7 +62,6 @@ class AllocatorSettings:
     max_split_size_bytes: int | None = None
     max_non_split_rounding_bytes: int = _LARGE_SEGMENT_BYTES
     roundup_power2_divisions: tuple[int, ...] = ()
-    garbage_collection_threshold: float = 0.0
     memory_fraction: float = 1.0
     large_segment_bytes: int = _LARGE_SEGMENT_BYTES
 
@@ -86,7 +84,6 @@ class AllocatorSettings:
                 len(divisions) in (0, _INTERVALS) and all(n >= 0 and n & (n - 1) == 0 for n in divisions),
                 f"be empty or {_INTERVALS} numbers, each 0 or a power of two",
             ),
-            ("garbage_collection_threshold", 0 <= self.garbage_collection_threshold < 1, "be in [0, 1)"),
             ("memory_fraction", 0 <= self.memory_fraction <= 1, "be in [0, 1]"),
         )
         lines = [
@@ -165,19 +162,8 @@ def _mib(value: str) -> int:
     return int(value) * _MIB
 
 
-def _positive_fraction(value: str) -> float:
-    if not 0 < float(value) < 1:
-        raise ValueError(value)
-    return float(value)
-
-
 _READERS: dict[str, tuple[str, Any, str]] = {
     "expandable_segments": ("expandable_segments", {"True": True, "False": False}.__getitem__, "True or False"),
-    "garbage_collection_threshold": (
-        "garbage_collection_threshold",
-        _positive_fraction,
-        "a number between 0 and 1, both excluded",
-    ),
     "large_segment_size_mb": ("large_segment_bytes", _mib, "a whole number of MiB"),
     "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _mib, "a whole number of MiB"),
     "max_split_size_mb": ("max_split_size_bytes", _mib, "a whole number of MiB"),

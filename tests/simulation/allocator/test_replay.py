@@ -77,10 +77,6 @@ def test_scenarios(name):
     assert result.out_of_memory_at is None
 
 
-def collecting(fraction, threshold):
-    return {"memory_fraction": fraction, "garbage_collection_threshold": threshold}
-
-
 # The third number is what stays reserved, the last one the event that runs out of memory.
 LIMITED = {
     "nothing to give back": ([60, 60], {}, (60, 60, 60, 1)),
@@ -106,15 +102,7 @@ LIMITED = {
     "a block of the split size is one of them": ([40, 20, 18, ~0, ~1, ~2, 60], SPLIT_20, (78, 78, 78, None)),
     "half of the device is allowed": ([50], {"memory_fraction": 0.5}, (50, 50, 50, None)),
     "and no more": ([40, 20], {"memory_fraction": 0.5}, (40, 40, 40, 1)),
-    "a fraction alone collects nothing": ([40, ~0, 50], {"memory_fraction": 0.95}, (50, 90, 90, None)),
-    # Of 90 MiB allowed 74 are taken when 28 more are asked for, above the threshold of 72. The two cached blocks
-    # of 24 MiB were free for two requests and for one: the first is above the mean age and goes.
-    "collection frees what was cached longest": ([24, 24, ~0, 26, ~1, 28], collecting(0.9, 0.8), (54, 78, 78, None)),
-    # The same with a threshold of 45: the first block is 24 of the 29 MiB above it, so the second goes too.
-    "and goes on below the mean age": ([24, 20, ~0, 26, ~1, 28], collecting(0.9, 0.5), (54, 70, 54, None)),
-    # The same with a threshold of 46.
-    "until it is enough": ([24, 20, ~0, 26, ~1, 28], collecting(0.92, 0.5), (54, 74, 74, None)),
-    "collection needs a memory fraction": ([40, ~0, 50], {"garbage_collection_threshold": 0.1}, (50, 90, 90, None)),
+    "a fraction that is not reached changes nothing": ([40, ~0, 50], {"memory_fraction": 0.95}, (50, 90, 90, None)),
 }
 
 
@@ -196,7 +184,7 @@ def test_all_values_out_of_range_are_named_at_once():
         ),
         ("max_split_size_mb:20", {"max_split_size_bytes": 20 * MIB}),
         ("max_non_split_rounding_mb:30", {"max_non_split_rounding_bytes": 30 * MIB}),
-        ("garbage_collection_threshold:0.6", {"garbage_collection_threshold": 0.6}),
+        ("garbage_collection_threshold:0.6", {}),
         ("per_process_memory_fraction:0.5", {"memory_fraction": 0.5}),
         ("large_segment_size_mb:40", {"large_segment_bytes": 40 * MIB}),
         ("pinned_use_background_threads:True,backend:native,", {}),
@@ -221,8 +209,6 @@ BAD = {
     "max_split_size_mb:1.5": "max_split_size_mb takes a whole number of MiB",
     "max_non_split_rounding_mb:19": "must be at least 20 MiB",
     "large_segment_size_mb:10": "must be over 10 MiB",
-    "garbage_collection_threshold:0": "takes a number between 0 and 1",
-    "garbage_collection_threshold:1.0": "takes a number between 0 and 1",
     "roundup_power2_divisions:3": "each 0 or a power of two",
     "roundup_power2_divisions:0": "takes a power of two, or a list",
     "roundup_power2_divisions:[300:1]": "whose sizes in MiB are powers of two",
@@ -288,7 +274,6 @@ SETTINGS = st.builds(
     expandable_segments=st.booleans(),
     max_split_size_bytes=st.sampled_from([None, 20 * MIB, 64 * MIB]),
     roundup_power2_divisions=st.sampled_from([(), (4,) * 16]),
-    garbage_collection_threshold=st.sampled_from([0.0, 0.3]),
     memory_fraction=st.sampled_from([1.0, 0.8]),
 )
 SIZES = st.one_of(st.integers(1, 3 * KIB), st.integers(1, 2 * MIB), st.integers(1, 60 * MIB))
