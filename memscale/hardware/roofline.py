@@ -10,7 +10,6 @@ from memscale.core import ConfigError
 from memscale.hardware.device import Hardware
 from memscale.hardware.work import AT_THE_RATE_OF, Work
 
-
 # Shares of data sheet rates. Large bfloat16 products reach, in public measurements, 80% on H100 and H200, 85% on A100
 # SXM, 78% on B200, 74% on L40S, 80% on A6000, 68% on V100 (float16), 64% on T4 (float16), 60% on MI300X, and slightly
 # over 100% on RTX 3090, 4090 and 5090, which clock above their sheets (stas00/ml-engineering, "Maximum Achievable
@@ -35,7 +34,7 @@ def seconds(work: Work, hardware: Hardware) -> float:
     """Returns the seconds that `hardware` takes for `work` alone: the roofline plus the launch of an operator.
 
     ``max(flops / (compute * peak), nbytes / (bandwidth * peak)) + launch``; empty work takes no time. Kernels reach 80%
-    of the arithmetic and 85% of the bandwidth of a data sheet (`compute`, `bandwidth`), and a measured speed. (Williams,
+    of the arithmetic and 85% of the bandwidth of a data sheet, and a measured speed. (Williams,
     Waterman and Patterson, "Roofline", 2009; the constant term makes small operators slow, as in Hockney's n½.)
 
     Args:

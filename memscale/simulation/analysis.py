@@ -214,7 +214,7 @@ def analyse(trace: Trace, capacity_bytes: int | None = None, *, advises: bool = 
     largest = sorted(peak.alive, key=lambda number: -storages[number].nbytes)[:_HOLDINGS]
     return Profile(
         method="static",
-        notes=(*trace.notes, *taken.notes, *_unlike_cuda(hardware), *_untimed(trace)),
+        notes=(*trace.notes, *taken.notes, *_unlike_cuda(hardware), *(() if trace.times.timed else _untimed(trace))),
         hardware=hardware,
         peak_bytes=peak.nbytes,
         first_step_peak_bytes=taken.peaks[0].nbytes,
@@ -227,7 +227,7 @@ def analyse(trace: Trace, capacity_bytes: int | None = None, *, advises: bool = 
         flops=sum(op.flops for op in trace.last_operators),
         step_seconds=None if schedule is None else schedule.seconds,
         exposed_seconds={} if schedule is None else schedule.exposed_seconds,
-        prefetch_depth=None if schedule is None else _prefetch_depth(trace),
+        prefetch_depth=None if schedule is None or not schedule.copies else _prefetch_depth(trace),
         seconds_by_module={} if schedule is None else schedule.seconds_by_module,
         changes=changes,
         positions=positions,
@@ -251,12 +251,10 @@ def _positions(trace: Trace) -> tuple[list[float], list[float]]:
     return [begin - zero for begin in times.begins[first_op:]], [end - zero for end in times.ends[first_op:]]
 
 
-def _prefetch_depth(trace: Trace) -> int | None:
-    """Returns the prefetch depth that hides the copies of the last step; None if the step has no copies."""
+def _prefetch_depth(trace: Trace) -> int:
+    """Returns the prefetch depth that hides the copies of the last step, at least one."""
     ops, first_op, times = trace.last_operators, trace.steps[-1][1], trace.times
     moved = [transfer for transfer in times.transfers if transfer.begin >= times.steps[-1]]
-    if not moved:
-        return None
     passes = itertools.accumulate(
         itertools.pairwise([ops[0], *ops]), lambda count, pair: count + (pair[0].phase is not pair[1].phase), initial=0
     )

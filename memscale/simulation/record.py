@@ -29,7 +29,7 @@ from memscale.simulation.parallel.spec import Parallel, ParallelKind, check_plac
 from memscale.simulation.process.draws import PYTHON_DRAWN, Draws, drawing
 from memscale.simulation.process.process_state import few_collections
 from memscale.simulation.results import Profile
-from memscale.simulation.rules.few_bits import about_experts
+from memscale.simulation.rules.few_bits import notes_of_few_bits
 from memscale.simulation.sandbox.compiled_modules import as_text
 from memscale.simulation.sandbox.device_spoofing import needs_a_card
 from memscale.simulation.sandbox.sandbox import Simulation
@@ -241,7 +241,7 @@ def _simulated(
         *([PYTHON_DRAWN] if drawn else []),
         *kernels.notes(simulation.scope.modules),
         *about_compiled(simulation.scope.modules, simulation.compiled),
-        *about_experts(step.module),
+        *notes_of_few_bits(step.module, simulation.scope.modules),
         *cached,
         *simulation.runtimes.notes(),
     )

@@ -330,17 +330,14 @@ def about_key_values(outputs: Iterable[Any]) -> tuple[str, ...]:
     >>> about_key_values([{"logits": keys}]), about_key_values([{"past_key_values": ((keys, keys),)}])[0][:48]
     ((), 'the output keeps 4.00 KiB of keys and values, wh')
     """
-    nbytes = sum(_cached_bytes(output["past_key_values"]) for output in outputs if _has_cache(output))
+    caches = [output.get("past_key_values") for output in outputs if isinstance(output, dict)]
+    nbytes = sum(_cached_bytes(cache) for cache in caches if cache is not None)
     if not nbytes:
         return ()
     return (
         f"the output keeps {format_bytes(nbytes)} of keys and values, which training does not read: "
         "model.config.use_cache = False frees them",
     )
-
-
-def _has_cache(output: Any) -> bool:
-    return isinstance(output, dict) and output.get("past_key_values") is not None
 
 
 def _cached_bytes(cache: Any) -> int:

@@ -107,7 +107,7 @@ def test_a_model_on_meta_has_the_bytes_of_one_with_numbers(name, kind, hardware)
     for bytes_of in ("peak_bytes", "first_step_peak_bytes", "reserved_peak_bytes"):
         assert getattr(found, bytes_of) == getattr(expected, bytes_of)
     assert found.notes == expected.notes
-    assert any("beyond their threshold (6)" in note for note in found.notes) == (kind == "int8" and hardware == "t4")
+    assert any("beyond their threshold (6)" in note for note in found.notes) == (kind == "int8")
 
 
 @pytest.mark.parametrize(

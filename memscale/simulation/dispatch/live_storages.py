@@ -83,10 +83,6 @@ class LiveStorages:
         self.counts = not (self.offloaded and any(record.shape for record in records))
         return records
 
-    def trim(self, if_grown: bool = False) -> None:
-        """Records that the allocator gives its cached memory back to the device."""
-        self.builder.trim(if_grown=if_grown)
-
     def number(self, tensor: torch.Tensor) -> int:
         """Returns the number in the trace of the record of the storage under `tensor`."""
         storage = tensor.untyped_storage()
@@ -145,12 +141,11 @@ class LiveStorages:
 
     def gone(self, storage: torch.UntypedStorage) -> None:
         """Records the death of `storage`, which the simulation alone still holds."""
-        self._end_of(storage._cdata)
+        if (death := self._deaths.get(storage._cdata)) is not None:
+            self._died(death)
 
     def _died(self, death: _Death) -> None:
-        self._end_of(death.key)
-
-    def _end_of(self, key: int) -> None:
+        key = death.key
         self._deaths.pop(key, None)
         if self._sizes:
             self._sizes.pop(key, None)

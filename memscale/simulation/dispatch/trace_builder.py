@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -150,7 +151,7 @@ class TraceBuilder:
         )
         return left == former
 
-    def trim(self, *, if_grown: bool = False) -> None:
+    def trim(self, if_grown: bool) -> None:
         """Notes that the allocator's cached memory is returned to the device."""
         (self.trims_if_grown if if_grown else self.trims).append(len(self.events))
 
@@ -220,38 +221,29 @@ class TraceBuilder:
                     self._merge(total, first, after, deaths)
                     break
                 after += 1
-        kept = [at for at, event in enumerate(self.events) if event]
-        before = 0
-        shifted = {}
-        marks = {*self.trims, *self.trims_if_grown, *(event for event, _ in self.steps)}
-        for at in range(len(self.events) + 1):
-            if at in marks:
-                shifted[at] = before
-            before += at < len(self.events) and self.events[at] != 0
-        self.steps = [(shifted[event], op) for event, op in self.steps]
+        before = [0, *itertools.accumulate(map(bool, self.events))]  # the events up to each one that stay
+        self.steps = [(before[event], op) for event, op in self.steps]
         self.trims, self.trims_if_grown = (
-            [shifted[event] for event in trims] for trims in (self.trims, self.trims_if_grown)
+            [before[event] for event in trims] for trims in (self.trims, self.trims_if_grown)
         )
-        self.event_ops = [self.event_ops[at] for at in kept]
-        self.events = [self.events[at] for at in kept]
+        self.event_ops = list(itertools.compress(self.event_ops, self.events))
+        self.events = list(filter(None, self.events))
         self.sums = []
-        self._order_deaths({*self.trims, *self.trims_if_grown, *(event for event, _ in self.steps)})
+        self._order_deaths()
 
-    def _order_deaths(self, marks: set[int]) -> None:
-        # Deaths between two operators count as simultaneous. Some are in an order of addresses, which differs between
-        # processes, such as when autocast clears its cache.
-        at = 0
-        while at < len(self.events):
-            end = at + 1
-            if self.events[at] < 0:
-                op = self.event_ops[at]
-                while (
-                    end < len(self.events) and self.events[end] < 0 and self.event_ops[end] == op and end not in marks
-                ):
-                    end += 1
-                if end > at + 1:
-                    self.events[at:end] = sorted(self.events[at:end], reverse=True)
-            at = end
+    def _order_deaths(self) -> None:
+        """Sorts the deaths between two operators, which count as simultaneous, by the number of the storage.
+
+        Some are in an order of addresses, which differs between processes, such as when autocast clears its cache.
+        """
+        events, ops, marks = self.events, self.event_ops, {*self.trims, *self.trims_if_grown, *dict(self.steps)}
+        begin = 0
+        for at in range(1, len(events) + 1):
+            if at < len(events) and events[at] < 0 > events[at - 1] and ops[at] == ops[at - 1] and at not in marks:
+                continue
+            if at - begin > 1:
+                events[begin:at] = sorted(events[begin:at], reverse=True)
+            begin = at
 
     def _merge(self, total: Sum, operand: int, death: int, deaths: dict[int, int]) -> None:
         self.events[total.event] = 0

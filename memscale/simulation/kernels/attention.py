@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from memscale.core import ConfigError, internals
 from memscale.regions import dispatch_modes
 from memscale.simulation.process.process_state import patched
-from memscale.simulation.rules.rule import without_autocast
+from memscale.simulation.rules.rule import is_deterministic, without_autocast
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 Capability = tuple[int, int]
@@ -73,8 +73,7 @@ class AttentionFlags:
             cudnn=torch.backends.cuda.cudnn_sdp_enabled(),
             math=torch.backends.cuda.math_sdp_enabled(),
             order=tuple(_NAMES[kernel] for kernel in torch._C._get_sdp_priority_order() if kernel in _NAMES),
-            deterministic=torch.are_deterministic_algorithms_enabled()
-            and not torch.is_deterministic_algorithms_warn_only_enabled(),
+            deterministic=is_deterministic(),
             cudnn_version=torch.backends.cudnn.version() or bundled,
             prefer_cudnn=os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1",
         )

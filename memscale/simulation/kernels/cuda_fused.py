@@ -128,27 +128,6 @@ FUSED: Mapping[OpOverload, Callable[..., Any]] = {
 }
 
 
-@contextmanager
-def cuda_fused() -> Iterator[None]:
-    """Makes the functions of `FUSED`, and batch norm, run CUDA's operators on CPU tensors.
-
-    >>> from torch._subclasses.fake_tensor import FakeTensorMode
-    >>> with FakeTensorMode(), cuda_fused():
-    ...     y = torch.nn.RMSNorm(8)(torch.empty(4, 8))
-    >>> y.grad_fn.name()
-    'FusedRmsNormBackward0'
-    """
-    by_name = {op.overloadpacket.__name__: run for op, run in FUSED.items()}
-    runs = {name: _outside_autocast(getattr(torch, name), run) for name, run in by_name.items()}
-    patches: list[tuple[Any, str, Any]] = [
-        (holder, name, run)
-        for name, run in runs.items()
-        for holder in ((torch.Tensor, torch) if hasattr(torch.Tensor, name) else (torch, torch._VF))
-    ]
-    with _known_to_autograd(), all_patched([*patches, (torch, "batch_norm", _batch_norm(torch.batch_norm))]):
-        yield
-
-
 def _outside_autocast(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     def choose(*args: Any, **kwargs: Any) -> Any:
         # Under autocast the original dispatches to `CudaAutocast`, which casts first and then calls `FUSED`.
@@ -159,47 +138,63 @@ def _outside_autocast(original: Callable[..., Any], run: Callable[..., Any]) -> 
     return choose
 
 
-def _batch_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    def normalise(input: torch.Tensor, weight: Any, bias: Any, mean: Any, *options: Any, **named: Any) -> torch.Tensor:
-        if weight is not None and bias is not None and normalises_by_cudnn(input, weight):
-            input = input.contiguous(memory_format=suggest_memory_format(input))
-        normalised: torch.Tensor = original(input, weight, bias, mean, *options, **named)
-        return normalised
-
-    return normalise
+_BATCH_NORM, _DROPOUT_OF_MODULE, _DROPOUT = torch.batch_norm, F.dropout, torch.dropout
 
 
-@contextmanager
-def cuda_dropout() -> Iterator[None]:
-    """Makes dropout on CPU tensors save a bool mask for backward (1 byte an element), as on CUDA.
+def _batch_norm(input: torch.Tensor, weight: Any, bias: Any, *options: Any, **named: Any) -> torch.Tensor:
+    if weight is not None and bias is not None and normalises_by_cudnn(input, weight):
+        input = input.contiguous(memory_format=suggest_memory_format(input))
+    return _BATCH_NORM(input, weight, bias, *options, **named)
 
-    On CUDA ``at::dropout`` becomes ``native_dropout``, whose backward pass needs a bool mask; on CPU it is a
-    product with noise of the input's dtype.
 
-    >>> kept = []
-    >>> keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t)
-    >>> with cuda_dropout(), keep:
-    ...     y = F.dropout(torch.ones(1000, requires_grad=True))
-    >>> kept
-    [1000]
+def _has_mask(input: torch.Tensor, p: float, training: bool) -> bool:
+    """Whether a card drops by one operator; in evaluation, in place, and for p of 0 or 1 as a CPU does.
 
     Source: ``is_fused_kernel_acceptable`` in aten/src/ATen/native/Dropout.cpp.
     """
-    of_module, of_torch = F.dropout, torch.dropout
+    return training and 0 < p < 1 and input.numel() > 0
 
-    def takes(input: torch.Tensor, p: float, training: bool) -> bool:
-        # In evaluation, in place, and for p of 0 or 1, CUDA runs the general function of the CPU.
-        return training and 0 < p < 1 and input.numel() > 0
 
-    def drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        if inplace or not takes(input, p, training):
-            return of_module(input, p, training, inplace)
-        return cast(torch.Tensor, torch.ops.aten.native_dropout.default(input, p, True)[0])
+def _dropout_of_module(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if inplace or not _has_mask(input, p, training):
+        return _DROPOUT_OF_MODULE(input, p, training, inplace)
+    return cast(torch.Tensor, aten.native_dropout.default(input, p, True)[0])
 
-    def drop_by_torch(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        return drop(input, p) if takes(input, p, train) else of_torch(input, p, train)
 
-    with patched(F, "dropout", drop), patched(torch, "dropout", drop_by_torch):
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    return _dropout_of_module(input, p) if _has_mask(input, p, train) else _DROPOUT(input, p, train)
+
+
+_RUNS = {op.overloadpacket.__name__: run for op, run in FUSED.items()}
+_PATCHES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    *(
+        (holder, name, _outside_autocast(getattr(torch, name), run))
+        for name, run in _RUNS.items()
+        for holder in ((torch.Tensor, torch) if hasattr(torch.Tensor, name) else (torch, torch._VF))
+    ),
+    (torch, "batch_norm", _batch_norm),
+    (F, "dropout", _dropout_of_module),
+    (torch, "dropout", _dropout),
+)
+
+
+@contextmanager
+def cuda_fused() -> Iterator[None]:
+    """Makes dropout, batch norm and the functions of `FUSED` run CUDA's operators on CPU tensors.
+
+    On CUDA dropout saves a bool mask for backward (1 byte an element); on a CPU noise of the input's dtype.
+
+    >>> from torch._subclasses.fake_tensor import FakeTensorMode
+    >>> kept = []
+    >>> keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t)
+    >>> with FakeTensorMode(), cuda_fused(), keep:
+    ...     y = torch.nn.RMSNorm(8)(F.dropout(torch.empty(4, 8, requires_grad=True)))
+    >>> y.grad_fn.name(), kept[0]
+    ('FusedRmsNormBackward0', 32)
+    """
+    with _known_to_autograd(), all_patched(_PATCHES):
         yield
 
 

@@ -26,11 +26,10 @@ from memscale.core import OpOverload, RuntimeUnavailable, internals
 from memscale.hardware import Hardware, Work
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
-from memscale.simulation.kernels.cuda_fused import cuda_dropout, cuda_fused
+from memscale.simulation.kernels.cuda_fused import cuda_fused
 from memscale.simulation.kernels.cuda_rnns import cuda_rnns, recurrence_notes
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 from memscale.simulation.process.process_state import all_patched, patched
-from memscale.simulation.rules.few_bits import notes_of_few_bits
 from memscale.simulation.rules.recurrences import (
     DROPOUT,
     DROPOUT_STATES,
@@ -118,7 +117,7 @@ class Kernels:
         if not self.is_cuda:
             return []
         modules = list(modules)
-        found = recurrence_notes(modules, self.capability) + notes_of_few_bits(modules)
+        found = recurrence_notes(modules, self.capability)
         if self._unfused:
             dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self._unfused))
             other = "; in float16 it has one" if self._unfused == {torch.bfloat16} else ""
@@ -144,7 +143,6 @@ class Kernels:
             if self.is_cuda:
                 self._unfused.clear()
                 stack.enter_context(cuda_attention(self.capability, unfused=self._unfused))
-                stack.enter_context(cuda_dropout())
                 stack.enter_context(cuda_rnns(self.capability))
                 stack.enter_context(cuda_fused())
                 # Optimizers with foreach=None (except Adafactor) and weight averaging call this function; without the

@@ -297,18 +297,6 @@ class _Known:
     new: frozenset[int] = frozenset()  # the ids of newer objects
 
 
-@contextmanager
-def _objects_known() -> Iterator[None]:
-    if _Known.before is not None:
-        yield
-        return
-    _Known.before = frozenset() if _freezes() else _all_ids()
-    try:
-        yield
-    finally:
-        _Known.before = None
-
-
 def _all_ids() -> frozenset[int]:
     """Returns the ids of the objects that Python's collector tracks.
 
@@ -316,10 +304,6 @@ def _all_ids() -> frozenset[int]:
     holds.
     """
     return frozenset(map(id, chain.from_iterable(islice(iter(gc.get_objects, None), 1))))
-
-
-def _freezes() -> bool:
-    return is_alone() and gc.isenabled() and 0 < gc.get_threshold()[0] < _YOUNG and gc.get_freeze_count() == 0
 
 
 @contextmanager
@@ -356,19 +340,24 @@ def few_collections() -> Iterator[None]:
     ...     gc.get_threshold()[0] == (100000 if is_alone() else before[0])
     True
     """
-    with one_at_a_time(), _objects_known():
-        before = gc.get_threshold()
-        if not (is_alone() and gc.isenabled() and 0 < before[0] < _YOUNG):  # off, or rare already
+    with one_at_a_time():
+        if _Known.before is not None:  # inside another body
             yield
             return
-        gc.set_threshold(_YOUNG, *before[1:])
-        is_ours = gc.get_freeze_count() == 0  # otherwise the caller's objects stay frozen
-        if is_ours:
+        before = gc.get_threshold()
+        is_often = is_alone() and gc.isenabled() and 0 < before[0] < _YOUNG
+        freezes = is_often and gc.get_freeze_count() == 0  # otherwise the caller's objects stay frozen
+        _Known.before = frozenset() if freezes else _all_ids()
+        if is_often:
+            gc.set_threshold(_YOUNG, *before[1:])
+        if freezes:
             gc.freeze()
         try:
             yield
         finally:
-            if is_ours:
+            if freezes:
                 gc.collect()
                 gc.unfreeze()
-            gc.set_threshold(*before)
+            if is_often:
+                gc.set_threshold(*before)
+            _Known.before = None

@@ -69,28 +69,28 @@ def quantization_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {f"weight.{name}": tensor for name, tensor in found.items()}
 
 
-def about_experts(model: nn.Module | None) -> tuple[str, ...]:
-    """Returns a note if a model with quantized layers has 3-D weights, such as fused experts.
-
-    Neither bitsandbytes nor transformers packs 3-D weights, and neither warns about them.
-    """
-    kinds = _kinds()
-    if model is None or not kinds or not any(isinstance(module, kinds) for module in model.modules()):
-        return ()
-    all_bytes, found = 0, list[tuple[str, torch.Tensor]]()
-    for name, parameter in model.named_parameters():
-        all_bytes += parameter.nbytes
-        if parameter.dim() == 3 and parameter.is_floating_point():
-            found.append((name, parameter))
-    whole_bytes = sum(parameter.nbytes for _, parameter in found)
-    if not found or whole_bytes < _WORTH_A_WORD * all_bytes:
-        return ()
-    name, first = found[0]
-    dtype = str(first.dtype).removeprefix("torch.")
-    return (
-        f"{format_bytes(whole_bytes)} of the weights are not packed and stay in {dtype}, such as {name!r}: "
-        "bitsandbytes packs linear layers only, not fused experts",
-    )
+def notes_of_few_bits(model: nn.Module | None, modules: Iterable[nn.Module]) -> list[str]:
+    """Returns notes on the quantized layers among `modules`, which `model` reaches: outliers, and weights in full."""
+    layers = [each for each in modules if isinstance(each, _kinds())]
+    thresholds: set[float] = {getattr(getattr(each, "state", None), "threshold", 0.0) for each in layers}
+    found = []
+    if any(thresholds):
+        found.append(
+            f"of layers in 8 bits no input is assumed to have a number beyond their threshold ({max(thresholds):g}): "
+            "columns with such outliers are multiplied in 16 bits besides, which takes a little more"
+        )
+    parameters = [] if model is None or not layers else [*model.named_parameters()]
+    # Neither bitsandbytes nor transformers packs 3-D weights, such as fused experts, and neither warns about them.
+    whole = [each for each in parameters if each[1].dim() == 3 and each[1].is_floating_point()]
+    whole_bytes = sum(parameter.nbytes for _, parameter in whole)
+    if whole and whole_bytes >= _WORTH_A_WORD * sum(parameter.nbytes for _, parameter in parameters):
+        name, first = whole[0]
+        found.append(
+            f"{format_bytes(whole_bytes)} of the weights are not packed and stay in "
+            f"{str(first.dtype).removeprefix('torch.')}, such as {name!r}: bitsandbytes packs linear layers only, not "
+            "fused experts"
+        )
+    return found
 
 
 def _kinds() -> tuple[type, ...]:
@@ -109,7 +109,9 @@ def _unpacked(model: nn.Module) -> list[Any]:
     Raises:
         ConfigError: a weight with data is not packed.
     """
-    kinds, found = _kinds(), list[Any]()
+    if not (kinds := _kinds()):
+        return []
+    found: list[Any] = []
     layers: list[tuple[str, Any]] = [pair for pair in model.named_modules() if isinstance(pair[1], kinds)]
     for path, module in layers:
         if not _waits(module):
@@ -188,18 +190,6 @@ def _without_outliers(rows: torch.Tensor, threshold: float = 0.0) -> tuple[torch
     found = torch.empty(rows.shape, dtype=torch.int8, device="meta")
     scales = torch.empty(rows.numel() // rows.shape[-1], dtype=torch.float32, device="meta")
     return found, scales, torch.empty(0, dtype=torch.int64, device="meta") if threshold else None
-
-
-def notes_of_few_bits(modules: Iterable[nn.Module]) -> list[str]:
-    """Returns a note on the assumption about 8-bit layers: no input exceeds the outlier threshold."""
-    layers = [each for each in modules if type(each).__module__.startswith("bitsandbytes.")]
-    thresholds: set[float] = {getattr(getattr(each, "state", None), "threshold", 0.0) for each in layers}
-    if not any(thresholds):
-        return []
-    return [
-        f"of layers in 8 bits no input is assumed to have a number beyond their threshold ({max(thresholds):g}): "
-        "columns with such outliers are multiplied in 16 bits besides, which takes a little more"
-    ]
 
 
 # Compositions of other operators, each with its own rule. A card's 4-bit product kernel serves less than about 512

@@ -34,6 +34,13 @@ _INSIDERS = (os.path.join(_TORCH, ""), os.path.join(str(Path(__file__).parents[2
 _SPOOFED = (os.path.join(_TORCH, "optim", ""), os.path.join(_TORCH, "amp", "autocast_mode.py"))
 _DEVICE = torch.device("cuda", 0)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+# The answers of functions of `torch.cuda`; PyTorch's default for bfloat16 counts emulation, before Ampere.
+_ANSWERS: dict[str, Any] = {
+    **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+    **dict.fromkeys(("synchronize", "empty_cache"), None),
+    "device_count": 1,
+    "current_device": 0,
+}
 
 
 # Errors of code for a card where no card is: a missing library, an operator without a kernel, a kernel that refuses
@@ -61,8 +68,7 @@ class DeviceSpoofing:
     def __init__(self, hardware: Hardware, capability: tuple[int, int], on_device: Callable[[Any], bool]) -> None:
         self.reads: dict[str, None] = {}
         self.notes: dict[str, None] = {}
-        self._hardware = hardware
-        self._capability = capability
+        self._answers = _ANSWERS | {"get_device_capability": capability, "get_device_name": hardware.name}
         self._on_device = on_device
         self._insider: dict[str, bool] = {}
         self.autocast = CudaAutocast(on_device)
@@ -79,12 +85,8 @@ class DeviceSpoofing:
         for name, value in (("is_cuda", True), ("is_cpu", False), ("device", _DEVICE)):
             patches.append((torch.Tensor, name, self._attribute(name, value)))
         patches += [
-            # Without CUDA, PyTorch cannot resolve "cuda" without an index.
-            (torch.Tensor, "to", _indexed(torch.Tensor.to)),
-            (torch.Tensor, "cuda", _to_device),
-            *((torch, name, _made_on_cpu(getattr(torch, name))) for name in ("tensor", "as_tensor")),
-            *((torch.cuda, name, self._function(name, answer)) for name, answer in self._functions().items()),
-            (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+            *_PATCHES,
+            *((torch.cuda, name, self._function(name, answer)) for name, answer in self._answers.items()),
         ]
         with (
             library_caches_bypassed(),
@@ -93,19 +95,6 @@ class DeviceSpoofing:
             patched(torch, "set_autocast_enabled", self._watched(torch.set_autocast_enabled)),
         ):
             yield
-
-    def _functions(self) -> dict[str, Any]:
-        return {
-            "is_available": True,
-            "is_initialized": True,
-            "device_count": 1,
-            "current_device": 0,
-            "get_device_capability": self._capability,
-            "get_device_name": self._hardware.name,
-            "is_bf16_supported": True,  # PyTorch's default counts emulation, before Ampere
-            "synchronize": None,
-            "empty_cache": None,
-        }
 
     def _function(self, name: str, answer: Any) -> Callable[..., Any]:
         original = getattr(torch.cuda, name)
@@ -187,3 +176,13 @@ def _made_on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 def _to_device(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
     return tensor.to(_DEVICE, non_blocking=non_blocking, **kwargs)
+
+
+_PATCHES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    # Without CUDA, PyTorch cannot resolve "cuda" without an index.
+    (torch.Tensor, "to", _indexed(torch.Tensor.to)),
+    (torch.Tensor, "cuda", _to_device),
+    (torch, "tensor", _made_on_cpu(torch.tensor)),
+    (torch, "as_tensor", _made_on_cpu(torch.as_tensor)),
+    (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+)

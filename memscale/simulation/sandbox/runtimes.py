@@ -75,11 +75,9 @@ class CountingRuntimes:
     def notes(self) -> list[str]:
         """Returns notes on offloads that went to another tier than planned, and on assumed speeds of the host."""
         found = [note for runtime in self._made.values() for note in (*runtime.notes, *runtime.spills())]
-        hardware = self.clock.hardware
-        if assumed := assumed_speeds(
-            hardware,
-            disk=any(transfer.tier == "disk" for transfer in self.clock.transfers),
-            host=bool(self.clock.on_host),
+        hardware, disk = self.clock.hardware, any(transfer.tier == "disk" for transfer in self.clock.transfers)
+        if (disk or self.clock.on_host) and (
+            assumed := assumed_speeds(hardware, disk=disk, host=bool(self.clock.on_host))
         ):
             found.append(f"{hardware.name} does not say {assumed}; Hardware.measure() there finds out")
         return found
@@ -119,7 +117,7 @@ class CountingRuntime(Runtime):
             if known
             else TraceBackend(caps, together_bytes=together_bytes)
         )
-        backend.on_trim, backend.on_copy = self._step.mode.storages.trim, self._step.carried.copied
+        backend.on_trim, backend.on_copy = self._step.mode.builder.trim, self._step.carried.copied
         self._backends.append(backend)
         return backend
 

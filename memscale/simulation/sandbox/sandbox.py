@@ -44,7 +44,7 @@ from memscale.simulation.sandbox.interceptions import (
 )
 from memscale.simulation.sandbox.left_behind import LeftBehind
 from memscale.simulation.sandbox.runtimes import CountingRuntimes, host_bytes, offloaded_shards
-from memscale.simulation.sandbox.step_scope import StepScope, contents_kept, on_cpu, with_storages, wrapped_on_cpu
+from memscale.simulation.sandbox.step_scope import StepScope, contents_kept, on_cpu, with_storages
 from memscale.simulation.schedule.clock import Clock
 
 # The number of buckets that DDP has in flight while it is built: max_in_flight in torch/csrc/distributed/c10d/comm.cpp.
@@ -100,7 +100,10 @@ class Simulation:
         self.clock = Clock(kernels.hardware)
         self._stack = ExitStack()
         self._paths = _module_paths(model, self.scope.modules)
-        self._order = {key: at for at, key in enumerate(self._paths)}
+        order = {key: at for at, key in enumerate(self._paths)}
+        # In the order of the tree; modules outside of it come last.
+        self._modules = sorted(self.scope.modules, key=lambda module: order.get(id(module), len(order)))
+        self._placing = [(module, region) for module in self.scope.modules for region in placing_in(module)]
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._aliases: Counter[int] = Counter()  # aliases by storage
         self._variables = contextvars.Context()  # context variables, which a step may set
@@ -121,8 +124,8 @@ class Simulation:
             if self._sharded is not None:
                 stack.enter_context(self._sharded.as_it_was())
             fakes = FakeStorages()
-            given = stack.enter_context(on_cpu(self._tensors, [*self._inputs, *self._own], fakes))
-            stack.enter_context(wrapped_on_cpu(self._leaves))
+            inputs = [*self._inputs, *self._own]
+            given = stack.enter_context(on_cpu(self._leaves, self._tensors, inputs, fakes))
             self._contents = stack.enter_context(contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
             self.mode = FakeMode(self._kernels, self._residents(), self.clock, self._draws)
@@ -150,6 +153,7 @@ class Simulation:
             if self._kernels.is_cuda:
                 self._thread = BackwardThread(self.mode.recorder)
                 stack.enter_context(self._thread.installed())
+            device_type: Callable[[torch.Tensor], str]
             device_type = partial(_device_type, self.mode.storages, self._kernels.device_type)
             capability, choices = self._kernels.capability, self.mode.choices
             stack.enter_context(
@@ -157,8 +161,9 @@ class Simulation:
             )
             stack.enter_context(runtimes_replaced(self.runtimes.in_place_of))
             if self._spoofs:
-                on_device = partial(_is_on_device, self.mode.storages)
-                self.spoofing = DeviceSpoofing(self._kernels.hardware, self._kernels.capability, on_device)
+                self.spoofing = DeviceSpoofing(
+                    self._kernels.hardware, self._kernels.capability, lambda tensor: device_type(tensor) == "cuda"
+                )
                 stack.enter_context(self.spoofing.given())
             stack.enter_context(propagating())
             if self._sharded is not None and self._kernels.device_type != "cpu":  # a CPU has no streams
@@ -181,7 +186,8 @@ class Simulation:
         self._stack.close()
         self._contents.clear()  # releases the caller's storages
         self._variables = contextvars.Context()
-        _let_go_of_frames(error)
+        if error is not None:
+            _let_go_of_frames(error)
         left.clear(refuses=error is None)
 
     def step(self, step: Callable[[], object]) -> None:
@@ -224,16 +230,15 @@ class Simulation:
         The order is that of `Module.to`: the device memory of one region is free when the next region moves.
         """
         builder = self.mode.builder
-        for module in self.scope.modules:
-            for region in placing_in(module):
-                parts = with_storages([*module.parameters(), *module.buffers()])
-                last = max((self.mode.storages.number(part) for part in parts), default=-1)
-                begin = len(builder.events)
-                region.place(list(module.parameters()), torch.device("cpu"))
-                self._forget_former_contents()
-                at = builder.events.index(last + 1) + 1 if last >= 0 else begin
-                for column in (builder.events, builder.event_ops):
-                    column[at:] = [*column[begin:], *column[at:begin]]
+        for module, region in self._placing:
+            parts = with_storages([*module.parameters(), *module.buffers()])
+            last = max((self.mode.storages.number(part) for part in parts), default=-1)
+            begin = len(builder.events)
+            region.place(list(module.parameters()), torch.device("cpu"))
+            self._forget_former_contents()
+            at = builder.events.index(last + 1) + 1 if last >= 0 else begin
+            for column in (builder.events, builder.event_ops):
+                column[at:] = [*column[begin:], *column[at:begin]]
         for optimizer in self.scope.optimizers:
             for tensor in optimizer.below() if isinstance(optimizer, TransformedOptimizer) else ():
                 self.mode.storages.mark_offloaded(tensor)
@@ -246,7 +251,7 @@ class Simulation:
                         self.mode.storages.mark_offloaded(count)
             for parameter, state in optimizer.state.items():
                 if self._is_below(parameter):
-                    for tensor in with_storages(tensors_of(dict(state) if isinstance(state, dict) else state)):
+                    for tensor in _tensors_of_state(state):
                         self.mode.storages.mark_offloaded(tensor)
 
     def _is_below(self, parameter: torch.Tensor) -> bool:
@@ -277,9 +282,8 @@ class Simulation:
         The order is that of `Module.to`, since the neighbours of a storage decide where free memory arises later.
         """
         storages, seen = self.mode.storages, set[int]()
-        streams = any(True for module in self.scope.modules for _ in placing_in(module))
-        flattens = self._kernels.is_cuda and not streams
-        for module in sorted(self.scope.modules, key=self._place):
+        flattens = self._kernels.is_cuda and not self._placing
+        for module in self._modules:
             for part, tensors in _children_first(module, seen):
                 for tensor in with_storages(tensors):
                     if not tensor.is_meta:
@@ -299,10 +303,6 @@ class Simulation:
         for number in sent:
             builder.death(number)
 
-    def _place(self, module: nn.Module) -> int:
-        """Returns the index of a module in the order of the tree; modules outside the tree come last."""
-        return self._order.get(id(module), len(self._order))
-
     def _residents(self) -> dict[int, tuple[str, str]]:
         """Returns the category and the name of each storage from before the step, by address."""
         found: dict[int, tuple[str, str]] = {}
@@ -312,7 +312,7 @@ class Simulation:
                 found.setdefault(part.untyped_storage()._cdata, (category, name))
 
         # In the order of the module tree, so that a tied weight has its name in `named_parameters`.
-        for module in sorted(self.scope.modules, key=self._place):
+        for module in self._modules:
             prefix = f"{path}." if (path := self._paths.get(id(module), "")) else ""
             for name, parameter in module._parameters.items():
                 enter(parameter, "parameter", prefix + name)
@@ -320,7 +320,7 @@ class Simulation:
                 enter(buffer, "buffer", prefix + name)
         for optimizer in self.scope.optimizers:
             for state in optimizer.state.values():
-                for tensor in tensors_of(dict(state) if isinstance(state, dict) else state):
+                for tensor in _tensors_of_state(state):
                     enter(tensor, "optimizer state", "")
         for tensor in self._inputs:
             enter(tensor, "input", "")
@@ -341,8 +341,12 @@ class Simulation:
         self.mode.recorder.course.optimizing = self.mode.searching = False
         for parameter, state in optimizer.state.items():
             path = self.mode.storages.record(with_storages([parameter])[0]).path
-            for tensor in with_storages(tensors_of(dict(state) if isinstance(state, dict) else state)):
+            for tensor in _tensors_of_state(state):
                 self.mode.storages.mark(tensor, "optimizer state", path)
+
+
+def _tensors_of_state(state: Any) -> list[torch.Tensor]:
+    return with_storages(tensors_of(dict(state) if isinstance(state, dict) else state))
 
 
 def _device_type(storages: LiveStorages, simulated: str, tensor: torch.Tensor) -> str:
@@ -355,16 +359,13 @@ def _device_type(storages: LiveStorages, simulated: str, tensor: torch.Tensor) -
     return "cpu" if plain and storages.is_offloaded(tensor) else simulated
 
 
-def _is_on_device(storages: LiveStorages, tensor: torch.Tensor) -> bool:
-    return _device_type(storages, "cuda", tensor) == "cuda"
-
-
-def _let_go_of_frames(error: BaseException | None) -> None:
+def _let_go_of_frames(raised: BaseException) -> None:
     """Clears the frames of an error's traceback, which hold tensors and guards of the step.
 
     A tensor whose printing fails leaves a guard in a frame of PyTorch that turns `torch.func` off for the thread.
     """
     seen: set[int] = set()
+    error: BaseException | None = raised
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)

@@ -267,17 +267,27 @@ def contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tens
 
 
 @contextmanager
-def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeStorages) -> Iterator[frozenset[int]]:
+def on_cpu(
+    leaves: list[torch.Tensor], tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeStorages
+) -> Iterator[frozenset[int]]:
     """Gives every tensor outside the CPU fake contents on the CPU; the tensor objects keep their identity.
 
-    Yields the addresses of the fake storages.
+    Args:
+        leaves: the tensors of the step.
+        tensors: the tensors with storages among them, and inside of wrapper subclasses among them.
+        inputs: the tensors that get contents even if they are on meta next to real parameters.
+        fakes: makes the contents.
+
+    Yields:
+        The addresses of the fake storages.
     """
     # In a process group, parameters on the CPU are swapped too: DDP's C++ reducer would communicate their gradients.
     distributed = in_process_group()
     storages: dict[int, torch.UntypedStorage] = {}
-    with _swapping() as swapped:
-        real = any(tensor.requires_grad and not tensor.is_meta for tensor in tensors)
-        given = {id(tensor) for tensor in inputs}
+    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+    real = any(tensor.requires_grad and not tensor.is_meta for tensor in tensors)
+    given = {id(tensor) for tensor in inputs}
+    try:
         for tensor in tensors:
             if tensor.is_meta and real and id(tensor) not in given:
                 continue  # next to real parameters, a meta tensor is the caller's skeleton: leave it
@@ -299,30 +309,15 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], fakes: FakeS
                 stand_in = tensor.detach().cpu()  # the model may decide by these values
             given.add(stand_in.untyped_storage()._cdata)
             _swap(tensor, stand_in, swapped)
-        yield frozenset(given)
-
-
-@contextmanager
-def wrapped_on_cpu(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Rebuilds wrapper subclasses, so that each reports the device of its inner tensors."""
-    with _swapping() as swapped:
-        for tensor in tensors:
+        for tensor in leaves:  # a wrapper subclass is made anew, to report the device of its inner tensors
             if is_traceable_wrapper_subclass(tensor) and tensor.device.type != "cpu":
                 inner, (_, context) = wrapped(tensor), tensor.__tensor_flatten__()
                 if all(part.device.type == "cpu" for part in with_storages([tensor])):
                     stand_in = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
                     _swap(tensor, stand_in.detach(), swapped)
-        yield
-
-
-@contextmanager
-def _swapping() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Yields a list for `_swap`, and afterwards swaps back all tensors in it."""
-    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
-    try:
-        yield swapped
+        yield frozenset(given)
     finally:
-        for tensor, stand_in in swapped:
+        for tensor, stand_in in reversed(swapped):
             torch._C._swap_tensor_impl(tensor, stand_in)
 
 

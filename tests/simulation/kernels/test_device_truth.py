@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core.errors import ConfigError
 from memscale.simulation.kernels.attention import AttentionCall, AttentionFlags, attention_kernel, cuda_attention
-from memscale.simulation.kernels.cuda_fused import cuda_dropout
+from memscale.simulation.kernels.cuda_fused import cuda_fused
 
 T4, A100, A10, L4, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
 FLAGS = AttentionFlags()
@@ -379,7 +379,7 @@ DROPOUTS = {
 @pytest.mark.parametrize(("on_card", "call", "each"), DROPOUTS.values(), ids=DROPOUTS)
 def test_dropout_keeps_what_it_keeps_on_the_device(fakes, on_card, call, each):
     x, saved = torch.empty(100, 64, requires_grad=True), Saved()
-    with cuda_dropout() if on_card else nullcontext(), saved.context:
+    with cuda_fused() if on_card else nullcontext(), saved.context:
         out = call(x)
         F.dropout(torch.empty(0, 4), 0.1)
     assert saved.sizes(x) == [6400 * each] * (each > 0)
