@@ -20,7 +20,7 @@ class CardsOptions(Options):
     as_json: PrintJson = False
 
 
-def cards(options: CardsOptions) -> int:
+def cards(options: CardsOptions) -> None:
     """Prints the table of cards, grouped by maker and generation."""
     known = [(card, Hardware.named(card.name)) for card in CARDS]
     if options.as_json:
@@ -37,7 +37,7 @@ def cards(options: CardsOptions) -> int:
                 ]
             )
         )
-        return 0
+        return
     rows: list[tuple[str, ...]] = [_HEADER]
     for card, hardware in known:
         dtype = "bfloat16" if "bfloat16" in card.tflops else "float16"
@@ -45,4 +45,3 @@ def cards(options: CardsOptions) -> int:
         sizes = (f"{nbytes / 2**30:.2f}" for nbytes in (hardware.memory_bytes, hardware.usable_bytes))
         rows.append((card.name, *sizes, dtype, *("shared" if speed is None else f"{speed:.4g}" for speed in speeds)))
     show("\n".join([*aligned(rows, "<>><>>>"), "sources of the figures: memscale cards --json"]))
-    return 0

@@ -15,7 +15,6 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 from typer import Option
 
 import memscale as ms
@@ -96,9 +95,7 @@ def demo(options: DemoOptions) -> int:
         show("\n".join([*said, "", str(plan), ""]))
         with progress("training") as bar:
             task = bar.add_task("", total=2 * job.steps)
-            baseline, planned = (
-                train(job, text, each, lambda: bar.advance(task)) for each in (_unchanged, _under(plan))
-            )
+            baseline, planned = (train(job, text, each, lambda: bar.advance(task)) for each in (None, plan))
             bar.update(task, description="picture")
             limit = format_bytes(plan.evidence.budget_bytes)
             from memscale.reports import plot_timelines
@@ -136,14 +133,6 @@ def _planned(job: Job, budget: str | None, progress: Progress) -> ProvenPlan:
     if least <= share:
         return nearest
     return engine.plan(math.ceil(_ROOM * least / _MIB) * _MIB)  # with room for allocations besides the step
-
-
-def _unchanged(model: nn.Module) -> nn.Module:
-    return model
-
-
-def _under(plan: ms.Plan) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: ms.transform(model, plan)
 
 
 def _job(options: DemoOptions) -> Job:

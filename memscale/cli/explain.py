@@ -38,8 +38,8 @@ class ExplainOptions(TrainingOptions):
         return None if self.hf is None else StepOptions(hf=self.hf, **values)
 
 
-def explain(options: ExplainOptions) -> int:
-    """Explains the snapshot, prints the report and writes the page. Returns 0.
+def explain(options: ExplainOptions) -> None:
+    """Explains the snapshot, prints the report and writes the page.
 
     Raises:
         ConfigError: an option is wrong, or the file is neither a snapshot nor a log with the error.
@@ -62,4 +62,3 @@ def explain(options: ExplainOptions) -> int:
     if step_options is None:
         show(f"next: memscale explain {shlex.quote(str(options.snapshot))} --hf CONFIG --batch N --gpu NAME")
         show("  simulates the step of your model and finds what would have fitted")
-    return 0

@@ -168,13 +168,12 @@ add(HISTORY, "check", CheckOptions, check, _CHECKED)
 
 
 @HISTORY.command("list")
-def show_list(last: Annotated[int, Option(min=1, metavar="N", help="The number of newest runs to show.")] = 20) -> int:
+def show_list(last: Annotated[int, Option(min=1, metavar="N", help="The number of newest runs to show.")] = 20) -> None:
     """Show the runs of the history, the newest last."""
     with History() as history:
         runs = history.runs(last=last)
     rows = [("id", "made", "commit", "hardware", "peak", "step", "name"), *map(_row, runs)]
     print("\n".join(aligned(rows, "<" * len(rows[0]))))
-    return 0
 
 
 def _row(run: Run) -> tuple[str, ...]:
@@ -186,22 +185,20 @@ def _row(run: Run) -> tuple[str, ...]:
 
 
 @HISTORY.command("show")
-def show_run(run_id: _RunId) -> int:
+def show_run(run_id: _RunId) -> None:
     """Show one run."""
     with History() as history:
         run = history.run(run_id)
     for name, value in run.summary().items():
         show(f"{name:20}  {value}")
     show(str(run.profile))
-    return 0
 
 
 @HISTORY.command("compare")
-def compare(first: _RunId, second: Annotated[str, Argument(metavar="ID", help="Likewise.")] = "last") -> int:
+def compare(first: _RunId, second: Annotated[str, Argument(metavar="ID", help="Likewise.")] = "last") -> None:
     """Show what changed from one run to another, by category and module."""
     with History() as history:
         show(str(Comparison(history.run(first), history.run(second))))
-    return 0
 
 
 @HISTORY.command("push")
@@ -238,7 +235,7 @@ def export(
     to: Annotated[
         str, Option(metavar="KIND", help="csv, json (a line for each run), mlflow, tensorboard, trackio or wandb.")
     ] = "csv",
-) -> int:
+) -> None:
     """Give the runs to other tools; csv and json go to stdout."""
     if to not in TEXTS and to not in TRACKERS:
         raise ConfigError(f"--to must be one of {', '.join([*TEXTS, *TRACKERS])}, got {to!r}")
@@ -248,4 +245,3 @@ def export(
         TRACKERS[to](runs)
     else:
         print(TEXTS[to](runs), end="")
-    return 0

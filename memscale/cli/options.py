@@ -114,18 +114,18 @@ Html = Annotated[Path | None, file("File for a page, a .html.", ".html", ".htm")
 Python = Annotated[Path | None, file("File for a script that trains the model under the plan.")]
 
 
-def add(app: typer.Typer, name: str, options: type[_T], run: Callable[[_T], int], text: str) -> None:
+def add(app: typer.Typer, name: str, options: type[_T], run: Callable[[_T], int | None], text: str) -> None:
     """Adds a command to `app` that calls `run` with an instance of `options`.
 
     Args:
         app: the command line.
         name: the name of the command.
         options: a dataclass of `Options`.
-        run: runs the command and returns the exit status.
+        run: runs the command and returns the exit status; `None` is 0.
         text: the help text.
     """
 
-    def command(**given: Any) -> int:
+    def command(**given: Any) -> int | None:
         try:
             return run(options(**given))
         except MemscaleError as error:

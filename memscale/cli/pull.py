@@ -9,7 +9,6 @@ from typing import Annotated
 from typer import Argument, Option
 
 from memscale.cli.options import file
-from memscale.cli.terminal import write
 from memscale.core import ConfigError
 from memscale.history import Remote
 
@@ -20,7 +19,7 @@ def pull(
         str | None, Option("--from", metavar="URL", help="The team's page; by default $MEMSCALE_SERVER.")
     ] = None,
     out: Annotated[Path | None, file("Where the plan goes as JSON; by default to stdout.")] = None,
-) -> int:
+) -> None:
     """Read a plan from a team's server, check its hash, and print it as JSON."""
     url = source or os.environ.get("MEMSCALE_SERVER")
     if not url:
@@ -31,5 +30,4 @@ def pull(
     if out is None:
         print(text)
     else:
-        write({"out": out}, {"out": text + "\n"})
-    return 0
+        out.write_text(text + "\n", encoding="utf-8")

@@ -21,24 +21,21 @@ def run(
     public_url: Annotated[
         str | None, Option(metavar="URL", help="The https address that people type, of the TLS proxy in front.")
     ] = None,
-) -> int:
+) -> None:
     """Serve until interrupted. The database is $DATABASE_URL, or a file in the folder $MEMSCALE_STATE."""
     server.run(listen, public_url)
-    return 0
 
 
 @SERVER.command("migrate")
-def migrate() -> int:
+def migrate() -> None:
     """Bring the database to this version, after a backup of it; `run` does so, too."""
     server.migrate()
-    return 0
 
 
 @SERVER.command("backup")
-def backup(path: Annotated[Path, Argument(metavar="PATH", help="The file to write; it must not exist.")]) -> int:
+def backup(path: Annotated[Path, Argument(metavar="PATH", help="The file to write; it must not exist.")]) -> None:
     """Write a copy of the database; the server may be running."""
     server.backup(path)
-    return 0
 
 
 @USER.command("invite")
@@ -46,7 +43,6 @@ def invite(
     email: Annotated[str, Argument(metavar="EMAIL")],
     team: Annotated[str | None, Option(metavar="NAME", help="Its name in addresses, if there are several.")] = None,
     role: Annotated[str, Option(metavar="ROLE", help="viewer, member, maintainer or owner.")] = "member",
-) -> int:
+) -> None:
     """Print a one-time link that makes an account, or sets a new password for one."""
     server.invite(email, team, role)
-    return 0

@@ -23,13 +23,14 @@ _SYSTEMS = ("darwin", "linux", "windows")
 
 
 @TELEMETRY.callback(invoke_without_command=True)
-def telemetry(context: typer.Context) -> int:
+def telemetry(context: typer.Context) -> None:
     """Counts of calls: off by default, and sent only by `send`. Without a command: show the present setting."""
-    return status() if context.invoked_subcommand is None else 0
+    if context.invoked_subcommand is None:
+        status()
 
 
 @TELEMETRY.command("status")
-def status() -> int:
+def status() -> None:
     """Show the present setting, what decided it, and the files."""
     now = consent()
     print(f"telemetry is {now.state.value}: {now.because}")
@@ -39,35 +40,34 @@ def status() -> int:
     for state in (State.LOCAL, State.ON):
         if names := Weeks(state).names():
             print(f"counted while {state.value}: {', '.join(names)}")
-    return 0
 
 
 @TELEMETRY.command("on")
-def switch_on(endpoint: Annotated[str, Option(metavar="URL", help="Where `send` posts to; none is built in.")]) -> int:
+def switch_on(endpoint: Annotated[str, Option(metavar="URL", help="Where `send` posts to; none is built in.")]) -> None:
     """Count calls from now on, and let `send` post the counts."""
     _check(endpoint)
     give_consent(State.ON, since=date.today().isoformat(), endpoint=endpoint)
-    return status()
+    status()
 
 
 @TELEMETRY.command("local")
-def switch_local() -> int:
+def switch_local() -> None:
     """Count calls on this machine from now on, and send nothing."""
     give_consent(State.LOCAL, since=date.today().isoformat())
-    return status()
+    status()
 
 
 @TELEMETRY.command("off")
-def switch_off() -> int:
+def switch_off() -> None:
     """Count nothing from now on; `clean` removes the present counts."""
     take_consent_back()
-    return status()
+    status()
 
 
 @TELEMETRY.command("show")
 def show(
     week: Annotated[str | None, Option(metavar="YYYY-Www", help="One week, also the present one.")] = None,
-) -> int:
+) -> None:
     """Print the exact bytes that `send` would send."""
     on = Weeks(State.ON)
     weeks = on if week is None or week in on.names() else Weeks(State.LOCAL)
@@ -79,7 +79,6 @@ def show(
         more = f"; `--week {counted[-1]}` shows what was counted in that one" if counted else ""
         why = f"no finished week was counted while it was on, and telemetry is {consent().state.value}{more}"
         print(f"nothing would be sent: {why}", file=sys.stderr)
-    return 0
 
 
 @TELEMETRY.command("send")
@@ -118,10 +117,10 @@ def send(
 
 
 @TELEMETRY.command("clean")
-def clean() -> int:
+def clean() -> None:
     """Switch it off, and remove everything that was counted or sent."""
     take_consent_back(clean=True)
-    return status()
+    status()
 
 
 def machine() -> dict[str, str]:

@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import nn
 
+from memscale.algebra import Plan, transform
 from memscale.core import RuntimeUnavailable
 
 if TYPE_CHECKING:
@@ -104,20 +105,18 @@ def gpt2(job: Job) -> nn.Module:
     return placed
 
 
-def train(
-    job: Job, text: torch.Tensor, change: Callable[[nn.Module], nn.Module], on_step: Callable[[], None]
-) -> TrainingRun:
+def train(job: Job, text: torch.Tensor, plan: Plan | None, on_step: Callable[[], None]) -> TrainingRun:
     """Trains a new model through the job and returns the results. The last step is measured, the others are timed.
 
     Args:
         job: the training job.
         text: the bytes to train on, uint8 of shape (bytes,).
-        change: maps the new model to the one that trains.
+        plan: the plan to train under; `None` trains the model as written.
         on_step: called after every step.
     """
     from memscale.simulation.measured import measure, training_roles
 
-    model = change(gpt2(job))
+    model = gpt2(job) if plan is None else transform(gpt2(job), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     starts = torch.Generator().manual_seed(_SEED)
     # From here on only dropout draws random numbers; a recompute that disturbs them would change all later losses.

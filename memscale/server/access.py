@@ -32,41 +32,28 @@ class Rule:
     fresh: bool = False
 
 
-_ANYONE, _SIGNED_IN, _READ = Rule("anyone"), Rule("signed in"), Rule("token")
 _ALLAUTH = "account_logout account_reauthenticate account_change_password mfa_index mfa_reauthenticate"
 _ALLAUTH += " mfa_activate_totp mfa_deactivate_totp mfa_view_recovery_codes mfa_generate_recovery_codes"
 _ALLAUTH += " mfa_download_recovery_codes usersessions_list"
+_PAGES = ("team", "revoke", "runs", "run", "compare", "commits", "accuracy", "plans", "plan")
+_READ = ("projects", "runs", "run", "plan", "baselines", "members", "tokens")
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("healthz", "setup", "join", "account_login", "mfa_authenticate"), _ANYONE),
-    **dict.fromkeys(("home", *_ALLAUTH.split()), _SIGNED_IN),
-    "team": Rule("member"),
+    **dict.fromkeys(("healthz", "setup", "join", "account_login", "mfa_authenticate"), Rule("anyone")),
+    **dict.fromkeys(("home", *_ALLAUTH.split()), Rule("signed in")),
+    **dict.fromkeys(_PAGES, Rule("member")),
     "new-project": Rule("member", Role.maintainer),
     "invite": Rule("member", Role.owner, fresh=True),
     "member": Rule("member", Role.owner, fresh=True),
     "audit": Rule("member", Role.owner),
     "tokens": Rule("member", fresh=True),
-    "revoke": Rule("member"),
-    "runs": Rule("member"),
-    "run": Rule("member"),
-    "compare": Rule("member"),
-    "commits": Rule("member"),
-    "accuracy": Rule("member"),
-    "plans": Rule("member"),
-    "plan": Rule("member"),
     "baseline": Rule("member", Role.maintainer),
-    "metrics": _READ,
-    "GET api-1:openapi-json": _ANYONE,
-    "GET api-1:projects": _READ,
+    "metrics": Rule("token"),
+    "GET api-1:openapi-json": Rule("anyone"),
+    **{f"GET api-1:{name}": Rule("token") for name in _READ},
     "POST api-1:projects": Rule("token", Role.maintainer, "write"),
-    "GET api-1:runs": _READ,
     "POST api-1:runs": Rule("token", Role.member, "write"),
-    "GET api-1:run": _READ,
-    "GET api-1:plan": _READ,
-    "GET api-1:baselines": _READ,
     "PUT api-1:baselines": Rule("token", Role.maintainer, "write"),
-    "GET api-1:members": _READ,
-    "GET api-1:tokens": _READ,
     "DELETE api-1:token": Rule("token", scope="write"),
 }
 

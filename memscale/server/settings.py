@@ -1,4 +1,8 @@
-"""Django's settings, from the environment: DATABASE_URL, MEMSCALE_PUBLIC_URL, MEMSCALE_STATE."""
+"""Django's settings, from the environment: DATABASE_URL, MEMSCALE_PUBLIC_URL, MEMSCALE_STATE.
+
+Django's own defaults stand where they are right: no debugging, UTC, sessions of 14 days in cookies that scripts cannot
+read and other sites do not send, no frames, no referrer to other sites.
+"""
 
 import os
 from datetime import timedelta
@@ -16,7 +20,6 @@ PORT = os.environ.get("MEMSCALE_PORT", "8765")
 PUBLIC_URL = os.environ.get("MEMSCALE_PUBLIC_URL", "")
 
 SECRET_KEY = os.environ.get("MEMSCALE_SECRET_KEY") or secret_key(STATE)
-DEBUG = False
 ALLOWED_HOSTS = ["127.0.0.1", "localhost", "[::1]", *([host_of(PUBLIC_URL)] if PUBLIC_URL else [])]
 
 DATABASES = {"default": dj_database_url.config(default=f"sqlite:///{STATE / 'server.db'}", conn_max_age=0)}
@@ -79,7 +82,6 @@ TEMPLATES = [
     }
 ]
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-USE_TZ = True
 TIME_ZONE = "UTC"
 LANGUAGE_CODE = "en"
 USE_I18N = False
@@ -87,8 +89,6 @@ STATIC_URL = "/static/"
 # The reports' style sheet, which the pages share.
 STATICFILES_DIRS = [("reports", FOLDER.parent / "reports" / "templates")]
 WHITENOISE_USE_FINDERS = True
-WHITENOISE_AUTOREFRESH = False
-CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -100,14 +100,14 @@ LOGGING = {
 # Accounts have an e-mail address and a password. The server sends no mail: people hand links over themselves.
 AUTH_USER_MODEL = "server.User"
 AUTHENTICATION_BACKENDS = ["allauth.account.auth_backends.AuthenticationBackend"]
+_PASSWORD_RULES = {
+    "UserAttributeSimilarityValidator": {},
+    "CommonPasswordValidator": {},
+    "MinimumLengthValidator": {"min_length": 10},
+}
 AUTH_PASSWORD_VALIDATORS = [
-    {"NAME": f"django.contrib.auth.password_validation.{name}"}
-    for name in ("UserAttributeSimilarityValidator", "CommonPasswordValidator")
-] + [
-    {
-        "NAME": "django.contrib.auth.password_validation.MinimumLengthValidator",
-        "OPTIONS": {"min_length": 10},
-    }
+    {"NAME": f"django.contrib.auth.password_validation.{name}", "OPTIONS": options}
+    for name, options in _PASSWORD_RULES.items()
 ]
 EMAIL_BACKEND = "django.core.mail.backends.dummy.EmailBackend"
 ACCOUNT_USER_MODEL_USERNAME_FIELD = None
@@ -118,23 +118,18 @@ ACCOUNT_ADAPTER = "memscale.server.accounts.Accounts"
 ACCOUNT_SESSION_REMEMBER = True
 ACCOUNT_REAUTHENTICATION_TIMEOUT = 600
 ALLAUTH_TRUSTED_PROXY_COUNT = 1 if PUBLIC_URL else 0
-MFA_SUPPORTED_TYPES = ["totp", "recovery_codes"]
 MFA_TOTP_ISSUER = "memscale"
 LOGIN_REDIRECT_URL = "/"
 LOGIN_URL = "/account/login/"
 
 # Cookies and security headers.
-SESSION_COOKIE_AGE = int(timedelta(days=14).total_seconds())
-SESSION_COOKIE_HTTPONLY = CSRF_COOKIE_HTTPONLY = True
-SESSION_COOKIE_SAMESITE = CSRF_COOKIE_SAMESITE = "Lax"
+CSRF_COOKIE_HTTPONLY = True
 SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = bool(PUBLIC_URL)
 CSRF_TRUSTED_ORIGINS = [PUBLIC_URL] if PUBLIC_URL else []
 CSRF_FAILURE_VIEW = "memscale.server.views.forged"
 if PUBLIC_URL:
     SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https")
     SECURE_HSTS_SECONDS = int(timedelta(days=365).total_seconds())
-SECURE_REFERRER_POLICY = "same-origin"
-X_FRAME_OPTIONS = "DENY"
 CONTENT_SECURITY_POLICY = {
     "DIRECTIVES": {
         "default-src": [NONE],

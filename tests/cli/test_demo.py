@@ -35,8 +35,7 @@ def test_the_numbers_are_equal_and_the_memory_is_not():
     text = read_text()
     calls = []
     plan = _demo._planned(JOB, None, lambda *_: None)
-    changes = (_demo._unchanged, _demo._under(plan))
-    baseline, transformed = (train(JOB, text, change, lambda: calls.append(1)) for change in changes)
+    baseline, transformed = (train(JOB, text, each, lambda: calls.append(1)) for each in (None, plan))
     assert len(calls) == 2 * JOB.steps
     assert baseline.losses == transformed.losses
     assert len(set(baseline.losses)) == JOB.steps
@@ -55,7 +54,7 @@ def test_a_transform_that_disturbs_dropout_is_caught(
         model.register_forward_hook(lambda *_: torch.rand(1) and None)
         return model
 
-    monkeypatch.setattr(_demo, "_under", lambda plan: disturbed)
+    monkeypatch.setattr("memscale.cli.training.transform", lambda model, plan: disturbed(model))
     assert demo(*SMALL, "--out", str(tmp_path / "memory.png")) == 1
     shown = capsys.readouterr().out
     assert "NOT EQUAL: losses, gradients, parameters, moments, random state differ" in shown

@@ -111,7 +111,7 @@ def test_nothing_is_sent_to_an_address_that_is_none_of_a_page_or_not_encrypted(h
     assert memscale("history", "push", "--to", url)[0] == 2
 
 
-def test_a_plan_is_pulled_by_its_hash_and_another_plan_is_refused(server, history, memscale, monkeypatch):
+def test_a_plan_is_pulled_by_its_hash_and_another_plan_is_refused(server, history, memscale, monkeypatch, tmp_path):
     url, token, _, team = server
     monkeypatch.setenv("MEMSCALE_TOKEN", token)
     plan = ms.Plan({"layers.*": ms.checkpoint(), "": ms.step_in_backward()})
@@ -120,6 +120,9 @@ def test_a_plan_is_pulled_by_its_hash_and_another_plan_is_refused(server, histor
     source = url.removesuffix("llama/")
     _, text, said = memscale("plan", "pull", f"plan:{plan.hash[:12]}", "--from", source)
     assert ms.Plan.from_json(text) == plan, said
+    file = tmp_path / "plan.json"
+    assert memscale("plan", "pull", f"plan:{plan.hash[:12]}", "--from", source, "--out", str(file))[0] == 0
+    assert ms.Plan.load(file) == plan
     status, _, said = memscale("plan", "pull", "plan:00000000", "--from", source)
     assert (status, "no plan begins" in said) == (2, True)
     forged = {"hash": plan.hash, "plan": json.loads(ms.Plan({"x": ms.checkpoint()}).to_json())}
