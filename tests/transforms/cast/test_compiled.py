@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memscale as ms
-from memscale import TransformError
 from tests.support.checks import bits
 from tests.support.coverings import in_turn
 
@@ -67,16 +66,6 @@ def test_a_change_of_a_copy_is_not_compiled(region, change):
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"cast\(\) under torch.compile: .*goes to a copy.*keep="):
         torch.compile(fit, backend="aot_eager", fullgraph=True)(torch.randn(2, 4))
     assert torch.equal(model.linear.weight, before)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("change", [under_no_grad, by_data])
-def test_and_is_left_to_python_which_names_it(change):
-    torch._dynamo.reset()
-    model = Changing(change)
-    fit = ms.transform(model, {"": ms.cast()})
-    with pytest.raises(TransformError, match=r"parameter 'linear.weight' of Changing"):
-        torch.compile(fit, backend="aot_eager")(torch.randn(2, 4))
 
 
 @pytest.mark.usefixtures("cast_in_one_graph")

@@ -279,31 +279,6 @@ def test_one_list_in_a_closure_and_in_an_object():
     assert shared == [1.0, 2.0, 100.0]
 
 
-class Frugal(dict):
-    """Forbids what Hugging Face's outputs forbid."""
-
-    def update(self, *args, **kwargs):
-        raise RuntimeError
-
-
-@pytest.mark.parametrize(
-    "container",
-    [collections.deque([1.0], maxlen=2), collections.OrderedDict(a=1.0), collections.UserList([1.0]), Frugal(a=1.0)],
-    ids=lambda container: type(container).__name__,
-)
-def test_containers_that_an_object_holds(container):
-    x, holder = numbers(4), types.SimpleNamespace(container=container)
-
-    def fn(x, holder):
-        inner = holder.container
-        inner.__setitem__("b", 2.0) if isinstance(inner, dict) else inner.append(2.0)
-        return (x * sum(inner.values() if isinstance(inner, dict) else inner)).sin()
-
-    (gradient,) = torch.autograd.grad(checkpoint()(fn)(x, holder).sum(), x)
-    assert torch.equal(gradient, (x * 3.0).cos() * 3.0)
-    assert len(container) == 2
-
-
 def test_nothing_outlives_its_graph():
     torch.manual_seed(0)
     fit, x = ms.transform(Blocks(Appends), {"blocks.*": checkpoint()}), numbers(3, WIDTH)

@@ -257,18 +257,6 @@ def test_a_compiled_step_runs_its_backward_with_hooks_that_stay_uncompiled(how):
         assert found[0] == found[1]
 
 
-def test_a_setting_that_the_region_puts_back_behind_the_end_of_its_recompute():
-    def region(x):
-        torch.set_default_dtype(torch.float64)
-        y = (x * torch.tensor(0.1)).sin()
-        torch.set_default_dtype(torch.float32)  # the recompute has stopped before
-        return y + 1
-
-    x = torch.ones(3, requires_grad=True)
-    ms.checkpoint()(region)(x).sum().backward()
-    assert torch.get_default_dtype() is torch.float32
-
-
 class Unsettled(nn.Module):
     """Changes an attribute and a setting, and puts them back only at its end, which a recompute does not reach."""
 

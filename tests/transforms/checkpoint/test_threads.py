@@ -64,14 +64,14 @@ def test_a_forward_in_another_thread_waits_for_a_recompute_and_finds_the_present
     assert (net.calls, net.training) == (41, False)
 
 
-def test_two_backwards_at_once_over_one_module_take_turns(monkeypatch):
+def test_two_backwards_at_once_over_one_module_take_turns_and_draw_their_own_numbers(monkeypatch):
     def run(how, at_once):
         seed()
         net = Net()
         region = how(net)
         region(torch.randn(4, 3)).sum().backward()
         net.zero_grad()
-        xs = [torch.randn(4, 3, requires_grad=True) for _ in range(2)]
+        xs = [torch.randn(64, 3, requires_grad=True) for _ in range(2)]
         losses = [region(x).sum() for x in xs]
         net.eval()
         before = bits(dict(net.named_buffers()))
@@ -88,31 +88,9 @@ def test_two_backwards_at_once_over_one_module_take_turns(monkeypatch):
                 loss.backward()
         assert bits(dict(net.named_buffers())) == before
         assert (net.calls, net.training, type(net)) == (3, False, Net)
-        return bits([x.grad for x in xs])
-
-    assert run(ms.checkpoint(), at_once=True) == run(ms.identity, at_once=False)
-
-
-def test_recomputes_that_draw_random_numbers_take_turns(monkeypatch):
-    def run(how, at_once):
-        seed()
-        region = how(Net())
-        xs = [torch.randn(64, 3, requires_grad=True) for _ in range(2)]
-        losses = [region(x).sum() for x in xs]
-        if at_once:
-            monkeypatch.setattr(Paused, "at", staticmethod(lambda: time.sleep(0.05)))
-            threads = [threading.Thread(target=loss.backward) for loss in losses]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            monkeypatch.undo()
-        else:
-            for loss in losses:
-                loss.backward()
         return bits([[x.grad for x in xs], torch.rand(3)])
 
-    for _ in range(10):
+    for _ in range(3):
         assert run(ms.checkpoint(), at_once=True) == run(ms.identity, at_once=False)
 
 

@@ -216,11 +216,6 @@ def test_a_hook_on_a_gradient_is_refused():
         ms.tile(size=2)(_Hooked())(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True))
 
 
-def test_a_batch_norm_is_refused():
-    with proven_rows(), pytest.raises(ms.TransformError):
-        ms.tile(size=2)(nn.BatchNorm1d(TOKENS))(torch.randn(ROWS, TOKENS, WIDTH))
-
-
 class _Block(nn.Module):
     def __init__(self, coupled, numbered=False):
         super().__init__()
