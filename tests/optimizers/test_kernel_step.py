@@ -94,16 +94,6 @@ def test_training_goes_on_from_a_state_dict_bit_for_bit_in_float32(make, on_a_ca
     assert "a state_dict has moments in bfloat16, and the kernel" in stepped(half, HOW(make([half])), [0, 1]).report()
 
 
-def test_a_gradient_without_a_number_leaves_a_parameter_without_one(on_a_card):
-    weight = nn.Parameter(torch.ones(NUMBERS))
-    optimizer = stepped(weight, HOW(torch.optim.AdamW([weight])), [0])
-    weight.grad = gradient(1)
-    weight.grad[3], weight.grad[-1] = float("nan"), float("inf")
-    optimizer.step()
-    assert weight.isnan().nonzero().flatten().tolist() == [3, NUMBERS - 1]
-    assert len(on_a_card) == 1
-
-
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_slices_step_to_the_same_numbers(make, on_a_card, monkeypatch):
     def run(at_once):

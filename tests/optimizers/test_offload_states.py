@@ -115,30 +115,6 @@ def test_parameters_of_an_accelerator_step_on_the_cpu_with_its_fused_kernel(monk
     assert after == options
 
 
-@pytest.mark.parametrize("clip", [True, False])
-def test_clipping_accumulation_and_loss_scales_work_as_ever(clip):
-    def run(how):
-        model = network()
-        optimizer = how(ADAMW(model.parameters()))
-        scale = ms.LossScale(factor=16.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for number in range(4):
-            scale.scale(model(batch(2 * number)).square().sum()).backward()
-            scale.scale(model(batch(2 * number + 1)).square().sum()).backward()
-            scale.unscale_(optimizer)
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            scaler.scale(model(batch(number)).square().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return numbers(model, optimizer)
-
-    assert run(HOW) == run(ms.identity)
-
-
 def test_no_room_is_an_error_before_anything_changes():
     model, original = trained(ADAMW, 1)
     before = numbers(model, original)

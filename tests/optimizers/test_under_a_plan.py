@@ -36,40 +36,6 @@ def test_each_parameter_trains_under_its_own_rules_from_the_middle_of_training_o
     assert repr(other) == repr(optimizer)
 
 
-def test_a_loop_with_all_that_an_optimizer_can_do():
-    def run(plan):
-        model, new = network(), nn.Parameter(torch.ones(2))
-        model.late = nn.Parameter(torch.ones(2))
-        groups = [{"params": list(model[0].parameters())}, {"params": list(model[3].parameters())}]
-        fit, optimizer = ms.transform(model, plan, optimizer=torch.optim.AdamW(groups, lr=0.05))
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        seen = []
-        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-
-        def closure():
-            loss = (fit[5](fit[4](fit[3](fit[0](batch(0))))) * new * model.late).square().sum()
-            loss.backward()
-            return loss
-
-        for number in range(4):
-            if number == 2:
-                optimizer.add_param_group({"params": [new, model.late], "lr": 0.5})
-            scaler.scale((fit[5](fit[4](fit[3](fit[0](batch(number))))) * new).square().sum()).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-            for each in (*model.parameters(), new):
-                each.grad = None
-            optimizer.step(closure)
-            optimizer.zero_grad()
-        return seen, scaler.get_scale(), bits(new), numbers(model, optimizer), scheduler.state_dict()
-
-    assert run({"": IN_GROUPS, "3.weight": OFFLOADED}) == run({})
-
-
 def test_a_plan_with_rules_for_optimizers_is_data_and_says_how_it_is_applied():
     assert ms.Plan.from_json(PLAN.to_json()) == PLAN
     assert "optimizer" in PLAN.to_python().splitlines()[-1]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.simulation import OUTSIDE, Phase, analyse, attribute
+from memscale.simulation import Phase, analyse, attribute
 from tests.support.models import TransformerBlock
 
 
@@ -69,16 +69,6 @@ def test_what_backward_waits_for_is_the_doing_of_the_part_that_keeps_it():
     assert after.seconds[1:] == pytest.approx(before.seconds[1:])
 
 
-def test_intervals_come_in_the_order_of_the_step():
-    model, step = _step()
-    paths = _blocks(model)
-    own = [(interval.phase, interval.part) for interval in attribute(step, paths).intervals if not interval.outside]
-    forward = [(Phase.FORWARD, part) for part in range(len(paths))]
-    backward = [(Phase.BACKWARD, part) for part in reversed(range(len(paths)))]
-    assert own == [*forward, *backward]
-    assert OUTSIDE not in {part for _, part in own}
-
-
 def test_a_step_without_updates_is_its_forward_and_backward():
     model, _ = _step()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -88,9 +78,3 @@ def test_a_step_without_updates_is_its_forward_and_backward():
     assert {interval.phase for interval in found.intervals} == {Phase.FORWARD, Phase.BACKWARD}
     assert found.states_bytes.sum() == 0
     assert found.parameters_bytes.sum() == sum(parameter.nbytes for parameter in model.parameters())
-
-
-def test_a_model_that_is_one_part():
-    layer = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    found = attribute(ms.MemoryProfiler(layer, loss=lambda y, _: y.sum()).simulated(torch.ones(2, 8)), [""])
-    assert found.parameters_bytes.tolist() == [288, 0]

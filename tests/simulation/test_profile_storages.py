@@ -22,11 +22,6 @@ case, forward_case = CASES.case, CASES.forward_case
 
 
 @case
-def plain_mlp():
-    return train(mlp(), x(ROWS, 48))
-
-
-@case
 def tied_weights():
     class Tied(nn.Module):
         def __init__(self):

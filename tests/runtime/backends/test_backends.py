@@ -112,27 +112,6 @@ def test_bytes_that_the_cpu_wrote_come_in_and_those_that_go_out_are_the_cpus_to_
         backend.free(buffer, after=[arrived, left])
 
 
-def test_an_optimizer_on_the_host_step_after_step(backend):
-    """Parameters go in, gradients come out, the CPU steps in place: the numbers are those of one place."""
-    backend, device = backend
-    nbytes = 50_000
-    for tier in backend.tiers:
-        (buffer, parameter), (out_buffer, gradient) = (mapped(backend, nbytes, tier) for _ in range(2))
-        expected = noise(nbytes)
-        parameter.copy_(expected)
-        for _ in range(4):
-            on_device, loaded = load(backend, buffer, device)
-            on_device = (on_device * 3 + 1).to(device)
-            left = backend.copy(on_device, out_buffer, "out", after=[backend.record()])
-            for event in (loaded, left):
-                backend.synchronize(event)
-            parameter.sub_(gradient)
-            expected.sub_(expected * 3 + 1)
-            assert torch.equal(parameter, expected)
-        for used in (buffer, out_buffer):
-            backend.free(used, after=[])
-
-
 @pytest.mark.parametrize("make", [fake_cuda, lazy])
 def test_nothing_but_synchronize_lets_a_copy_happen(tmp_path, monkeypatch, make):
     """On devices that do only what somebody waits for, the array shows whether anybody did."""

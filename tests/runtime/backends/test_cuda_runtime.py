@@ -10,14 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from memscale.core.errors import RuntimeUnavailable, TransformError
-from memscale.runtime import HostParameters, Residency
 from memscale.runtime.backends import cuda, host_tiers
 from memscale.runtime.backends.cuda import CudaBackend
 from memscale.runtime.backends.host import HostBackend
-from memscale.runtime.engine.engine import Engine
 from memscale.runtime.storage.budget import HostBudget
 from memscale.runtime.storage.disk import DiskTierFull, FileIO
 from tests.support.checking.checked_engine import CheckedEngine
@@ -182,38 +179,6 @@ def test_the_default_stream_is_that_of_the_backends_device(cupy, tmp_path):
     assert cupy.device() == 0
     calls = [call for call in cupy.log if call[0] in ("record", "wait")]
     assert calls == [("record", "the default of 1"), ("wait", "the default of 1")] * 2
-
-
-def test_the_time_for_which_the_thread_waits_is_exposed(cupy, tmp_path):
-    """For parameters that were read, for gradients that are asked for, and for those that nobody asked for."""
-
-    class Slow(CudaBackend):
-        now = 0.0
-
-        def clock(self):
-            return self.now
-
-        def synchronize(self, event):
-            super().synchronize(event)
-            self.now += 1.0
-
-    engine = Engine(Slow(pinned_bytes=MIB, budget=budget(), disk_bytes=0), depth=2)
-    parameters = [nn.Parameter(torch.ones(100)) for _ in range(3)]
-    like = torch.empty(0, dtype=torch.uint8)
-    mover = HostParameters(engine, {})
-    hosts = [mover.place(parameter, "auto", like) for parameter in parameters]
-    visit = Residency()
-    mover.enter(visit, hosts)
-    assert engine.stats().exposed_seconds == 0.0
-    mover.exit(visit)
-    assert engine.stats().exposed_seconds == 3.0
-    with torch.no_grad():
-        sent = [mover.gradients.send(parameter, "auto", torch.ones(100)) for parameter in parameters]
-    assert engine.stats().exposed_seconds == 3.0
-    mover.gradients.received(sent[0])
-    assert engine.stats().exposed_seconds == 4.0
-    engine._end_backward()
-    assert engine.stats().exposed_seconds == 6.0
 
 
 def test_pinned_memory_is_exact_registered_once_and_for_all_devices(cupy, tmp_path):

@@ -7,13 +7,12 @@ import sys
 import textwrap
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale.runtime.engine import engine as _engine
 from memscale.runtime.engine import loader, transfers
-from tests.support.adversarial_device import AdversarialDevice, Deadlock, LinkSpeed
+from tests.support.adversarial_device import AdversarialDevice, Deadlock
 from tests.support.checking import hazards
 from tests.support.checking.checked_engine import CheckedEngine
 from tests.support.checking.hazards import Checked
@@ -146,23 +145,3 @@ def test_the_checker_catches_the_mutant(hazard, edits, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------- the device itself
-
-
-def test_the_virtual_clock_overlaps_copies_with_compute():
-    """Ten tensors of a second each on the link, with a second of compute after each: hidden with depth, else not."""
-    waits = {}
-    for depth in (0, 2):
-        link = LinkSpeed(bytes_per_second=256, latency_seconds=0.0)
-        backend = AdversarialDevice(lambda n: 0, {"pinned": 1 << 20}, link=link)
-        engine = CheckedEngine(Checked(backend), depth=depth)
-        handles = []
-        for index in range(10):
-            handles.append(engine.stash(torch.full((64,), float(index))))
-            backend.compute(1.0)
-        engine.look_again()
-        waits[depth] = engine.stats().exposed_seconds
-        assert [float(engine.fetch(handle)[0]) for handle in reversed(handles)] == [*map(float, range(9, -1, -1))]
-        handles.clear()
-        assert engine.backend.finish() == []
-    assert waits[0] == pytest.approx(10.0)
-    assert waits[2] == pytest.approx(0.0)

@@ -143,22 +143,6 @@ def test_a_change_in_place_is_the_error_of_autograd(engine, moved):
 # --------------------------------------------------------------------------------------------------- lifetimes
 
 
-def test_a_handle_that_goes_while_the_engine_works_is_let_go_afterwards(engine):
-    """As the garbage collector does: a finalizer in the middle of `stash`, in the thread that holds the lock."""
-    victims = stashed(engine, lambda: torch.randn(1024))
-    allocate = engine.backend.allocate
-
-    def collect(nbytes, tier):
-        victims.clear()
-        return allocate(nbytes, tier)
-
-    engine.backend.allocate = collect
-    survivors = stashed(engine, lambda: torch.randn(1024))
-    assert victims == []
-    assert sum(engine.stats().live_bytes.values()) == NBYTES
-    assert len(survivors) == 1
-
-
 @pytest.mark.parametrize("depth", range(4))
 def test_random_programs_on_a_real_disk(depth):
     """The programs of the simulated device, in the order in which the threads of this machine happen to run."""
@@ -178,21 +162,6 @@ def test_without_room_everything_stays_with_one_warning():
     assert len(caught) == 1
     assert [float(engine.fetch(handle).sum()) for handle in handles] == [1024.0, 0.0]
     assert engine.stats().resident_bytes == 2 * NBYTES
-
-
-def test_a_write_that_fails_loses_nothing():
-    failures = [OSError(28, "No space left on device")]
-    backend = AdversarialDevice(lambda n: 0, {"disk": 1 << 16}, fails=lambda: failures[0])
-    engine = CheckedEngine(Checked(backend), depth=0)
-    with pytest.warns(RuntimeWarning, match=r"keeps a tensor of 4096 bytes on the device: the copy failed .*No space"):
-        (handle,) = stashed(engine, lambda: torch.arange(1024.0))
-    for _ in range(2):
-        assert torch.equal(engine.fetch(handle), torch.arange(1024.0))
-    failures[0] = None
-    (other,) = stashed(engine, lambda: torch.arange(1024.0))
-    assert other.entry.state is LoadState.OFFLOADED
-    del handle, other
-    assert engine.backend.finish() == []
 
 
 # ------------------------------------------------------------------------------------------------ order is a hint

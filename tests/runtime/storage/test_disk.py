@@ -300,16 +300,6 @@ def test_a_host_whose_disk_is_full_keeps_its_tensors(monkeypatch):
     assert HostBackend().allocate(1, "disk") is None
 
 
-def test_a_filesystem_without_preallocation(make):
-    class Sparse(FileIO):
-        def preallocate(self, descriptor, offset, nbytes):
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    slab = make(Sparse(), first_bytes=PAGE_BYTES)
-    round_trip(slab, noise(50_000))
-    assert os.fstat(slab._file._descriptor).st_size >= 50_000
-
-
 def test_what_was_not_written_cannot_be_read(make):
     slab = make()
     extent = slab.reserve(5000)
@@ -382,24 +372,6 @@ def test_a_slab_that_is_dropped_closes_its_file_after_its_last_transfer(tmp_path
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # from 3.12 on, about the threads: that is the point
-def test_a_fork_is_refused_and_frees_nothing_of_its_parent(make):
-    slab = make()
-    extent = written(slab, source := noise(5000)).result()
-    child = os.fork()
-    if child == 0:
-        try:
-            written(slab, noise(100))
-        except RuntimeUnavailable as error:
-            slab.free(extent)
-            os._exit(0 if "is a fork of" in str(error) else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    slab.read(extent, into := noise(5000)).result()
-    assert torch.equal(into, source)
 
 
 def mount(monkeypatch, tmp_path, filesystem):

@@ -10,7 +10,7 @@ from memscale.simulation.kernels.kernels import (
 )
 from memscale.simulation.kernels.shapes import FakeKernels
 from memscale.simulation.rules.registry import RULES
-from memscale.simulation.rules.rule import RESULTS, CardTraits, Result, briefly, most_held, plain, taken
+from memscale.simulation.rules.rule import RESULTS, CardTraits, Result, briefly, plain
 from tests.support.kernels import cuda_program, rule_named, scratch_bytes
 
 MIB = 1 << 20
@@ -142,45 +142,6 @@ def test_a_recurrent_layer_on_cuda_is_noted(layer):
     assert "measurements on one H100 with cuDNN 9.19" in note
     assert "off by 1.8 % in the median and 5.6 %" in note
     assert notes("cpu") == []
-
-
-@pytest.mark.parametrize(
-    ("image", "weight", "options", "columns"),
-    [
-        ((8, 32, 4098), (32, 32, 3), {}, 786_432),  # as the CUDA build takes them on a T4
-        ((8, 1, 16_384), (32, 1, 8), {"stride": [4], "padding": [2]}, 65_536),
-        ((8, 32, 16), (64, 32, 1), {}, 0),
-        ((8, 32, 16), (32, 1, 3), {"groups": 32}, 0),
-        ((2, 8, 4, 4), (8, 6, 2, 2), {"stride": [2, 2], "transposed": True}, 6 * 4 * 16 * 2),
-    ],
-)
-def test_convolutions_that_cudnn_refuses_lay_out_the_patches_of_one_image(image, weight, options, columns):
-    options = {"stride": [1], "padding": [0], "dilation": [1] * (len(image) - 2), "transposed": False} | options
-    image, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in (image, weight))
-    if len(image.shape) == 4:
-        options["padding"] = [0, 0]
-    given = (options["stride"], options["padding"], options["dilation"], options["transposed"], [0])
-    args = (image, weight, None, *given, options.get("groups", 1))
-    forward = torch.ops.aten.convolution.default(*args)
-    backward = (forward, image, weight, None, *args[3:], [True, True, False])
-    in_backward = Result(0), *briefly(columns), Result(1), *briefly(columns)
-    if "groups" in options:  # channel by channel
-        in_backward = Result(1), Result(0)
-    for op, arguments, expected in (
-        ("convolution", args, (RESULTS, *taken(columns))),
-        ("convolution_backward", backward, in_backward),
-    ):
-        assert cuda_program(f"aten.{op}.default", arguments, forward, (7, 5), 40) == expected
-        of_double = [each.double() if isinstance(each, torch.Tensor) else each for each in arguments]
-        program = cuda_program(f"aten.{op}.default", of_double, forward.double(), (8, 0), 108)
-        assert most_held(program) == 0  # by cuDNN, without copies
-    # One half of what two of them gave, side by side: it is copied, and so is an image that does not lie in order.
-    strided = torch.cat([forward, forward], 1)[:, : forward.size(1)]
-    program = cuda_program("aten.convolution_backward.default", (strided, *backward[1:]), None, (7, 5), 40)
-    assert program[: len(in_backward) + 1] == (forward.nbytes, *in_backward)
-    if image.size(1) > 1:
-        image = image.transpose(1, -1).contiguous().transpose(1, -1)
-        assert cuda_program("aten.convolution.default", (image, *args[1:]), forward, (7, 5), 40)[0] == image.nbytes
 
 
 def test_their_products_take_the_workspace_of_cublas():

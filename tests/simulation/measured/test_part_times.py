@@ -79,19 +79,6 @@ def test_measured_seconds_are_cached_for_a_while(programs, monkeypatch):
     assert programs
 
 
-def test_another_number_of_threads_is_another_measurement(programs, monkeypatch):
-    model = nn.Sequential(Block())
-    profiled(model)
-    del programs[:]
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        profiled(model)
-    finally:
-        torch.set_num_threads(before)
-    assert programs
-
-
 def test_a_busy_machine_keeps_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(part_times, "_is_clean", lambda samples: False)
     monkeypatch.setattr(PartTimes.__init__, "__kwdefaults__", {"budget_seconds": 0.0})

@@ -176,20 +176,6 @@ def test_a_step_of_several_is_not_run_by_one_to_be_measured(group):
             ms.profile(model, TOKENS, loss=loss)
 
 
-def test_the_roles_of_a_sharded_model_are_its_shards(group):
-    from memscale.simulation.measured import measure, training_roles
-
-    group(8)
-    model = sharded()
-    optimizer, step = trained(model)
-    step()
-    trace = measure(step, roles=training_roles(model, optimizer, TOKENS))
-    live = {name: int(values[0]) for name, values in trace.timeline.live_bytes.items()}
-    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    assert live["parameter"] == shards + model.calls.nbytes
-    assert live["optimizer state"] == pytest.approx(2 * shards, rel=1e-2)
-
-
 def test_a_model_on_meta_is_simulated_as_one_with_numbers(group):
     group(8)
     found = []
