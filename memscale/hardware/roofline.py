@@ -61,7 +61,8 @@ def seconds(work: Work, hardware: Hardware) -> float:
         if hardware.bandwidth_bytes_per_second is None:
             raise _unknown(hardware, "bandwidth_bytes_per_second", "a number")
         longest = max(longest, work.nbytes / (bandwidth * hardware.bandwidth_bytes_per_second))
-    return longest + _launch_seconds(hardware)
+        longest += work.extra_bytes / (bandwidth * hardware.bandwidth_bytes_per_second)
+    return longest + (1 + work.launches) * _launch_seconds(hardware)
 
 
 def nominal(hardware: Hardware) -> Hardware:

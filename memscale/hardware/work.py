@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,19 +19,22 @@ AT_THE_RATE_OF = {
 }
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """The arithmetic and the memory traffic of an operator.
 
     Args:
         flops: additions and multiplications.
         nbytes: bytes read from and written to the device's memory.
         dtype: the dtype of the arithmetic, as in ``Hardware.flops_per_second``; ``""`` for empty work.
+        launches: the number of kernels besides the first.
+        extra_bytes: bytes that are moved after the arithmetic.
     """
 
     flops: int
     nbytes: int
     dtype: str
+    launches: int = 0
+    extra_bytes: int = 0
 
 
 def work_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Work:
@@ -47,8 +49,8 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outp
         args, kwargs, outputs: its arguments and results; fake, meta or real tensors.
 
     >>> x = torch.empty(8, 4, dtype=torch.bfloat16)
-    >>> work_of(torch.ops.aten.mm.default, (x, x.t()), {}, torch.empty(8, 8, dtype=torch.bfloat16))
-    Work(flops=512, nbytes=256, dtype='bfloat16')
+    >>> work_of(torch.ops.aten.mm.default, (x, x.t()), {}, torch.empty(8, 8, dtype=torch.bfloat16))[:3]
+    (512, 256, 'bfloat16')
     """
     flops = flops_of(op, args, kwargs, outputs)
     nbytes = traffic_of(op, args, kwargs, outputs)

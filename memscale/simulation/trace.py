@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from memscale.core import ConfigError, Document, aligned, format_bytes, format_seconds
-from memscale.hardware import Direction, Hardware, Work, seconds
+from memscale.hardware import Direction, Hardware, Work
 
 #: What a storage is for, in the order in which tables and pictures stack it; last what blocks of the caching allocator
 #: have above the storages in them.
@@ -84,35 +84,6 @@ class OpCall(NamedTuple):
     nbytes: int = 0
     dtype: str = ""
     seconds: float | None = None
-
-
-class KernelCost(NamedTuple):
-    """The cost of a kernel, from which its seconds on any hardware follow.
-
-    Attributes:
-        flops, nbytes, dtype: as in `Work`.
-        launches: the number of launches besides the first.
-        extra_bytes: bytes that are moved after the arithmetic.
-    """
-
-    flops: int = 0
-    nbytes: int = 0
-    dtype: str = ""
-    launches: int = 0
-    extra_bytes: int = 0
-
-    def seconds(self, hardware: Hardware) -> float | None:
-        """Returns the seconds of the kernel; None where the hardware's rates are unknown."""
-        try:
-            taken = seconds(Work(self.flops, self.nbytes, self.dtype), hardware)
-            if self.launches or self.extra_bytes:
-                launch = seconds(Work(0, 1, ""), hardware)
-                taken += self.launches * launch
-                if self.extra_bytes:
-                    taken += seconds(Work(0, self.extra_bytes, self.dtype), hardware) - launch
-        except ConfigError:
-            return None
-        return taken
 
 
 class Stall(NamedTuple):
@@ -297,7 +268,7 @@ class Trace:
 
 def _event(row: list[Any]) -> tuple[Any, ...]:
     """Returns an event of the clock, with the tuples that JSON wrote as lists."""
-    to = KernelCost._make if row[0] == "operator" else tuple
+    to = Work._make if row[0] == "operator" else tuple
     return tuple(to(value) if isinstance(value, list) else value for value in row)
 
 

@@ -38,7 +38,6 @@ from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.layouts import NewTensor, ResultLayout, result_layout
 from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.rules.rule import PLAIN, RESULTS, OpRule, Program, is_deterministic, taken
-from memscale.simulation.trace import KernelCost
 
 aten = torch.ops.aten
 
@@ -145,7 +144,7 @@ class CallEffect:
         alone: the only result, if it is a new tensor at the beginning of its own storage; else None.
         program: the allocations of the kernel.
         work: the FLOPs and the memory traffic of the kernel.
-        cost: the cost of the kernel.
+        cost: the work that takes the device as long as the kernel.
         workspaces: library -> bytes of a workspace that stays allocated.
         draws: whether the call advances the step's random generator.
         has_numbers: whether a result is a single number, which a stand-in value can replace.
@@ -156,7 +155,7 @@ class CallEffect:
     alone: NewTensor | None
     program: Program
     work: Work
-    cost: KernelCost
+    cost: Work
     workspaces: Mapping[str, int]
     draws: bool = False
     has_numbers: bool = False
@@ -171,7 +170,8 @@ class CallEffect:
 
 
 #: The effect of an operator that touches no data.
-NOTHING = CallEffect(ResultLayout(None, ()), None, PLAIN, Work(0, 0, ""), KernelCost(), {})
+_NO_WORK = Work(0, 0, "")
+NOTHING = CallEffect(ResultLayout(None, ()), None, PLAIN, _NO_WORK, _NO_WORK, {})
 
 
 class CallEffects:
@@ -225,7 +225,7 @@ class CallEffects:
             alone=new if is_alone else None,
             program=PLAIN if layout.is_view else self._kernels.program(op, args, kwargs, shown, work.flops),
             work=work,
-            cost=KernelCost() if operator.sends else self._kernels.cost(op, args, work),
+            cost=_NO_WORK if operator.sends else self._kernels.cost(op, args, work),
             workspaces=self._kernels.workspaces(op, args),
             # A card's generator keeps its state on the host.
             draws=self._kernels.device_type == "cpu" and operator.draws and not _drops_nothing(op, args, kwargs),
@@ -248,8 +248,7 @@ class CallEffects:
         scratch = 0 if self._kernels.is_cuda else probe.scratch_bytes
         dtype = str(tensors[-1].dtype).removeprefix("torch.")
         work = Work(0, probe.returned_bytes + sum(tensor.nbytes for tensor in tensors), dtype)
-        cost = KernelCost(work.flops, work.nbytes, work.dtype)
-        return dataclasses.replace(NOTHING, program=(*taken(scratch), RESULTS), work=work, cost=cost)
+        return dataclasses.replace(NOTHING, program=(*taken(scratch), RESULTS), work=work, cost=work)
 
     def _layout(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], path: str) -> ResultLayout:
         if not op._schema.returns:

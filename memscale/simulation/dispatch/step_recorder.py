@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memscale.core import MemscaleError
-from memscale.hardware import Direction, knows_copies
+from memscale.hardware import Direction, Work, knows_copies
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.dispatch.operators import CallEffect, Operator
 from memscale.simulation.dispatch.tape import Tape
@@ -24,7 +24,7 @@ from memscale.simulation.process.process_state import EVERY, StepCollections
 from memscale.simulation.rules.recurrences import DROPOUT_STATES
 from memscale.simulation.rules.rule import PLAIN, Result, in_order
 from memscale.simulation.schedule.clock import Clock
-from memscale.simulation.trace import KernelCost, OpCall
+from memscale.simulation.trace import OpCall
 
 
 class _Root:
@@ -195,7 +195,7 @@ class StepRecorder:
         elif storages.offloaded and not storages.counts:  # the host of a card computes, from host tensors
             seconds = clock.host_operator(work.nbytes)
         else:
-            cost: KernelCost | float = effect.cost
+            cost: Work | float = effect.cost
             if self.measured is not None and (place := at - builder.steps[-1][1]) < len(self.measured):
                 cost = self.measured[place]
             by_autograd = in_backward and not (records or modules)

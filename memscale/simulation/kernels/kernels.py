@@ -39,7 +39,6 @@ from memscale.simulation.rules.recurrences import (
 )
 from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.rules.rule import RESULTS, Capability, CardTraits, Program, taken
-from memscale.simulation.trace import KernelCost
 
 _LINEAR = F.linear
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -87,13 +86,9 @@ class Kernels:
             return self.program(op, args, kwargs, result, 0)
         return *taken(self._cpu.nbytes_by_values(op, args, kwargs)), RESULTS
 
-    def cost(self, op: OpOverload, args: Any, work: Work) -> KernelCost:
-        """Returns the cost of this call of `op`, of `work`, on the device."""
-        if self.card is None or work == _NO_WORK:
-            return KernelCost(work.flops, work.nbytes, work.dtype)
-        rule = rule_of(op)
-        work = rule.time(args, work, self.card)
-        return KernelCost(work.flops, work.nbytes, work.dtype, *rule.extra(args, work, self.card))
+    def cost(self, op: OpOverload, args: Any, work: Work) -> Work:
+        """Returns the work that takes the device as long as this call of `op`, of `work`."""
+        return work if self.card is None or work == _NO_WORK else rule_of(op).time(args, work, self.card)
 
     def save(self) -> None:
         """Writes the measurements of kernels to disk."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from memscale.hardware import Work
@@ -124,18 +124,19 @@ def _cudnn_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Prog
     return RESULTS, batch * heads * queries * (head + 1) * 4
 
 
-def _by_its_traffic(times: float) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
-    """Returns extra bytes for attention of cuDNN on Hopper: the arithmetic, then `times` the traffic."""
-    return lambda args, work, card: (0, round(times * work.nbytes) if since_hopper(card) else 0)
+def _cudnns(reached: float, query: int, traffic: float) -> Time:
+    """Returns the time of a cuDNN kernel, by the share of the rate of products that it reaches in 16 bits.
 
-
-def _cudnns(before: float, since: float, query: int) -> Time:
-    """Returns the work of a cuDNN kernel, which since Hopper pads the tokens of argument `query` to whole blocks."""
-    usual = share(before, since)
+    Since Hopper it pads the tokens of argument `query` to whole blocks, and moves `traffic` times its bytes afterwards.
+    """
+    usual = share(reached, reached)
 
     def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
-        whole = whole_share(args[query], _CUDNN_TOKENS) if since_hopper(card) else 1.0
-        return shared(usual(args, work, card), whole)
+        found = usual(args, work, card)
+        if not since_hopper(card):
+            return found
+        whole = whole_share(args[query], _CUDNN_TOKENS)
+        return shared(found, whole)._replace(extra_bytes=round(traffic * work.nbytes))
 
     return time
 
@@ -151,10 +152,6 @@ RULES = {
     "aten._scaled_dot_product_efficient_attention_backward": OpRule(
         program=_efficient_backward, time=share(0.4, 0.14, 0.52, tokens=(1, _EFFICIENT_TOKENS))
     ),
-    "aten._scaled_dot_product_cudnn_attention": OpRule(
-        order=(2, 3, 0, 1), time=_cudnns(0.8, 0.8, 0), extra=_by_its_traffic(1.1)
-    ),
-    "aten._scaled_dot_product_cudnn_attention_backward": OpRule(
-        program=_cudnn_backward, time=_cudnns(0.7, 0.7, 1), extra=_by_its_traffic(2.1)
-    ),
+    "aten._scaled_dot_product_cudnn_attention": OpRule(order=(2, 3, 0, 1), time=_cudnns(0.8, 0, 1.1)),
+    "aten._scaled_dot_product_cudnn_attention_backward": OpRule(program=_cudnn_backward, time=_cudnns(0.7, 1, 2.1)),
 }

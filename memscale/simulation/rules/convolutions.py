@@ -21,6 +21,7 @@ from memscale.simulation.rules.rule import (
     OpRule,
     Program,
     Result,
+    Time,
     briefly,
     copied,
     copy_after,
@@ -228,24 +229,22 @@ def _time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
     if groups > 1:
         last = not image.is_contiguous() and image.stride(1) == 1
         shares = (_OF_LAST_GROUPS if last else _OF_GROUPS)[at]
-        work = replace(work, dtype="float32")
+        work = work._replace(dtype="float32")
     if not is_backward:
-        return replace(work, flops=round(work.flops / shares.result))
+        return work._replace(flops=round(work.flops / shares.result))
     wanted = [share for share, is_wanted in zip(shares[1:], args[10], strict=False) if is_wanted]
     each = work.flops / max(1, len(wanted))
-    return replace(work, flops=round(sum(each / share for share in wanted)))
+    return work._replace(flops=round(sum(each / share for share in wanted)))
 
 
-def _copies(program: Callable[..., Program]) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
-    """Returns a function of the copies that a kernel makes first: the number of launches, and the bytes read and
-    written.
-    """
+def _with_copies(program: Callable[..., Program]) -> Time:
+    """Returns the time of a convolution with the copies that its kernel makes first, which are read and written."""
 
-    def extra(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
-        copied = most_held(program(args, None, card))
-        return (1, 2 * copied) if copied else (0, 0)
+    def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
+        found, copied = _time(args, work, card), most_held(program(args, None, card))
+        return found._replace(launches=1, extra_bytes=2 * copied) if copied else found
 
-    return extra
+    return time
 
 
 def _of_forward(args: Sequence[Any]) -> Sequence[Any]:
@@ -269,7 +268,7 @@ def _lies(layout: ResultLayout, args: Sequence[Any], card: CardTraits | None) ->
     return layout if keeps else in_order(layout, torch.contiguous_format)
 
 
-_BOTH = OpRule(layout=_lies, uses_cublas=_multiplies, time=_time)
+_BOTH = OpRule(layout=_lies, uses_cublas=_multiplies)
 
 
 def _patches(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
@@ -296,9 +295,9 @@ def _as_large_as_columns(layout: ResultLayout, args: Sequence[Any], card: CardTr
 _UPSAMPLINGS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
 
 RULES = {
-    "aten.convolution": replace(_BOTH, program=_convolution, extra=_copies(_convolution), batched=1),
+    "aten.convolution": replace(_BOTH, program=_convolution, time=_with_copies(_convolution), batched=1),
     "aten.convolution_backward": replace(
-        _BOTH, program=_convolution_backward, extra=_copies(_convolution_backward), batched=2
+        _BOTH, program=_convolution_backward, time=_with_copies(_convolution_backward), batched=2
     ),
     "aten.im2col": OpRule(program=_patches),
     "aten.col2im": OpRule(program=copy_after, layout=_as_large_as_columns),

@@ -14,7 +14,6 @@ from memscale.simulation.rules.rule import (
     OpRule,
     Program,
     by_layouts,
-    half_of_result,
     of_clone,
     passes,
     product,
@@ -64,7 +63,7 @@ def _always(args: Sequence[Any], card: CardTraits) -> bool:
 
 def _dense(left: int) -> OpRule:
     """Returns the rule of a matrix product of the arguments number `left` and ``left + 1``."""
-    return OpRule(program=_product, time=product(left), extra=half_of_result(left), uses_cublas=_always, rows=left)
+    return OpRule(program=_product, time=product(left), uses_cublas=_always, rows=left)
 
 
 _LIBRARY = OpRule(uses_cublas=_always)

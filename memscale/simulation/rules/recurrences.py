@@ -10,7 +10,7 @@ A CUDA device holds all weights of an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` in o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,17 @@ from torch import nn
 from memscale.hardware import Work
 from memscale.simulation.rules.layouts import ResultLayout
 from memscale.simulation.rules.reductions import SUM, reduced
-from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program, Result, briefly, copied, taken
+from memscale.simulation.rules.rule import (
+    RESULTS,
+    CardTraits,
+    OpRule,
+    Program,
+    Result,
+    Time,
+    briefly,
+    copied,
+    taken,
+)
 
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
 GATES = (1, 1, 4, 3)
@@ -325,19 +335,19 @@ def _backward_program(args: Sequence[Any], results: Any, card: CardTraits) -> Pr
     return *taken(*zeros), *of_input, *taken(rows), RESULTS, *taken(flat), workspace
 
 
-def _launches(*, backward: bool) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
-    """Returns the launches after the first kernel, each of which takes at least the least time of a kernel.
+def _launches(*, backward: bool) -> Time:
+    """Returns the time with the launches after the first kernel, each of which takes at least the least of a kernel.
 
     Measured: 4 kernels of 5.5 µs for each step, layer and direction of the standard algorithm (14 to 34 µs in nine of
     ten of 59 networks forward), and a quarter of that where one kernel does all steps.
     """
 
-    def extra(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
+    def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
         call = Recurrence.of(args, backward=backward)
         each = 1 if _is_small(call, backward=backward) else 4
-        return each * call.steps * call.layers * call.directions - 1, 0
+        return work._replace(launches=each * call.steps * call.layers * call.directions - 1)
 
-    return extra
+    return time
 
 
 # Recurrent cells, for recurrences without cuDNN.
@@ -395,8 +405,8 @@ def _two_bias_gradients(layout: ResultLayout, args: Sequence[Any], card: CardTra
 
 
 RULES = {
-    "aten._cudnn_rnn": OpRule(program=_forward_program, results=_forward, extra=_launches(backward=False)),
-    "aten._cudnn_rnn_backward": OpRule(program=_backward_program, results=_backward, extra=_launches(backward=True)),
+    "aten._cudnn_rnn": OpRule(program=_forward_program, results=_forward, time=_launches(backward=False)),
+    "aten._cudnn_rnn_backward": OpRule(program=_backward_program, results=_backward, time=_launches(backward=True)),
     "aten._cudnn_init_dropout_state": OpRule(results=_dropout),
     "aten._thnn_fused_lstm_cell": OpRule(order=(2, 0, 1), results=_lstm_state),
     "aten._thnn_fused_lstm_cell_backward_impl": OpRule(program=_lstm_backward_program, results=_lstm_gradients),

@@ -286,8 +286,8 @@ MOMENT = Reduction(_moments, vector=2, in_output=False)
 _NORM = Reduction(_magnitude, dims=2)
 
 RULES = {
-    **_rules(ALL_SUM, "sum.default", "mean.default", extra=of_columns, scratch="sums"),
-    **_rules(SUM, "sum.dim_IntList", "mean.dim", extra=of_columns, scratch="sums"),
+    **_rules(ALL_SUM, "sum.default", "mean.default", time=of_columns, scratch="sums"),
+    **_rules(SUM, "sum.dim_IntList", "mean.dim", time=of_columns, scratch="sums"),
     **_rules(SUM, "nansum.default"),
     **_rules(replace(_PRODUCT, dims=None), "prod.default"),
     **_rules(_PRODUCT, "prod.dim_int"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -69,11 +69,6 @@ def as_it_is(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
     return work
 
 
-def nothing(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
-    """Returns no extra launches and no extra bytes."""
-    return 0, 0
-
-
 def never(args: Sequence[Any], card: CardTraits) -> bool:
     """Whether a call uses cuBLAS: never."""
     return False
@@ -111,7 +106,6 @@ class OpRule:
         in_place: whether PyTorch writes into an argument where no dispatch mode is active, as in the formulas of
             autograd (FunctionsManual.cpp, ``areAnyTensorSubclassLike``).
         time: (arguments, work, card) -> the work that takes a card as long as this call.
-        extra: (arguments, work, card) -> (extra launches, extra bytes to move).
         uses_cublas: whether the kernel on a card is cuBLAS's, with a handle and a workspace.
     """
 
@@ -136,7 +130,6 @@ class OpRule:
     by_place: bool = False
     in_place: bool = False
     time: Time = as_it_is
-    extra: Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]] = nothing
     uses_cublas: Callable[[Sequence[Any], CardTraits], bool] = never
 
 
@@ -302,39 +295,31 @@ def product(left: int) -> Time:
     """Returns the time of a matrix product of the arguments number `left` and ``left + 1``.
 
     >>> factors = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((64, 1600), (1600, 50257))]
-    >>> product(0)(factors, Work(16_000, 0, "bfloat16"), CardTraits((9, 0)))
-    Work(flops=100000, nbytes=0, dtype='bfloat16')
+    >>> product(0)(factors, Work(16_000, 0, "bfloat16"), CardTraits((9, 0))).flops
+    100000
     """
 
     def time(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
         if not since_hopper(card):
             return work
-        if in_halves(work):
-            return shared(work, _aligned_share(args[left : left + 2]))
-        return shared(work, _SHARE_OF_PLAIN_32 if work.dtype == "float32" else 1.0)
+        rows, columns = args[left : left + 2]
+        # Half of the result is written after the computation.
+        late = rows.shape[:-1].numel() * columns.shape[-1] * rows.itemsize // 2
+        wide = _SHARE_OF_PLAIN_32 if work.dtype == "float32" else 1.0
+        return shared(work, _aligned_share((rows, columns)) if in_halves(work) else wide)._replace(extra_bytes=late)
 
     return time
 
 
-def half_of_result(left: int) -> Callable[[Sequence[Any], Work, CardTraits], tuple[int, int]]:
-    """Returns the extra bytes of a product since Hopper: half of its result, which is written after the computation."""
-
-    def extra(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
-        rows, columns = args[left : left + 2]
-        return 0, rows.shape[:-1].numel() * columns.shape[-1] * rows.itemsize // 2 if since_hopper(card) else 0
-
-    return extra
-
-
-def of_columns(args: Sequence[Any], work: Work, card: CardTraits) -> tuple[int, int]:
-    """Returns the extra launches of a sum over rows, and no extra bytes.
+def of_columns(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
+    """Returns the work of a sum, with more launches for one over rows.
 
     >>> table = torch.empty(25_216, 768, dtype=torch.bfloat16, device="meta")
     >>> work = Work(0, table.nbytes, "bfloat16")
-    >>> of_columns((table, [0]), work, CardTraits((9, 0))), of_columns((table, [1]), work, CardTraits((9, 0)))
-    ((3, 0), (0, 0))
+    >>> [of_columns((table, [dim]), work, CardTraits((9, 0))).launches for dim in (0, 1)]
+    [3, 0]
     """
-    return (_LAUNCHES_OF_COLUMNS if work.nbytes > _LEAST_BYTES and _is_over_rows(args) else 0), 0
+    return work._replace(launches=_LAUNCHES_OF_COLUMNS) if work.nbytes > _LEAST_BYTES and _is_over_rows(args) else work
 
 
 def since_hopper(card: CardTraits) -> bool:
@@ -344,11 +329,11 @@ def since_hopper(card: CardTraits) -> bool:
 
 def shared(work: Work, share: float) -> Work:
     """Returns `work` with its FLOPs divided by `share`, the share of the rate that a kernel reaches."""
-    return work if share == 1.0 else replace(work, flops=round(work.flops / share))
+    return work if share == 1.0 else work._replace(flops=round(work.flops / share))
 
 
 def _longer(work: Work, passes: float) -> Work:
-    return work if passes == 1.0 else replace(work, nbytes=round(work.nbytes * passes))
+    return work if passes == 1.0 else work._replace(nbytes=round(work.nbytes * passes))
 
 
 def _is_over_rows(args: Sequence[Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,14 +13,16 @@ from memscale.hardware import (
     COLLECTIVES,
     Direction,
     Hardware,
+    Work,
     collective_seconds,
     copy_seconds,
     host_calls,
     host_seconds,
     knows_copies,
+    seconds,
     span,
 )
-from memscale.simulation.trace import CollectiveRun, KernelCost, Stall, Times, Trace, Transfer
+from memscale.simulation.trace import CollectiveRun, Stall, Times, Trace, Transfer
 
 #: What the device waits for: "input", the copy in of an operator's input; "room", the copy out of memory that is to be
 #: reused; "disk", either copy from or to the disk; "host", the host's next launch; "stream", another stream of the
@@ -61,7 +64,7 @@ class Mark(NamedTuple):
 
 
 # hardware -> id of a cost -> the cost and its seconds. Costs stay alive for the process, in the effects of calls.
-_prices: dict[Hardware, dict[int, tuple[KernelCost, float | None]]] = {}
+_prices: dict[Hardware, dict[int, tuple[Work, float | None]]] = {}
 _MOST_PRICED, _MOST_PRICES = 16, 1 << 15
 
 
@@ -185,7 +188,7 @@ class Clock:
         self.events.append(("calls", kind))
         self.now += getattr(self.host, kind)
 
-    def operator(self, cost: KernelCost | float, kind: str = "operator", listed: int = 0) -> float | None:
+    def operator(self, cost: Work | float, kind: str = "operator", listed: int = 0) -> float | None:
         """Issues an operator on the current stream, and returns its seconds (None if unknown).
 
         Args:
@@ -322,10 +325,14 @@ class Clock:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _price(self, cost: KernelCost) -> float | None:
+    def _price(self, cost: Work) -> float | None:
+        """Returns the seconds of a kernel; None where the hardware's rates are unknown."""
         known = self._prices.get(id(cost))
         if known is None:
-            known = self._prices[id(cost)] = cost, cost.seconds(self.hardware)
+            taken = None
+            with suppress(ConfigError):
+                taken = seconds(cost, self.hardware)
+            known = self._prices[id(cost)] = cost, taken
         return known[1]
 
     def _launch(self, taken: float | None) -> None:
