@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config as WrapConfig
-from memscale.core import ConfigError, RuntimeUnavailable
+from memscale.core import RuntimeUnavailable
 from memscale.legacy import wrapped
 from memscale.transforms import checkpoint
 
@@ -46,18 +45,8 @@ class MemScaleAC(ActivationCheckpointing):  # type: ignore[misc]  # torchtitan i
         """Applies the plan to `model` in place.
 
         Raises:
-            ConfigError: the plan's file cannot be read.
-            PlanError: the file holds no plan, or the plan names modules that the model lacks.
+            PlanError: the plan's file cannot be read or holds no plan, or the plan names modules that the model lacks.
         """
         path = self.config.plan
-        if path is None:
-            plan = Plan({"layers.*": checkpoint()})
-        else:
-            try:
-                plan = Plan.from_json(Path(path).read_text(encoding="utf-8"))
-            except OSError as error:
-                raise ConfigError(
-                    f"MemScaleAC.Config(plan={path!r}) cannot be read ({error.strerror}); give the path of a file that "
-                    "Plan.to_json() wrote"
-                ) from error
+        plan = Plan({"layers.*": checkpoint()}) if path is None else Plan.load(path)
         wrapped(model, WrapConfig(), sample_input=None, plan=plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import nn
 from memscale.algebra import ForwardPatch
 from memscale.core import ConfigError, Loss, RuntimeUnavailable, tensors
 from memscale.integrations.mixed_precision import MixedPrecisionForward
+from memscale.regions import Environment, accelerators
 from memscale.simulation import Loop
 
 #: The output is a local variable of ``Trainer.compute_loss``, which returns the loss before backward begins.
@@ -68,13 +68,15 @@ def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
         )
     model = trainer.model
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_random_states_kept())
-        stack.enter_context(_training(model))
-        stack.enter_context(_model_checkpointing(trainer))
-        optimizer = stack.enter_context(_optimizer(trainer))
+        stack.callback(Environment(accelerators(model.parameters()), host_random=True).enter, [])  # random states
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.train()
+        _checkpoint_model(trainer, stack)
+        optimizer = _optimizer(trainer, stack)
         collate, rows, batches, notes = _data(trainer) if reads else (trainer.data_collator, [], lambda _: [], [])
         split = _SplitLoss(trainer)
-        stack.enter_context(_mixed_precision(trainer))
+        _mix_precision(trainer, stack)
         if trainer.args.torch_compile:
             notes.append("not counted: what the compiler fuses or keeps; the step is simulated in eager mode")
         if trainer.args.world_size > 1:
@@ -166,83 +168,48 @@ class _ModelCalled(Exception):
     """Raised to leave ``compute_loss`` when it calls the model; not an error."""
 
 
-@contextlib.contextmanager
-def _mixed_precision(trainer: Any) -> Iterator[None]:
+def _mix_precision(trainer: Any, stack: contextlib.ExitStack) -> None:
+    """Puts the model's forward under the Trainer's autocast until `stack` closes."""
     model, precision = trainer.model, trainer.accelerator.mixed_precision
     if precision not in ("bf16", "fp16"):
-        yield
         return
-    patch = ForwardPatch(model)
+    stack.callback(ForwardPatch(model).put_back)
     # A model that accelerate has prepared keeps its forward from before in `_original_forward`.
     under = model.__dict__.get("_original_forward", model.__dict__.get("forward"))
     if getattr(under, "__func__", None) is type(model).forward:
         under = None
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     model.__dict__["forward"] = MixedPrecisionForward(model, under, dtype)
-    try:
-        yield
-    finally:
-        patch.put_back()
 
 
-@contextlib.contextmanager
-def _optimizer(trainer: Any) -> Iterator[torch.optim.Optimizer]:
+def _optimizer(trainer: Any, stack: contextlib.ExitStack) -> torch.optim.Optimizer:
+    """Returns the Trainer's optimizer, which clips as the Trainer does until `stack` closes."""
     kept = trainer.optimizer
     try:
         made = trainer.create_optimizer() if kept is None else kept
     finally:
         trainer.optimizer = kept
-    optimizer = getattr(made, "optimizer", made)  # accelerate wraps PyTorch's optimizer
+    optimizer: torch.optim.Optimizer = getattr(made, "optimizer", made)  # accelerate wraps PyTorch's optimizer
     most = trainer.args.max_grad_norm
 
     def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], most)
 
-    hook = optimizer.register_step_pre_hook(clip) if most is not None and most > 0 else None
-    try:
-        yield optimizer
-    finally:
-        if hook is not None:
-            hook.remove()
+    if most is not None and most > 0:
+        stack.callback(optimizer.register_step_pre_hook(clip).remove)
+    return optimizer
 
 
-@contextlib.contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
-@contextlib.contextmanager
-def _model_checkpointing(trainer: Any) -> Iterator[None]:
-    """Turns the model's own checkpointing on for the body, as ``Trainer.train`` does."""
+def _checkpoint_model(trainer: Any, stack: contextlib.ExitStack) -> None:
+    """Turns the model's own checkpointing on until `stack` closes, as ``Trainer.train`` does."""
     args, model = trainer.args, trainer.model
     new = hasattr(args, "activation_checkpointing")  # the name of the argument since transformers 5
     verb = "activation_checkpointing" if new else "gradient_checkpointing"
     if not getattr(args, verb) or getattr(model, f"is_{verb}", False):
-        yield
         return
     options = getattr(args, f"{verb}_kwargs", None) or {}
     getattr(model, f"{verb}_enable")(**({f"{verb}_kwargs": options} if options else {}))
-    try:
-        yield
-    finally:
-        getattr(model, f"{verb}_disable")()
-
-
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    stack.callback(getattr(model, f"{verb}_disable"))
 
 
 def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], Callable[[int], list[Any]], list[str]]:
