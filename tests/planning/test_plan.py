@@ -138,7 +138,7 @@ def test_what_fits_to_the_last_byte_leaves_no_margin():
 
 
 def test_a_step_of_very_many_operators_is_tried_few_times(monkeypatch):
-    monkeypatch.setattr("memscale.planning.search.search._MOST_OPERATORS", 100)
+    monkeypatch.setattr("memscale.planning.search.effort._MOST_OPERATORS", 100)
     model, batch = _mlps(3), torch.ones(512, 64)
     engine = ms.DecisionEngine(model, **_step(model, batch))
     evidence = engine.plan(0.8 * engine.frontier(2)[-1].peak_bytes / CPU.usable_bytes).evidence
@@ -148,7 +148,7 @@ def test_a_step_of_very_many_operators_is_tried_few_times(monkeypatch):
 
 
 def test_a_long_step_that_no_plan_fits_is_refused_after_few_simulations(monkeypatch):
-    monkeypatch.setattr("memscale.planning.search.search._MOST_OPERATORS", 100)
+    monkeypatch.setattr("memscale.planning.search.effort._MOST_OPERATORS", 100)
     model, batch = _mlps(6), torch.ones(512, 64)
     engine = ms.DecisionEngine(model, **_step(model, batch))
     with pytest.raises(ms.BudgetError, match="no plan fits") as caught:

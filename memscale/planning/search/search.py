@@ -5,7 +5,7 @@ NOTE
 2. The solver chooses the fastest candidates whose bytes add up to a limit (`Chooser.fastest`). The limits are those of
    one grid, `_STEP` apart, which is the same for every budget.
 3. The whole step of a choice is simulated. Its bytes differ from their sum by a few percent, and the limit moves by as
-   much, at most `_ROUNDS` times for each set of techniques. The fastest simulated step within the budget is the answer.
+   much, a few times for each set of techniques (`Effort`). The fastest simulated step within the budget is the answer.
 
 A choice depends on the limit alone, and a limit is taken at the grid's coarsest point in the range that may be right.
 So searches for two budgets mostly simulate the same steps until a step fits the larger budget alone; from there the
@@ -31,6 +31,7 @@ from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.groups import groups_of
 from memscale.planning.parts.parts import Part, parts_of
 from memscale.planning.search.descent import Descent, DescentStep, is_inside
+from memscale.planning.search.effort import ROUNDS, Effort
 from memscale.planning.search.found import Found, Proven
 from memscale.planning.solving.solver import Choice, Chooser, LinkRates
 from memscale.planning.stepping import held_by_phase
@@ -42,11 +43,8 @@ from memscale.simulation import Trace, analyse, attribute
 
 # Share of the budget that a plan leaves free for errors of the simulation (at most 0.09 % on models outside the tests).
 _MARGIN = 1e-3
-# The most simulated steps for one budget and one set of techniques, and those left for corrections of the result.
-_ROUNDS, _CORRECTIONS = 5, 2
-# The most simulated steps for one budget; more of a step that has few operators, and is simulated fast. A step in tiles
-# with more than `_LONG` times the operators of the step as written counts for several.
-_MOST_STEPS, _FEW_OPERATORS, _LONG = 8, 8_000, 2
+# A step in tiles with more than so many times the operators of the step as written counts for several.
+_LONG = 2
 # `_STEP`: the share between two limits of the grid. `_RANGE`: how far below the wanted limit a grid point may be, by
 # whether an allocator reserves segments; reserved bytes go up and down from limit to limit.
 _STEP, _RANGE = 2e-3, {False: 0.0, True: 0.02}
@@ -61,15 +59,10 @@ _FASTER, _OTHERS = 1e-3, 5e-3
 # Multiple of the budget, or of the smallest step: a choice with a larger estimate is not simulated, by whether the
 # choice moves bytes, whose costs add up less exactly.
 _HARDLY = {False: 1.05, True: 1.25}
-# `_LEAST`: a step that takes at most this multiple of the lower bound is the smallest. `_LOOKS`: the most simulations
-# that look for a faster choice with as few bytes.
-_LEAST, _LOOKS = 1.005, 3
+# A step that takes at most this multiple of the lower bound is the smallest.
+_LEAST = 1.005
 # Share of the step as written: the most that the allocator is estimated to reserve beyond the allocated bytes.
 _KEPT = 0.1
-# The most operators to simulate, and the fewest simulations in any case: a step of very many operators (eighty sharded
-# blocks, a Python loop over time) takes 5 to 10 s to simulate. The limit counts operators: seconds would make plans
-# depend on the machine.
-_MOST_OPERATORS, _FEWEST = 50_000, 3
 
 #: Returns the trace of a step with rules, with or without its update, of the model without the parts at some paths.
 Simulate = Callable[[Rules, bool, frozenset[str]], Trace]
@@ -99,7 +92,6 @@ class Search:
 
     Attributes:
         menu, always: the arguments.
-        patience: the most rounds of trial steps, and about the most simulated choices for a budget.
         notes: what the search left out of a long step; empty for others.
     """
 
@@ -123,18 +115,9 @@ class Search:
         self.plain = plain if plain is not None else simulate(always, True, _WHOLE)
         self._simulate = simulate
         operators = len(self.plain.last_operators)
-        self.patience = max(_FEWEST, _MOST_OPERATORS // max(1, operators))
-        self._most = min(self.patience, max(_MOST_STEPS, _FEW_OPERATORS // max(1, operators)))
-        # Rounds for the smallest plan, looks for a faster one as small, and corrections of the result (of two sets).
-        self._rounds, self._looks, self._corrections = (
-            _ROUNDS,
-            _LOOKS,
-            2 * (_ROUNDS if self._is_short else _CORRECTIONS),
-        )
-        if self._is_long:
-            self._rounds, self._looks, self._corrections = 1, 0, 1
+        self._effort = Effort.of(operators)
         self.notes: tuple[str, ...] = ()
-        if self._is_long:
+        if self._effort.is_long:
             self.notes = (
                 f"a step of {operators} operators takes long to simulate: few choices were tried, and another may be "
                 "better",
@@ -175,9 +158,9 @@ class Search:
 
         # A stopped search leaves no trials: resumed among fewer candidates, the trials would be in other steps and show
         # other costs.
-        most, trials, self._trial_steps = self.patience, dict(self._trials), 0
+        most, trials, self._trial_steps = self._effort.trials, dict(self._trials), 0
         found = measured_costs(self.plain, self.parts, menus, simulate, trials, most=most, loop_share=self._loop_share)
-        groups = [each for each in self._groups if len(menu_of(each)) > 1] if not self._is_long else []
+        groups = [each for each in self._groups if len(menu_of(each)) > 1] if not self._effort.is_long else []
         if groups:
             found = with_groups(found, self.plain, groups, menu_of, simulate, trials, most=most)
         self._trials = trials
@@ -241,7 +224,7 @@ class Search:
         bounds = []
 
         def may_be_faster(assignment: Assignment) -> bool:
-            if self._count(tried) > max(1, self._most - _CORRECTIONS) or not self._may_fit(assignment, safe_bytes):
+            if self._count(tried) > self._effort.before_corrections or not self._may_fit(assignment, safe_bytes):
                 return False
             best = _best(tried.values(), safe_bytes)
             below = below_seconds if best is None else min(below_seconds, best.seconds)
@@ -249,9 +232,9 @@ class Search:
 
         for among in self._sets:
             # A long step has no simulations to spare for a set whose smallest choice hardly fits.
-            if self._is_short or self._may_fit(self._least(among).assignment, safe_bytes):
+            if self._effort.is_short or self._may_fit(self._least(among).assignment, safe_bytes):
                 bounds += self._descend(among, safe_bytes, tried, below_seconds)
-        for among in self._sets if self._is_short else ():
+        for among in self._sets if self._effort.is_short else ():
             for at in range(_COARSE, self._last(among) + 1, _COARSE):
                 if may_be_faster(coarse := self._choice(at, among).assignment):
                     tried[coarse] = self.prove(coarse)
@@ -278,20 +261,20 @@ class Search:
             enough_bytes: of the plans that take at most so many bytes, the fastest is returned.
         """
         tried: dict[Assignment, Proven] = {}
-        for alike in self._alike if self._is_long else ():
+        for alike in self._alike if self._effort.is_long else ():
             if not self.suffices(tried.values(), floor_bytes, enough_bytes):
                 tried[alike] = self.prove(alike)
         # Plans without moves are faster at the floor; otherwise plans with moves are smaller, and may suffice.
         for among in self._sets if floor_bytes else reversed(self._sets):
             if not self.suffices(tried.values(), floor_bytes, enough_bytes):
                 tried |= self._small_ones(among, floor_bytes)
-        for alike in self._alike if not self._is_long else ():
+        for alike in self._alike if not self._effort.is_long else ():
             least_bytes = min(each.taken_bytes for each in tried.values())
             hardly = self._chooser.held_bytes(alike) > _HARDLY[True] * least_bytes
             if not hardly and not self.suffices(tried.values(), floor_bytes, enough_bytes):
                 tried[alike] = self.prove(alike)
         found, count = [*tried.values()], self._trial_steps + len(tried)
-        if not self.suffices(found, floor_bytes, enough_bytes) and not self._is_long:
+        if not self.suffices(found, floor_bytes, enough_bytes) and not self._effort.is_long:
             smaller, more = self._descended(min(found, key=lambda each: each.taken_bytes), enough_bytes)
             found, count = [*found, *smaller], count + more
         best = min(found, key=lambda each: (max(each.taken_bytes, enough_bytes), each.seconds))
@@ -300,7 +283,7 @@ class Search:
     def suffices(self, found: Iterable[Proven], floor_bytes: int, enough_bytes: int) -> bool:
         """Returns whether no smaller plan is searched: one reaches the floor, or takes little enough in a long step."""
         enough = (each for each in found if each.taken_bytes <= enough_bytes)
-        return any(self._is_long or self._steps(each) > 1 for each in enough) or _reaches(found, floor_bytes)
+        return any(self._effort.is_long or self._steps(each) > 1 for each in enough) or _reaches(found, floor_bytes)
 
     def _descent(self, start: Proven, floor_bytes: int) -> tuple[list[DescentStep], int]:
         """Returns the steps of the descent from `start`, and the number of simulations."""
@@ -416,7 +399,7 @@ class Search:
             A list with the lower bound, in seconds, of all choices that fit; empty if no choice was found to fit.
         """
         chooser, bound = self._chooser, list[float]()
-        rounds, most, late = _ROUNDS, max(1, self._most - _CORRECTIONS), math.inf
+        rounds, most, late = ROUNDS, self._effort.before_corrections, math.inf
         over, fits = -1, self._last(among) + 1
         # The first aim: the estimate of the step nearest to the budget is assumed to be wrong by the same factor.
         near = min(tried.values(), key=lambda each: abs(each.taken_bytes - safe_bytes))
@@ -464,7 +447,7 @@ class Search:
             over = max(at, self._at(held) - 1)  # limits down to `held` have the same choice
             form = chooser.uniform(choice.assignment, among)
             smaller = chooser.held_bytes(form) < held
-            if self._is_long:  # no simulation to spare for the form while a corrected choice is expected to fit
+            if self._effort.is_long:  # no simulation to spare for the form while a corrected choice is expected to fit
                 smaller = smaller and aim < chooser.held_bytes(form)
             if self._count(tried) <= most and form not in tried and smaller and is_faster(form):
                 prove(form)
@@ -476,8 +459,8 @@ class Search:
 
         The choices are in turn without moves, whose estimates are more exact, and among all techniques.
         """
-        for number in range(self._corrections):
-            if self._count(tried) > self._most or (best := _best(tried.values(), safe_bytes)) is None:
+        for number in range(self._effort.corrections):
+            if self._count(tried) > self._effort.steps or (best := _best(tried.values(), safe_bytes)) is None:
                 return
             among = self._sets[number % min(2, len(self._sets))]
             chooser = Chooser(self.costs, self._link)
@@ -492,16 +475,6 @@ class Search:
             if choice is None or chooser.seconds(choice.assignment) >= (1 - _OTHERS) * min(below, best.seconds):
                 continue
             tried[choice.assignment] = self.prove(choice.assignment)
-
-    @property
-    def _is_long(self) -> bool:
-        """Returns whether a step has so many operators that few choices are simulated, uniform ones first."""
-        return self.patience < _ROUNDS
-
-    @property
-    def _is_short(self) -> bool:
-        """Returns whether a step has few operators, so that many choices are simulated for each budget."""
-        return self._most > _MOST_STEPS
 
     @property
     def _reserves(self) -> bool:
@@ -551,7 +524,7 @@ class Search:
         """Returns small plans of these techniques: chosen and simulated until a step is near its lower bound."""
         if (among, floor_bytes) not in self._small:
             chooser, tried = self._new_chooser(), {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
-            for _ in range(self._rounds):
+            for _ in range(self._effort.rounds):
                 if _reaches(tried.values(), floor_bytes):
                     break
                 choice = chooser.smallest(among)
@@ -562,7 +535,7 @@ class Search:
                 if found.taken_bytes <= _LEAST * choice.bound:
                     break
             # Many choices may hold as few bytes: look for a faster one.
-            for _ in range(self._looks):
+            for _ in range(self._effort.looks):
                 least = min(tried.values(), key=lambda each: each.taken_bytes)
                 faster = chooser.fastest(least.taken_bytes, among)
                 if faster is None or faster.assignment in tried:
@@ -583,15 +556,15 @@ class Search:
         paths, menus = self.costs.paths, self.costs.candidates
         count = Counter(map(template, paths))
         blocks = [row for row, path in enumerate(paths) if count[template(path)] > 1]
-        whole = [row for row in self.costs.groups if self._is_short and not self.costs.parts[row].path]
+        whole = [row for row in self.costs.groups if self._effort.is_short and not self.costs.parts[row].path]
         found: dict[Assignment, None] = {}
         for rows in (blocks, whole):
             for kind in dict.fromkeys(each for row in rows for each in menus[row][1:]):
                 if self._link is None or self._link.cap_bytes is None or not kind.techniques & MOVES:
                     chosen = {row: menus[row].index(kind) for row in rows if kind in menus[row]}
                     found[tuple(chosen.get(row, 0) for row in range(len(menus)))] = None
-        if self._is_long:  # it has simulations to spare for the smallest of them alone
-            return sorted(found, key=self._chooser.held_bytes)[: self.patience]
+        if self._effort.is_long:  # it has simulations to spare for the smallest of them alone
+            return sorted(found, key=self._chooser.held_bytes)[: self._effort.trials]
         return list(found)
 
     def _whole(self, assignment: Assignment) -> Trace:
