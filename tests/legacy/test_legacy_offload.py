@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import logging
 import pickle
 import weakref
@@ -17,6 +18,7 @@ from memscale.hardware.device import Hardware
 from memscale.legacy.verbs import detach, wrap
 from memscale.runtime import default_runtime
 from tests.legacy.test_legacy import backward_flops, conv_batch, convnet, equal, gpt2, gpt2_batch, traces, train
+from tests.support.coverings import pairwise
 
 EVERYTHING = AsyncOffloadConfig(min_bytes=0)
 WIDTH, ROWS, BLOCKS = 16, 32, 4
@@ -161,10 +163,14 @@ def test_what_moves_is_what_the_plan_says(fields, block_bytes, recomputes):
     assert (backward_flops(executor.model, rows()) > backward_flops(stack(), rows())) is recomputes
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(("make", "make_batch"), [(stack, rows), (convnet, conv_batch), (gpt2, gpt2_batch)])
-def test_trains_to_the_same_bits(make, make_batch, overlap, checkpointing):
+BATCHES = {stack: rows, convnet: conv_batch, gpt2: gpt2_batch}
+
+
+@pytest.mark.parametrize(
+    ("make", "overlap", "checkpointing"), pairwise(itertools.product(BATCHES, [True, False], [True, False]))
+)
+def test_trains_to_the_same_bits(make, overlap, checkpointing):
+    make_batch = BATCHES[make]
     plain = train(make(), make_batch(), steps=3)
     config = force(
         enable_offloading=True, async_offload=overlap, async_config=EVERYTHING, enable_checkpointing=checkpointing

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import memscale as ms
 from tests.support.checks import bits
+from tests.support.coverings import in_turn
 
 WIDTH, EXPERTS = 16, 4
 
@@ -70,8 +71,7 @@ def gradients(model: Any) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("how", ["added", "in place", "scattered"])
+@pytest.mark.parametrize(("how", "shared"), in_turn(["added", "in place", "scattered"], [False, True]))
 def test_wrap_gives_the_gradients_of_the_model_and_of_transform(how: str, shared: bool) -> None:
     torch.manual_seed(0)
     plain = Composite(how, shared=shared)

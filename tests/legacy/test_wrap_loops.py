@@ -142,7 +142,7 @@ def test_an_optimizer_of_some_parameters_is_not_taken_for_that_of_all():
     assert max(took) <= BUDGET
 
 
-@pytest.mark.parametrize("trains_at_first", [True, False])
+@pytest.mark.parametrize("trains_at_first", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_parameters_that_are_trained_later_are_planned_for(trains_at_first):
     """As in fine-tuning that begins with the head: the plan for the frozen layers stayed, and the step took 35 MiB."""
     model, optimizer, x = made()

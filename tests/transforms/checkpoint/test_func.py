@@ -1,5 +1,7 @@
 """Regions inside torch.func: every transform of torch.func gives what it gives without the region, bit for bit."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.utils._pytree import tree_leaves as pytree_leaves
 import memscale as ms
 from memscale import checkpoint, compose, policies
 from tests.support.checks import bits
+from tests.support.coverings import pairwise
 from tests.support.models import ConvBlock, mlp
 
 # Integer-valued polynomials in float64 are exact in whatever order they are summed. The order does change: a tensor
@@ -88,12 +91,10 @@ HOWS = {
 
 # Forward mode compiles its rules at first use, with a function that PyTorch itself has deprecated.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-@pytest.mark.parametrize("shape", regions(ms.identity))
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "shape", "how"), pairwise(itertools.product(LEVELS, regions(ms.identity), HOWS)))
 def test_same_as_untransformed(level, shape, how):
     expected = LEVELS[level](regions(ms.identity)[shape])
-    assert bits(LEVELS[level](regions(how)[shape])) == bits(expected)
+    assert bits(LEVELS[level](regions(HOWS[how])[shape])) == bits(expected)
 
 
 @pytest.mark.parametrize("pattern", ["", "*", "**"])

@@ -151,7 +151,7 @@ def test_threads_share_a_runtime(how, depth):
 def test_threads_share_a_model():
     """From its very first call on, at which one of them gives the parameters their homes."""
     expected = bits(torch.autograd.grad(loss_of(plain := layers()), list(plain.parameters())))
-    for _ in range(5):
+    for _ in range(3):
         fit, _ = streamed()
         parameters = list(fit.parameters())
 

@@ -290,8 +290,7 @@ def test_other_memory_between_forward_and_backward(change, train):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@taking_turns(how=HOWS, frozen={"trained": False, "frozen": True})
 def test_a_change_in_place_between_forward_and_backward_raises(how, frozen):
     fit, runtime = streamed(how, depth=2)
     fit[1].requires_grad_(not frozen)

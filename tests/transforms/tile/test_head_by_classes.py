@@ -4,6 +4,7 @@ The other half of the work goes by pieces of rows (`LossRows`), or on a GPU by b
 """
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from memscale import checkpoint, tile
 from memscale.simulation.measured.allocator_trace import measure
 from memscale.transforms.tile.head import class_blocks
 from memscale.transforms.tile.head.class_blocks import LossRows, SignedRows
+from tests.support.coverings import pairwise
 from tests.transforms.tile.test_tiled_head import (
     CLASSES,
     ROWS,
@@ -115,10 +117,11 @@ def as_right_as_untiled(model, fit, x, loss, factor=1.0, bound=1.001):
 MODIFIED = ("smoothing", "weights, smoothing", "softcap", "constant for each class", "masked class")
 
 
-@ON_A_GPU
-@SIXTEEN_BITS
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "reduction", "dtype", "gpu"),
+    pairwise(itertools.product(SETTINGS, ["mean", "sum", "none"], [torch.bfloat16, torch.float16], [False, True])),
+    indirect=["gpu"],
+)
 def test_every_loss(name, reduction, dtype, gpu, taken):
     model, (x, y) = Head().to(dtype), sixteen_bit(dtype)
     by_row = 1 + torch.arange(ROWS).reshape(-1) / 4
