@@ -197,3 +197,20 @@ def test_a_device_whose_allocator_is_not_known_is_told(hardware, said):
     profile = ms.profile(nn.Linear(8, 8), torch.ones(2, 8), loss=lambda y, _: y.sum(), hardware=hardware)
     assert profile.notes == () if not said else said in profile.notes[0]
     assert (profile.reserved_peak_bytes is None) == (hardware.device_type != "cuda")
+
+
+# ------------------------------------------------------------------------------------------- a cache of keys and values
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_profile_says_what_the_cache_takes(use_cache):
+    with torch.device("meta"):
+        config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, use_cache=use_cache)
+        model = transformers.GPT2LMHeadModel(config)
+        batch = dict.fromkeys(("input_ids", "labels"), torch.zeros(4, 16, dtype=torch.long))
+    notes = [note for note in ms.profile(model, batch, hardware="t4").notes if "use_cache" in note]
+    # Keys and values of two layers, 4 x 16 tokens of 32 numbers of 4 bytes.
+    assert notes == ["the output keeps 32.0 KiB of keys and values, which training does not read: "
+                     "model.config.use_cache = False frees them"][: int(use_cache)]  # fmt: skip

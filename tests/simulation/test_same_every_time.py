@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memscale as ms
-from memscale.simulation.dispatch import step_recorder
+from memscale.simulation.dispatch import operators, step_recorder
 from memscale.simulation.process import process_state
 from memscale.simulation.record import MemoryProfiler
 from tests.support.coverings import DEEP
@@ -201,3 +201,28 @@ def test_what_libraries_keep_of_answers_about_the_device_is_asked_again(monkeypa
     assert all(answers)
     assert is_cuda_here() == torch.cuda.is_available()
     process_state._cached_questions.cache_clear()
+
+
+# ------------------------------------------------------------------------------------------ what is remembered of calls
+
+
+def changes(monkeypatch):
+    """The changes of an LSTM's step by a process that remembers nothing of its own."""
+    monkeypatch.setattr(operators, "_known", {})
+    lstm = nn.LSTM(8, 8, bidirectional=True)
+    return ms.profile(lstm, torch.ones(4, 2, 8), loss=lambda output, _: output[0].sum(), hardware="h100").changes
+
+
+def test_two_results_that_are_one_tensor_are_one_in_every_simulation(monkeypatch):
+    # PyTorch's cache of fake results returned two tensors from the second call on.
+    first = changes(monkeypatch)
+    assert first == changes(monkeypatch)
+    assert (
+        first
+        == ms.profile(
+            nn.LSTM(8, 8, bidirectional=True),
+            torch.ones(4, 2, 8),
+            loss=lambda output, _: output[0].sum(),
+            hardware="h100",
+        ).changes
+    )

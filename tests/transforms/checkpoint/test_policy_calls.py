@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import memscale as ms
 from memscale import checkpoint, compose, offload, policies
@@ -334,3 +335,81 @@ def test_what_a_region_in_another_keeps_is_the_same_in_the_recompute_of_that_one
         x = torch.linspace(-1, 1, 64).view(2, 4, 8)
         found.append(bits(torch.autograd.grad(run(x, x, x)[0].sum(), list(plain.parameters()))))
     assert found[1:] == found[:1] * 3
+
+
+# ----------------------------------------------------------------------------------------------- what a policy is asked
+
+
+def test_operators_that_give_numbers_and_sparse_tensors() -> None:
+    """Such as the one behind `item` or `one_hot`."""
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        diagonal = torch.sparse_coo_tensor(torch.arange(64).expand(2, -1), x.sin(), (64, 64), check_invariants=True)
+        return torch.sparse.mm(diagonal, (x * x.detach().sum().item())[:, None]).exp()
+
+    x = torch.linspace(0, 1, 64, requires_grad=True)
+    (grad,) = torch.autograd.grad(ms.checkpoint(policy=Everything())(region)(x).sum(), x)
+    assert torch.equal(grad, torch.autograd.grad(region(x).sum(), x)[0])
+
+
+class ReadsStatistics(torch.nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (ms.name(super().forward(x), "kept") * self.running_mean + self.running_var).tanh()
+
+
+@pytest.mark.parametrize("policy", [Everything(), policies.save_only_these_names("kept")], ids=str)
+def test_statistics_that_a_kept_operator_moves_are_moved_in_the_recompute(policy: policies.Policy) -> None:
+    x = torch.linspace(0, 1, 64).reshape(8, 8).square().requires_grad_()
+    (expected,) = torch.autograd.grad(ReadsStatistics(8)(x).sum(), x)
+    norm = ReadsStatistics(8)
+    assert torch.equal(torch.autograd.grad(ms.checkpoint(policy=policy)(norm)(x).sum(), x)[0], expected)
+    assert norm.num_batches_tracked == 1
+
+
+# --------------------------------------------------------------------------------------------------- attention_saveable
+
+ROWS, HEADS, TOKENS, WIDTH = 2, 2, 16, 8
+
+
+def attend(x, weight):
+    q, k, v = (x @ weight).chunk(3, -1)
+    return torch.tanh(F.scaled_dot_product_attention(q, k, v))
+
+
+def _step(fn):
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, HEADS, TOKENS, WIDTH, requires_grad=True)
+    weight = torch.randn(WIDTH, 3 * WIDTH, requires_grad=True)
+    kept = sum(each.nbytes for each in ms.saved_residuals(fn, x, weight) if each.source == "intermediate")
+    with FlopCounterMode(display=False) as counter:
+        out = fn(x, weight)
+        out.sum().backward()
+    return kept, counter.get_total_flops(), (out, x.grad, weight.grad)
+
+
+def test_attention_is_kept_and_its_inputs_are_computed_again():
+    how = ms.checkpoint(policy=ms.policies.attention_saveable)
+    _, flops, plain = _step(attend)
+    kept, again, found = _step(how(attend))
+    result, logsumexp = ROWS * HEADS * TOKENS * WIDTH * 4, ROWS * HEADS * TOKENS * 4
+    assert kept == result + logsumexp
+    assert again - flops == 2 * ROWS * HEADS * TOKENS * WIDTH * 3 * WIDTH  # the projection
+    assert bits(found) == bits(plain)
+
+
+def test_it_is_written_and_read_like_any_other():
+    plan = ms.Plan({"*": ms.checkpoint(policy=ms.policies.attention_saveable)})
+    assert ms.Plan.from_json(plan.to_json()) == plan
+    assert "checkpoint(policy=policies.attention_saveable)" in plan.to_python()
+
+
+def test_what_is_drawn_after_the_forward_is_not_drawn_again_after_backward():
+    """Attention without dropout draws nothing: a replay set the generator to where it was, and nobody put it back."""
+    torch.manual_seed(0)
+    fit = ms.checkpoint(policy=ms.policies.attention_saveable)(attend)
+    for _ in range(2):  # the second call is watched in another way
+        out = fit(torch.randn(1, 1, 4, 8), torch.randn(8, 24, requires_grad=True))
+        torch.rand(3)
+        before = torch.get_rng_state()
+        out.sum().backward()
+        assert torch.equal(torch.get_rng_state(), before)
