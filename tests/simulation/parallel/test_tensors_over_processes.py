@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import nn
 
 import memscale as ms
-from memscale.simulation import Parallel
 from tests.support.models import Block
 from tests.support.whole_run import true_peaks
 
@@ -102,29 +101,10 @@ def test_a_plan_for_a_mesh():
         ms.profile(model, TOKENS, plan={"head": ms.tile(chunks=2)}, **step)
 
 
-@pytest.mark.deep  # by default a plan for shards alone is proved by their step
-def test_a_plan_for_a_mesh_says_so():
-    model = Model()
-    plan = ms.DecisionEngine(model, TOKENS, loss=loss, config=FEW, hardware="cpu", **ASKED).smallest()
-    assert plan
-    assert plan.parallel == Parallel("fsdp2", 8, None, 2)
-    assert "tensors over 2 of them" in plan.to_python()
-    assert type(plan).from_json(plan.to_json()).parallel == plan.parallel
-
-
 def test_tied_weights_stay_one():
     model, step = Model(tied=True), {"loss": loss, **ASKED}
     untied = ms.profile(Model(), TOKENS, **step).by_category["parameter"]
     assert ms.profile(model, TOKENS, **step).by_category["parameter"] < untied
-
-
-@pytest.mark.deep  # by default a plain one is, as the split one, and a sharded one as it is
-def test_a_split_model_is_planned_as_it_is(group):
-    group(8)
-    model = split()
-    plan = ms.DecisionEngine(model, TOKENS, loss=loss, config=FEW, hardware="cpu").smallest()
-    assert plan
-    assert (plan.parallel.kind, plan.parallel.world) == ("fsdp2", 8)
 
 
 def unsplittable(style="colwise"):
