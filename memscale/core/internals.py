@@ -83,7 +83,6 @@ INTERNALS = tuple(
             f"hardware inspection policies {_R} {_S} {_T}checkpoint {_T}tile",
         ),
         (f"{_D}TorchDispatchMode", "a dispatch mode", f"hardware {_R} {_S} {_T}tile"),
-        (f"{_D}BaseTorchDispatchMode", "an empty dispatch mode", _R),
         (f"{_D}_get_current_dispatch_mode_stack", "the active modes", _R),
         ("torch.overrides._get_current_function_mode_stack", "the active modes", _R),
         (f"{_D}_push_mode", "the modes of the forward, in a recompute", _R),
@@ -351,7 +350,6 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.nn.modules.batchnorm import _NormBase
     from torch.utils import _pytree
-    from torch.utils._python_dispatch import BaseTorchDispatchMode as BaseTorchDispatchMode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
     autograd, functorch = _autograd, _functorch
@@ -365,7 +363,6 @@ else:
     FakeTensor = named("torch._subclasses.fake_tensor.FakeTensor")
     FakeTensorMode = named("torch._subclasses.fake_tensor.FakeTensorMode")
     NormBase = named("torch.nn.modules.batchnorm._NormBase")
-    BaseTorchDispatchMode = named("torch.utils._python_dispatch.BaseTorchDispatchMode")
     TorchDispatchMode = named("torch.utils._python_dispatch.TorchDispatchMode")
 
 disable_current_modes = named("torch.utils._python_dispatch._disable_current_modes")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import pytrees
+from memscale.core import internals, pytrees
 from memscale.regions import Captures, OperatorWatch
 from memscale.transforms import listeners
 from memscale.transforms.checkpoint import is_view
@@ -127,6 +127,8 @@ def _storages_before(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int
 class _Provenance(OperatorWatch):
     """Records the operator and the line of code that made each storage."""
 
+    keeps_compiled = True
+
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[int, tuple[str, str | None]] = {}
@@ -134,9 +136,10 @@ class _Provenance(OperatorWatch):
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if not is_view(func):
+        is_plain = isinstance(func, internals.OpOverload)  # others are of higher order, and have no schema
+        if not (is_plain and is_view(func)):
+            op = func._schema.name.replace("::", ".") if is_plain else str(func)
             for tensor in pytrees.tensors(result):
-                op = func._schema.name.replace("::", ".")
                 self.made[tensor.untyped_storage()._cdata] = (op, _caller())
         return result
 

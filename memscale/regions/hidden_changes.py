@@ -84,7 +84,7 @@ class Writes(OperatorWatch):
     Operators that may draw random numbers run inside the context `drawing()`.
     """
 
-    supports_higher_order_operators = True
+    keeps_compiled = True
 
     def __init__(
         self, before: Callable[[torch.Tensor], None], drawing: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -92,11 +92,6 @@ class Writes(OperatorWatch):
         super().__init__()
         self._before = before
         self._drawing = drawing
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keeps compiled code in a region compiled; the mode does not see its operators."""
-        return True
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = _written_arguments(func)

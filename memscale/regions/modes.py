@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memscale.core import internals
+from memscale.regions.uncompiled import OperatorWatch
 
 _c = torch._C
 _function_modes = internals.named("torch.overrides._get_current_function_mode_stack")
@@ -22,6 +23,15 @@ _dispatch_modes = internals.named("torch.utils._python_dispatch._get_current_dis
 _push_mode = internals.named("torch.utils._python_dispatch._push_mode")
 _pop_mode = internals.named("torch.utils._python_dispatch._pop_mode")
 _WATCHING = ("memscale.", "torch.utils.", "torch.distributed.", "torch.testing.")
+
+
+class _Passing(OperatorWatch):
+    """Runs each operator as it is."""
+
+    keeps_compiled = True
+
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
 
 
 class Modes(NamedTuple):
@@ -44,7 +54,7 @@ class Modes(NamedTuple):
         watching = [mode for mode in present if _watches(mode)]
         then = self.dispatch
         if self.dispatched and not then and not watching:
-            then = (internals.BaseTorchDispatchMode(),)
+            then = (_Passing(),)
         if not _same(then, now.dispatch):
             undo.append(lambda: _set_dispatch(present))
             _set_dispatch((*then, *watching))
@@ -75,7 +85,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _watches(mode: Any) -> bool:
-    return f"{type(mode).__module__}.".startswith(_WATCHING) and type(mode) is not internals.BaseTorchDispatchMode
+    return f"{type(mode).__module__}.".startswith(_WATCHING) and type(mode) is not _Passing
 
 
 def _set_function(stack: tuple[Any, ...]) -> None:

@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -91,7 +91,20 @@ class OperatorWatch(internals.TorchDispatchMode):
     """The base of memscale's dispatch modes: `on_call` gets each operator and must call it.
 
     PyTorch's own way to exclude a mode from Dynamo loads Dynamo at the first operator; this class avoids that.
+
+    Attributes:
+        keeps_compiled: whether compiled code under the mode stays compiled, so that `on_call` does not get its
+            operators. Else code that first runs under the mode is never compiled, and in `torch.cond`, which PyTorch
+            compiles, tensors of closures get no gradients.
     """
+
+    keeps_compiled: ClassVar[bool] = False
+    # `on_call` gets an operator of higher order (`torch.cond`) as a whole, without the operators that it runs.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return cls.keeps_compiled
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -100,7 +100,6 @@ OF_INTERNALS = {
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
     "NormBase": "torch.nn.modules.batchnorm._NormBase",
-    "BaseTorchDispatchMode": "torch.utils._python_dispatch.BaseTorchDispatchMode",
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
     "disable_current_modes": "torch.utils._python_dispatch._disable_current_modes",
 }

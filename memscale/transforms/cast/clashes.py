@@ -50,6 +50,8 @@ class RecomputeWatch(OperatorWatch):
     Such a function runs again in backward, after the cast has ended, and would find the weights in their own dtype.
     """
 
+    keeps_compiled = True
+
     def __init__(self, how: object, roots: Iterable[nn.Module], weights: Collection[torch.Tensor]) -> None:
         super().__init__()
         self._how = how

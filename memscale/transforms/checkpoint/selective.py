@@ -127,17 +127,12 @@ class _Output(NamedTuple):
 class _Watch(OperatorWatch):
     """Watches the operators of a region, except memscale's own operators and casts that autocast may have cached."""
 
-    supports_higher_order_operators = True
+    keeps_compiled = True
 
     def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._depth = unrecorded_depth()
         self._inputs = {id(tensor) for tensor in inputs}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keeps compiled code in a region compiled; the mode does not see its operators."""
-        return True
 
     def _is_of_cached_cast(self, source: torch.Tensor) -> bool:
         # Autocast casts a leaf once and then answers from a cache, which has another state in a recompute. An input of

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import TransformError, pytrees
+from memscale.core import TransformError, internals, pytrees
 from memscale.regions import Captures, is_unrecorded
 from memscale.transforms.tile.cutting import Cut, Joined
 from memscale.transforms.tile.numbers import arguments_of, spelled
@@ -82,7 +82,7 @@ class IndependenceWatch(RowwiseWatch):
             self._note(tensor, RowDim(dim))
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if is_unrecorded():
+        if is_unrecorded() or not isinstance(func, internals.OpOverload):
             return super().on_call(func, args, kwargs)
         given = arguments_of(func, args, kwargs)
         rule = rule_of(func)

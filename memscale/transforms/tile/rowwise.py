@@ -63,6 +63,12 @@ class RowwiseWatch(OperatorWatch):
         self._of_rows = WeakSet(storages(list(rows)))
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(func, internals.OpOverload):
+            raise TransformError(
+                f"{self._what}: the region calls {func}, an operator of higher order (as torch.cond and flex_attention "
+                "are), and whether what this operator runs treats each row by itself cannot be watched; tile a part of "
+                "the region without it, or use checkpoint() for this region"
+            )
         if is_unrecorded():
             return func(*args, **kwargs)
         if takes_batch_statistics(func, args, kwargs):

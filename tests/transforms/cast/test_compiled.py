@@ -200,3 +200,15 @@ def test_a_replaced_buffer_of_another_kind_is_right_without_fullgraph(kind):
     assert model.count.tolist() == [1] * 4
     model.count.zero_()
     assert torch.equal(y, fit(x))
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute")  # of Dynamo, about the copies of weights
+def test_a_compiled_child_of_a_region_stays_compiled():
+    """PyTorch never compiles code that first ran under a mode which wants to see the operators."""
+    torch._dynamo.reset()
+    compiled = []
+    child = torch.compile(nn.Linear(4, 4), backend=lambda graph, _: compiled.append(graph) or graph)
+    fit = ms.transform(nn.Sequential(nn.Linear(4, 4), child), {"": ms.cast()})
+    for _ in range(2):
+        fit(torch.randn(2, 4)).sum().backward()
+    assert len(compiled) == 1

@@ -148,15 +148,39 @@ def test_an_assignment_that_begins_later_is_refused_and_learned():
     assert bits([x.grad, model.weight.grad]) == bits([again.grad, plain.weight.grad])
 
 
-def test_operators_of_higher_order_run_in_a_first_call():
-    from torch._higher_order_ops.cond import cond
+TWICE = ms.compose(ms.checkpoint(), ms.checkpoint())
+MIXED = ms.compose(ms.checkpoint(policy=ms.policies.dots_saveable), ms.checkpoint())
+
+
+@pytest.mark.parametrize("how", [ms.checkpoint(), TWICE, MIXED, ms.cast(compute="float32")], ids=repr)
+def test_operators_of_higher_order_run_in_a_first_call(how):
+    """A mode that keeps PyTorch from compiling `cond` takes the gradients of what its branches capture."""
+    model = nn.Linear(3, 3)
 
     def region(x):
-        return cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+        return torch.cond(x.sum() > 0, lambda x: model(x).sin(), lambda x: model(x).cos(), (x,))
 
-    x = torch.ones(3, requires_grad=True)
-    expected = torch.autograd.grad(region(x).sum(), x)
-    assert bits(torch.autograd.grad(ms.checkpoint()(region)(x).sum(), x)) == bits(expected)
+    x = torch.ones(2, 3, requires_grad=True)
+    wanted = [x, *model.parameters()]
+    expected = torch.autograd.grad(region(x).sum(), wanted)
+    try:
+        assert bits(torch.autograd.grad(how(region)(x).sum(), wanted)) == bits(expected)
+        assert ms.saved_residuals(how(region), x)
+        assert bits(torch.autograd.grad(region(x).sum(), wanted)) == bits(expected)
+    finally:
+        torch._dynamo.reset()
+
+
+def test_a_checkpoint_in_another_one_takes_the_numbers_of_kernels_that_conjugate():
+    weight = torch.randn(4, 4, dtype=torch.cfloat, requires_grad=True)
+
+    def region(x):
+        return torch.linalg.pinv(x @ weight).sin()
+
+    x = torch.randn(4, 4, dtype=torch.cfloat)
+    (expected,) = torch.autograd.grad(region(x).abs().sum(), weight)
+    (found,) = torch.autograd.grad(TWICE(region)(x).abs().sum(), weight)
+    assert bits(found.resolve_conj()) == bits(expected.resolve_conj())
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["buffers", "arguments"])

@@ -424,6 +424,19 @@ def test_torch_compile_without_a_graph_break(recompute):
         assert ulps(before, after) <= ULPS
 
 
+def test_an_operator_of_higher_order_is_refused():
+    layer = nn.Linear(6, 6)
+
+    def region(x):
+        return torch.cond(x.sum() > 0, lambda x: layer(x), lambda x: layer(x).sin(), (x,))
+
+    try:
+        with pytest.raises(ms.TransformError, match="the region calls cond, an operator of higher order"):
+            tile(chunks=2)(region)(torch.randn(4, 6))
+    finally:
+        torch._dynamo.reset()
+
+
 # ---------------------------------------------------------------------------------------------------- attention
 
 
