@@ -49,6 +49,8 @@ INTERNALS = tuple(
         # Backward and the graph that it goes through.
         (f"{_C}_current_graph_task_id", "which backward runs here", f"runtime optimizers {_S} {_T}checkpoint legacy"),
         (f"{_A}_get_current_graph_task_keep_graph", "whether a backward keeps its graph", f"{_T}checkpoint {_T}tile"),
+        (f"{_C}_get_graph_executor_optimize", "whether TorchScript optimizes", f"{_T}checkpoint"),
+        (f"{_C}_set_graph_executor_optimize", "TorchScript without its optimizer in a region", f"{_T}checkpoint"),
         (f"{_C}_current_autograd_node", "the autograd node whose backward calls an operator", _S),
         (f"{_A}_get_sequence_nr", "the order in which autograd nodes were made", _S),
         ("torch.autograd.graph._engine_run_backward", "the order of a double backward on a card", _S),

@@ -43,6 +43,10 @@ from memscale.transforms.checkpoint.selective import Misaligned, Recorder, Repla
 
 _autograd = internals.autograd
 _graph_task = internals.named("torch._C._current_graph_task_id")  # -1 outside of a backward
+# Whether TorchScript optimizes, in this thread. In a region it does not, because its optimizer makes another graph for
+# the second call of a function than for the first one, and the recompute would save other tensors than the run.
+_optimizes = internals.named("torch._C._get_graph_executor_optimize")
+_set_optimizes = internals.named("torch._C._set_graph_executor_optimize")
 _kind_of = operator.attrgetter("dtype", "ndim", "requires_grad")  # of an argument
 # A function that makes the recorder of a policy for a run with the given inputs; `None` without a policy.
 Record = Callable[[list[torch.Tensor]], Recorder] | None
@@ -59,6 +63,8 @@ def recomputed_regions() -> int:
 def run(fn: Callable[..., Any], record: Record, learned: LearnedEffects, args: Any, kwargs: Any) -> Any:
     """Returns ``fn(*args, **kwargs)``. Keeps only the inputs and the values that a policy's recorder saves."""
     frame = _Frame(fn, record, learned, args, kwargs)
+    optimizes = _optimizes()
+    _set_optimizes(False)
     _autograd._push_saved_tensors_default_hooks(frame.pack, _unpack)
     try:
         if frame.is_observed:
@@ -68,6 +74,7 @@ def run(fn: Callable[..., Any], record: Record, learned: LearnedEffects, args: A
             result = fn(*args, **kwargs)
     finally:
         _autograd._pop_saved_tensors_default_hooks()
+        _set_optimizes(optimizes)
     frame.conclude()
     return result
 
@@ -298,7 +305,7 @@ class _Frame:
         """
         snapshot, args, kwargs = self.snapshot, self._args, self._kwargs
         objects: list[Any] = []
-        is_graded = torch.is_grad_enabled()
+        is_graded, optimizes = torch.is_grad_enabled(), _optimizes()
         values = snapshot.arguments if found is None else [*found.values()]
         handles: list[Any] = []
         try:
@@ -311,6 +318,7 @@ class _Frame:
                 args, kwargs = call.rebuild(values, objects)
             handles = refuse_backward_behind(own)
             torch.set_grad_enabled(True)
+            _set_optimizes(False)
             _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
             run = snapshot.environment.context.copy().run
             try:
@@ -322,15 +330,16 @@ class _Frame:
                     # `unrecorded` keeps the operators of that recompute out of the operators of the run.
                     with unrecorded() if recorder is None else recorder.replayer(values) as rerun.replayer:
                         run(self._fn, *args, **kwargs)
-            except _Stop:
-                pass
-            except BaseException:
-                rerun.streams.meet()
-                raise
+            except BaseException as error:
+                # TorchScript's interpreter raises a `RuntimeError` in place of the `_Stop` that passes it.
+                if not (isinstance(error, _Stop) or (isinstance(error, RuntimeError) and rerun.has_ended)):
+                    rerun.streams.meet()
+                    raise
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
         finally:
             torch.set_grad_enabled(is_graded)
+            _set_optimizes(optimizes)
             for handle in handles:
                 handle.remove()
             if objects:
@@ -418,6 +427,7 @@ class _Rerun:
             self.last -= 1
         self._end = _end(seen, self.last)
         self.count = 0
+        self.has_ended = False  # whether every tensor is found that a placeholder waits for
         self.replayer: Replayer | None = None
         self.found: dict[int, _Found] = {}
 
@@ -444,6 +454,7 @@ class _Rerun:
         if index == self._end:
             if self.streams.are_several:
                 self.streams.meet()  # before the tensors of the rerun are freed
+            self.has_ended = True
             raise _Stop
         return tensor
 
