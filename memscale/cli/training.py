@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import nn
 
-from memscale.algebra import Plan, transform
+import memscale as ms
 from memscale.core import RuntimeUnavailable
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def gpt2(job: Job) -> nn.Module:
     return placed
 
 
-def train(job: Job, text: torch.Tensor, plan: Plan | None, on_step: Callable[[], None]) -> TrainingRun:
+def train(job: Job, text: torch.Tensor, plan: ms.Plan | None, on_step: Callable[[], None]) -> TrainingRun:
     """Trains a new model through the job and returns the results. The last step is measured, the others are timed.
 
     Args:
@@ -116,7 +116,7 @@ def train(job: Job, text: torch.Tensor, plan: Plan | None, on_step: Callable[[],
     """
     from memscale.simulation.measured import measure, training_roles
 
-    model = gpt2(job) if plan is None else transform(gpt2(job), plan)
+    model = gpt2(job) if plan is None else ms.transform(gpt2(job), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     starts = torch.Generator().manual_seed(_SEED)
     # From here on only dropout draws random numbers; a recompute that disturbs them would change all later losses.

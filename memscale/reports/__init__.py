@@ -9,32 +9,13 @@ from typing import TYPE_CHECKING, Any
 from memscale.reports.drawing import COLOURS, Axis, byte_scale, columns, outlines, placed, time_scale
 
 if TYPE_CHECKING:
-    from memscale.reports.frontier import DrawnPoint, PartOfPlan, Price, plot_frontier, write_frontier
-    from memscale.reports.page import PAGES, checked_target, write_html, write_page
-    from memscale.reports.plot import plot_profile, plot_timelines
-    from memscale.reports.sizes import TriedSize, plot_sizes, write_sizes
-    from memscale.reports.text import diff_text, module_text, profile_text
-    from memscale.reports.trace import write_trace
-
-
-# Imported on first use: reports of profiles import the simulation, which the charts of the history server do not need.
-_HOMES = {
-    name: home
-    for home, names in {
-        "frontier": "DrawnPoint PartOfPlan Price plot_frontier write_frontier",
-        "page": "PAGES checked_target write_html write_page",
-        "plot": "plot_profile plot_timelines",
-        "sizes": "TriedSize plot_sizes write_sizes",
-        "text": "diff_text module_text profile_text",
-        "trace": "write_trace",
-    }.items()
-    for name in names.split()
-}
+    from memscale.reports.of_steps import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    """Imports the names that need PyTorch on first use, so that the server draws its charts without PyTorch."""
+    found = {} if name.startswith("_") else vars(importlib.import_module(f"{__name__}.of_steps"))
+    if name not in found:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
+    value = globals()[name] = found[name]
     return value

@@ -120,13 +120,10 @@ def columns(
     return Columns(edges, {category: values[picked] for category, values in live_bytes.items()})
 
 
-def visible_categories(stacks: Iterable[Mapping[str, npt.NDArray[np.int64]]], highest_bytes: int) -> list[str]:
+def visible_categories(stacks: Sequence[Mapping[str, npt.NDArray[np.int64]]], highest_bytes: int) -> list[str]:
     """Returns the categories to draw: those whose area is at least about a pixel high somewhere."""
-    found: dict[str, bool] = {}
-    for live_bytes in stacks:
-        for category, values in live_bytes.items():
-            found[category] = found.get(category, False) or bool(values.max() > highest_bytes / 500)
-    return [category for category, is_thick in found.items() if is_thick]
+    thick = {name for each in stacks for name, values in each.items() if values.max() > highest_bytes / 500}
+    return [name for name in dict.fromkeys(name for each in stacks for name in each) if name in thick]
 
 
 def outlines(

@@ -47,7 +47,7 @@ class Branch:
         path: the path of the module; for several, with their numbers as ``*``, ``{1-6}`` or ``{0,2,4}``.
         held: the bytes, or changes of bytes.
         seconds: the time of its operators.
-        weight: the sum of the absolute bytes of its modules; or its seconds, see `by_time`.
+        weight: the sum of the absolute bytes of its modules, or its seconds if the tree is sorted by time.
         parts: its submodules, heaviest first, and a part for the bytes of the module itself.
     """
 
@@ -57,21 +57,22 @@ class Branch:
     weight: float
     parts: tuple[Branch, ...] = ()
 
-    @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return self.path.rpartition(".")[2] or ROOT
 
-
-def module_tree(held: Iterable[tuple[str, Held]], seconds: Iterable[tuple[str, float]]) -> Branch:
+def module_tree(
+    held: Iterable[tuple[str, Held]], seconds: Iterable[tuple[str, float]], *, by_time: bool = False
+) -> Branch:
     """Returns the root of the tree of modules.
 
     >>> root = module_tree([("", Held(0, 1)), ("a.b", Held(0, 2)), ("a.c", Held(4, 0))], [("a.b", 0.5)])
     >>> root.held, [(part.path, part.held.nbytes, part.seconds) for part in root.parts]
     (Held(resident_bytes=4, transient_bytes=3), [('a', 6, 0.5), ('(top level)', 1, 0.0)])
+    >>> root = module_tree([("a", Held(0, 9)), ("b", Held(0, 1))], [("a", 0.25), ("b", 0.5)], by_time=True)
+    >>> [part.path for part in root.parts]
+    ['b', 'a']
 
     Args:
         held, seconds: pairs of a module's path and its own bytes or seconds; equal paths are added.
+        by_time: sort parts by time instead of bytes.
     """
     own_bytes: dict[str, list[Held]] = defaultdict(list)
     for path, own in held:
@@ -89,7 +90,8 @@ def module_tree(held: Iterable[tuple[str, Held]], seconds: Iterable[tuple[str, f
 
     def part(path: str) -> Branch:
         def leaf(name: str) -> Branch:
-            return Branch(name, _total(own_bytes[path]), own_seconds[path], sum(map(abs, chain(*own_bytes[path]))))
+            weight = own_seconds[path] if by_time else sum(map(abs, chain(*own_bytes[path])))
+            return Branch(name, _total(own_bytes[path]), own_seconds[path], weight)
 
         below = [part(child) for child in names.get(path, ())]
         if not below:
@@ -113,17 +115,6 @@ def _total(held: Iterable[Held]) -> Held:
 
 def _largest_first(parts: Iterable[Branch]) -> list[Branch]:
     return sorted(parts, key=lambda part: (-part.weight, [name.zfill(6) for name in part.path.split(".")]))
-
-
-def by_time(branch: Branch) -> Branch:
-    """Returns the tree with parts sorted by time, longest first.
-
-    >>> root = by_time(module_tree([("a", Held(0, 9)), ("b", Held(0, 1))], [("a", 0.25), ("b", 0.5)]))
-    >>> [part.path for part in root.parts]
-    ['b', 'a']
-    """
-    parts = _largest_first(map(by_time, branch.parts))
-    return dataclasses.replace(branch, weight=branch.seconds, parts=tuple(parts))
 
 
 def summary(root: Branch, lines: int) -> list[Branch]:

@@ -48,7 +48,7 @@ def plot_timelines(path: str | PathLike[str], traces: Mapping[str, AllocatorTrac
     """
     highest_bytes = max(1, *(trace.peak_bytes for trace in traces.values()))
     unit, scale = byte_scale(highest_bytes)
-    shown = visible_categories((trace.timeline.live_bytes for trace in traces.values()), highest_bytes)
+    shown = visible_categories([trace.timeline.live_bytes for trace in traces.values()], highest_bytes)
     figure = figure_of(1.2 + 5.4 * len(traces), "plot_timelines")
     panels = figure.subplots(1, len(traces), sharex=True, sharey=True, squeeze=False)[0]
     first_peak_bytes = next(iter(traces.values())).peak_bytes
@@ -151,8 +151,7 @@ def label(
     axes: Axes, text: str, at: tuple[float, float], coords: Any = "data", *, offset: tuple[float, float], **style: Any
 ) -> Annotation:
     """Writes `text` at a position plus an offset in points."""
-    style.setdefault("fontsize", 9)
-    style.setdefault("color", INK)
+    style = {"fontsize": 9, "color": INK, **style}
     return axes.annotate(text, at, xycoords=coords, xytext=offset, textcoords="offset points", **style)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memscale.hardware import COLLECTIVES
 from memscale.simulation import Schedule, queues_of
@@ -48,16 +48,12 @@ def queue_rows(schedule: Schedule | None, *, columns: int) -> dict[str, list[Bar
     if schedule is None or not (schedule.copies or schedule.collectives or schedule.waits):
         return {}
     found: dict[str, list[Bar]] = {row: [] for row in ROWS}
-    for operator in schedule.operators:
-        if operator.seconds:
-            found[operator.queue].append(Bar(operator.begin, operator.begin + operator.seconds, "busy"))
-    spans = [(queue, copy.begin, copy.seconds) for copy in schedule.copies for queue in queues_of(copy)]
-    spans += [(each.kind, each.begin, each.seconds) for each in schedule.collectives]
-    for queue, begin, seconds in spans:
-        found[queue].append(Bar(begin, min(schedule.seconds, begin + seconds), "busy"))
-    for wait in schedule.waits:
-        if wait.queue == "device":
-            found["device"].append(Bar(wait.begin, wait.begin + wait.seconds, wait.cause))
+    spans: list[tuple[str, Any, str]] = [(each.queue, each, "busy") for each in schedule.operators if each.seconds]
+    spans += [(queue, copy, "busy") for copy in schedule.copies for queue in queues_of(copy)]
+    spans += [(each.kind, each, "busy") for each in schedule.collectives]
+    spans += [("device", wait, wait.cause) for wait in schedule.waits if wait.queue == "device"]
+    for queue, each, what in spans:
+        found[queue].append(Bar(each.begin, min(schedule.seconds, each.begin + each.seconds), what))
     gap = schedule.seconds / columns
     return {row: _joined(sorted(bars), gap) for row, bars in found.items() if bars}
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from memscale.core import COLUMNS, ConfigError, aligned, check_count, format_bytes, format_flops, format_seconds
 from memscale.hardware import COLLECTIVES
-from memscale.reports.module_tree import ROOT, TOP, Held, by_time, module_tree, stacks, summary
+from memscale.reports.module_tree import ROOT, TOP, Held, module_tree, stacks, summary
 from memscale.simulation import Holding, Profile, ProfileDiff, differences
 
 _LINES = 35
@@ -158,9 +158,9 @@ def _module_table(profile: Profile, most: int, *, longest_first: bool = False) -
     root = module_tree(
         ((paths[path], Held.of(parts)) for path, parts in profile.categories_by_module.items()),
         ((paths[path], seconds) for path, seconds in profile.seconds_by_module.items()),
+        by_time=longest_first,
     )
     timed = bool(profile.seconds_by_module)
-    root = by_time(root) if longest_first else root
     rows = []
     for part in summary(root, most) if root.weight else ():
         numbers = (*map(_or_dash, part.held), _or_dash(part.held.nbytes), percent(part.held.nbytes, profile.peak_bytes))

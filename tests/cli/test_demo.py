@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import memscale as ms
 from memscale.cli import demo as _demo
 from memscale.cli import main
 from memscale.cli.training import Job, read_text, train
@@ -54,7 +55,7 @@ def test_a_transform_that_disturbs_dropout_is_caught(
         model.register_forward_hook(lambda *_: torch.rand(1) and None)
         return model
 
-    monkeypatch.setattr("memscale.cli.training.transform", lambda model, plan: disturbed(model))
+    monkeypatch.setattr(ms, "transform", lambda model, plan: disturbed(model))
     assert demo(*SMALL, "--out", str(tmp_path / "memory.png")) == 1
     shown = capsys.readouterr().out
     assert "NOT EQUAL: losses, gradients, parameters, moments, random state differ" in shown
