@@ -26,7 +26,7 @@ from memscale.simulation.dispatch.step_recorder import place_of
 from memscale.simulation.dispatch.tape import Tape
 from memscale.simulation.measured.empirical import measured_profile
 from memscale.simulation.parallel.spec import Parallel, ParallelKind, check_places, one_rank
-from memscale.simulation.process.draws import PYTHON_DRAWN, Draws, drawing
+from memscale.simulation.process.draws import PYTHON_DRAWN, Draws
 from memscale.simulation.process.process_state import few_collections
 from memscale.simulation.results import Profile
 from memscale.simulation.rules.few_bits import notes_of_few_bits
@@ -198,7 +198,7 @@ def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[st
                 draws=draws,
             )
             try:
-                return _simulated(simulation, steps, step, target, (*notes, *said), draws)
+                return _simulated(simulation, steps, step, target, (*notes, *said))
             except Exception as error:
                 if fault is not None:
                     raise fault from error  # on the real device the step would fail with the first error
@@ -213,11 +213,11 @@ def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[st
 
 
 def _simulated(
-    simulation: Simulation, steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...], draws: Draws
+    simulation: Simulation, steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...]
 ) -> Trace:
     """Returns the trace of `steps`."""
     functions, kernels = steps.functions, target.kernels
-    with simulation, drawing(draws) as is_drawn, ExitStack() as stack:
+    with simulation, ExitStack() as stack:
         # Before the simulation ends, which looks for all that is left of it: an output holds the graph of its step.
         stack.callback(steps.kept.clear)
         stack.callback(kernels.save)
@@ -228,7 +228,7 @@ def _simulated(
         if not simulation.mode.recorder.settled or (is_one and not simulation.mode.builder.repeats()):
             simulation.step(functions[-1])
         measuring = () if target.times is None else _timed(simulation, functions[-1], target)
-        drawn, cached = is_drawn(), about_key_values(steps.kept)
+        drawn, cached = simulation.mode.randomness.is_drawn, about_key_values(steps.kept)
         simulation.let_go(steps.kept)
     builder, values = simulation.mode.builder, simulation.mode.values
     builder.add_in_place()

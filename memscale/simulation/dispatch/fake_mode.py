@@ -97,7 +97,7 @@ class FakeMode(TorchDispatchMode):
         self.meets_sparse = False  # whether the batch has sparse tensors
         self.works = Works(clock)
         self.choices = Choices()
-        self.randomness = StepRandomness()
+        self.randomness = StepRandomness(draws)
         self._one_thread = threading.RLock()  # serialises the operators of the step's threads
         self._accelerator = kernels.device_type if kernels.device_type != "cpu" else None
         self._effects = CallEffects(kernels, self.fakes)

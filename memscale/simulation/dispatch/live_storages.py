@@ -171,17 +171,18 @@ class LiveStorages:
         self.builder.death(number)
         self.builder.records[number].later = None
 
-    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Records that `storage` now has `nbytes` bytes: a new record at another address."""
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        """Records that `storage` now has `nbytes` bytes, a new record at another address, and returns it."""
         number = self.live.get(storage._cdata)
         if number is None:
-            return
+            return storage
         old = self.builder.records[number]
         fresh = StorageRecord(nbytes, len(self.builder.ops) - 1, old.category, old.shape, old.dtype, old.path, False)
         fresh.stream = self._stream()
         self.live[storage._cdata] = self.builder.birth(fresh)
         self.builder.death(number)
         self._sizes[storage._cdata] = nbytes
+        return storage
 
     def size(self, storage: torch.UntypedStorage) -> int:
         """Returns the bytes of `storage` after its last resize."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._prims_common import suggest_memory_format
 
 from memscale.core import OpOverload, pytrees
-from memscale.simulation.process.process_state import all_patched, patched
+from memscale.simulation.process.process_state import all_patched
 from memscale.simulation.rules.norms import normalises_by_cudnn
 from memscale.simulation.rules.rule import AUTOCAST, without_autocast
 
@@ -222,14 +222,24 @@ prod.dim_Dimname softmax.Dimname log_softmax.Dimname cumprod.dimname cumsum.dimn
 """  # the last line before torch 2.13
 WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 REFUSED = "binary_cross_entropy"
+_ON_CPU = (
+    'torch.autocast("cpu") is on in the step: simulated as on the CPU, though it casts no tensor of a CUDA device; '
+    'write torch.autocast("cuda") or torch.autocast(x.device.type)'
+)
 _NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
 
 
 class CudaAutocast:
-    """The kernels of CUDA's autocast, for CPU tensors that stand for device tensors according to `eligible`."""
+    """The kernels of CUDA's autocast, for CPU tensors that stand for device tensors.
 
-    def __init__(self, eligible: Callable[[torch.Tensor], bool]) -> None:
+    Args:
+        eligible: whether a tensor stands for one of the device.
+        notes: receives a note if the step turns the CPU's autocast on.
+    """
+
+    def __init__(self, eligible: Callable[[torch.Tensor], bool], notes: dict[str, None]) -> None:
         self._eligible = eligible
+        self._notes = notes
         self._narrow: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id(leaf) -> (leaf, its narrow copy)
 
     @contextmanager
@@ -248,21 +258,23 @@ class CudaAutocast:
             enable(*args)
             if args[0] == "cuda":
                 _turn(on=bool(args[-1]))
+            elif args[0] == "cpu" and args[-1]:
+                self._notes[_ON_CPU] = None
 
         def cleared() -> None:
             self._narrow.clear()
             clear()
 
-        with ExitStack() as stack:
-            stack.callback(self._narrow.clear)
-            stack.callback(others._destroy)
-            stack.callback(library._destroy)
-            stack.callback(_turn, on=False)
+        try:
             if torch.is_autocast_enabled("cuda"):  # the caller has turned autocast on around the simulation
                 enabled("cuda", True)
-            stack.enter_context(patched(torch, "set_autocast_enabled", enabled))
-            stack.enter_context(patched(torch, "clear_autocast_cache", cleared))
-            yield
+            with all_patched([(torch, "set_autocast_enabled", enabled), (torch, "clear_autocast_cache", cleared)]):
+                yield
+        finally:
+            _turn(on=False)
+            library._destroy()
+            others._destroy()
+            self._narrow.clear()
 
     def cast(self, tensor: Any) -> Any:
         """Returns `tensor` in autocast's narrow dtype, as an operator of the `LOWER` list receives it."""

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import optree
 import torch
 from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memscale.core import ConfigError, RuntimeUnavailable, internals, shown
+from memscale.core import ConfigError, RuntimeUnavailable, internals, shown, tensors
 from memscale.simulation.results import MemoryTimeline
 from memscale.simulation.rules.few_bits import quantization_tensors
 from memscale.simulation.sandbox.step_scope import with_storages
@@ -223,16 +222,12 @@ def training_roles(
         states = dict(optimizer.state) if optimizer is not None else {}
         return {
             "parameter": [*parameters, *model.buffers(), *scales],
-            "optimizer state": _tensors(list(states.values())),
+            "optimizer state": tensors(list(states.values())),
             "gradient": [parameter.grad for parameter in parameters if parameter.grad is not None],
-            "input": _tensors(batch),
+            "input": tensors(batch),
         }
 
     return roles
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _checked_device(device: torch.device | str) -> torch.device:

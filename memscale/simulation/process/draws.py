@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memscale.core import OpOverload, internals, simulated
+from memscale.core import OpOverload, internals
 from memscale.simulation.process.process_state import all_patched
 
 _SEED = 0  # arbitrary
@@ -58,58 +58,63 @@ def _bounds(drawn: torch.Tensor, schema: Any, args: Sequence[Any]) -> tuple[floa
     return None
 
 
-_PYTHON: Any = random.uniform.__self__  # type: ignore[attr-defined]  # its methods call `random()`
-_NUMPY = ("rand", "random", "random_sample", "uniform")
+_PYTHON: Any = random.uniform.__self__  # type: ignore[attr-defined]
+_NUMPY: Any = np.random.rand.__self__  # type: ignore[attr-defined]
 _MOST_CALLS = 100_000
 PYTHON_DRAWN = (
     "the step draws from Python's or NumPy's generator: the peak is the largest with the least, most or typical draws"
 )
 
 
-@contextmanager
-def drawing(draws: Draws) -> Iterator[Callable[[], bool]]:
-    """Makes Python's and NumPy's generators return the numbers of `draws` in the body, for single numbers.
+class _Fixed:
+    """A function that returns one number from 0 up to but not including 1, and counts its calls."""
 
-    The context manager yields a function that says whether a number was drawn so far.
+    def __init__(self, draws: Draws) -> None:
+        self.number = math.nextafter(1.0, 0.0) if draws is Draws.MOST else 0.0
+        self.calls = 0
 
-    >>> with drawing(Draws.LEAST) as drawn:
-    ...     drawn(), random.random(), random.uniform(2, 3), np.random.rand(), drawn()
-    (False, 0.0, 2.0, 0.0, True)
-    """
-    if draws is Draws.SEEDED:
-        before = _states()
-        yield lambda: _states() != before
-        return
-    number = math.nextafter(1.0, 0.0) if draws is Draws.MOST else 0.0
-    calls = 0
-
-    def fixed() -> float:
-        nonlocal calls
-        calls += 1
-        if calls > _MOST_CALLS:
+    def __call__(self) -> float:
+        self.calls += 1
+        if self.calls > _MOST_CALLS:
             raise RuntimeError("it waits for a number that is not drawn here")
-        return number
+        return self.number
 
-    def of_numpy(own: Callable[..., Any]) -> Callable[..., Any]:
-        def one(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("size") is not None or len(args) > 2 or any(map(np.ndim, args)):
-                return own(*args, **kwargs)
-            if own.__name__ != "uniform":
-                return own(*args, **kwargs) if args else fixed()
-            low, high = (*args, *(kwargs.get(key, default) for key, default in _UNIFORM[len(args) :]))
-            return low + (high - low) * fixed()
 
-        return one
+class _FixedPython(random.Random):
+    """A generator of Python that returns a fixed number for each single one; its bits are random."""
 
-    here = simulated()
-    python = random, _PYTHON if here is None else here.randomness.python
-    numpys = [(np.random, name, of_numpy(getattr(np.random, name))) for name in _NUMPY]
-    with all_patched([*((owner, "random", fixed) for owner in python), *numpys]):
-        yield lambda: calls > 0
+    fixed: _Fixed
+
+    def random(self) -> float:
+        return self.fixed()
+
+    def getrandbits(self, k: int, /) -> int:
+        return super().getrandbits(k)
+
+
+class _FixedNumpy(np.random.RandomState):
+    """A generator of NumPy that returns a fixed number for each single one; arrays are random."""
+
+    fixed: _Fixed
+
+    def random_sample(self, size: Any = None) -> Any:
+        return self.fixed() if size is None else super().random_sample(size)
+
+    def uniform(self, low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
+        if size is not None or np.ndim(low) or np.ndim(high):
+            return super().uniform(low, high, size)
+        return low + (high - low) * self.fixed()
 
 
 class StepRandomness:
     """The random generators of a simulated step, with the same seed for each simulation.
+
+    >>> least = StepRandomness(Draws.LEAST)
+    >>> least.is_drawn, least.python.random(), least.python.uniform(2, 3), least.numpy.rand(), least.is_drawn
+    (False, 0.0, 2.0, 0.0, True)
+
+    Args:
+        draws: the choice of single numbers of Python and NumPy.
 
     Attributes:
         torch: replaces PyTorch's generator for the CPU.
@@ -117,11 +122,26 @@ class StepRandomness:
         numpy: replaces NumPy's global generator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draws: Draws = Draws.SEEDED) -> None:
         self.torch = torch.Generator("cpu")
         self.torch.manual_seed(_SEED)
-        self.python = random.Random(_SEED)
-        self.numpy = np.random.RandomState(_SEED)
+        self._fixed = None if draws is Draws.SEEDED else _Fixed(draws)
+        self.python, self.numpy = random.Random(_SEED), np.random.RandomState(_SEED)
+        if self._fixed is not None:
+            self.python, self.numpy = _FixedPython(_SEED), _FixedNumpy(_SEED)
+            self.python.fixed = self.numpy.fixed = self._fixed
+        self._before = self._state()
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a number of Python or NumPy was drawn."""
+        return bool(self._state() != self._before)
+
+    def _state(self) -> Any:
+        if self._fixed is not None:
+            return self._fixed.calls
+        state: Any = self.numpy.get_state(legacy=False)["state"]
+        return self.python.getstate(), state["pos"], state["key"].tobytes()
 
     @contextmanager
     def installed(self, *, counts: bool) -> Iterator[None]:
@@ -139,7 +159,7 @@ class StepRandomness:
         }
         patches = [
             (owner, name, getattr(mine, value.__name__))
-            for owner, own, mine in ((random, _PYTHON, self.python), (np.random, _numpys(), self.numpy))
+            for owner, own, mine in ((random, _PYTHON, self.python), (np.random, _NUMPY, self.numpy))
             for name, value in vars(owner).items()
             if getattr(value, "__self__", None) is own
         ]
@@ -200,15 +220,3 @@ def _dropout(
         return torch.ops.aten.native_dropout.default(input, 0.0, train)  # type: ignore[no-any-return]
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
     return input * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-
-
-def _numpys() -> Any:
-    return np.random.rand.__self__  # type: ignore[attr-defined]
-
-
-_UNIFORM = (("low", 0.0), ("high", 1.0))
-
-
-def _states() -> Any:
-    state: Any = np.random.get_state(legacy=False)["state"]
-    return random.getstate(), state["pos"], state["key"].tobytes()

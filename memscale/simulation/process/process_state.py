@@ -213,15 +213,13 @@ def _value_patched(module: types.ModuleType, name: str, value: Any) -> Iterator[
         module.__class__ = kind
 
 
-@contextmanager
-def library_caches_bypassed() -> Iterator[None]:
-    """Bypasses, in the body, the ``lru_cache`` of libraries' questions about CUDA: a simulation changes the answers."""
-    with all_patched(
+def without_library_caches() -> list[tuple[Any, str, Any]]:
+    """Returns patches past the ``lru_cache`` of libraries' questions about CUDA: a simulation changes the answers."""
+    return [
         (module, name, question.__wrapped__)
         for module, name, question in _cached_questions(len(sys.modules))
         if id(vars(module).get(name)) == id(question)
-    ):
-        yield
+    ]
 
 
 @functools.lru_cache(maxsize=1)

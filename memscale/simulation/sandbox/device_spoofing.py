@@ -24,7 +24,7 @@ from memscale.core import MemscaleError
 from memscale.hardware import Hardware
 from memscale.simulation.dispatch.lazy_values import NeedsValues
 from memscale.simulation.kernels.cuda_fused import CudaAutocast
-from memscale.simulation.process.process_state import all_patched, library_caches_bypassed, patched
+from memscale.simulation.process.process_state import all_patched, without_library_caches
 
 # Code in the folders of PyTorch and memscale sees the true device. Two parts of PyTorch see the simulated device, like
 # users' code: optimizers, which keep step counts where the device says, and `custom_fwd` of autocast, which compares a
@@ -71,29 +71,21 @@ class DeviceSpoofing:
         self._answers = _ANSWERS | {"get_device_capability": capability, "get_device_name": hardware.name}
         self._on_device = on_device
         self._insider: dict[str, bool] = {}
-        self.autocast = CudaAutocast(on_device)
+        self._autocast = CudaAutocast(on_device, self.notes)
 
     @contextmanager
     def given(self) -> Iterator[None]:
         """Spoofs the device in the body."""
         # PyTorch lists its factory functions at the first `with torch.device(...)`: make the list before the patches.
         torch.utils._device._device_constructors()
-        patches: list[tuple[Any, str, Any]] = []
+        patches = [*without_library_caches(), *_PATCHES]
         if not torch.cuda.is_available():
             torch._C._ensureCUDADeviceGuardSet()
             patches.append((torch.cuda, "_lazy_init", lambda: None))
         for name, value in (("is_cuda", True), ("is_cpu", False), ("device", _DEVICE)):
             patches.append((torch.Tensor, name, self._attribute(name, value)))
-        patches += [
-            *_PATCHES,
-            *((torch.cuda, name, self._function(name, answer)) for name, answer in self._answers.items()),
-        ]
-        with (
-            library_caches_bypassed(),
-            all_patched(patches),
-            self.autocast.installed(),
-            patched(torch, "set_autocast_enabled", self._watched(torch.set_autocast_enabled)),
-        ):
+        patches += [(torch.cuda, name, self._function(name, answer)) for name, answer in self._answers.items()]
+        with all_patched(patches), self._autocast.installed():
             yield
 
     def _function(self, name: str, answer: Any) -> Callable[..., Any]:
@@ -124,17 +116,6 @@ class DeviceSpoofing:
             return value
 
         return property(read)
-
-    def _watched(self, enable: Callable[..., None]) -> Callable[..., None]:
-        def enabled(*args: Any) -> None:
-            if args[0] == "cpu" and args[-1]:
-                self.notes[
-                    'torch.autocast("cpu") is on in the step: simulated as on the CPU, though it casts no tensor of a '
-                    'CUDA device; write torch.autocast("cuda") or torch.autocast(x.device.type)'
-                ] = None
-            enable(*args)
-
-        return enabled
 
     def _is_insider(self, code: CodeType) -> bool:
         file = code.co_filename  # the key is the file: hashing a code object hashes all its constants

@@ -30,7 +30,7 @@ from memscale.regions import OperatorWatch
 from memscale.simulation.dispatch.fake_mode import FakeMode
 from memscale.simulation.dispatch.lazy_values import NeedsValues
 from memscale.simulation.dispatch.step_recorder import StepRecorder
-from memscale.simulation.process.process_state import patched, placed
+from memscale.simulation.process.process_state import all_patched, patched, placed
 
 
 @contextmanager
@@ -178,19 +178,9 @@ def reads_checked(mode: FakeMode) -> Iterator[None]:
 
         return read
 
-    def resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        mode.storages.resized(storage, nbytes)
-        return storage
-
-    def size(storage: torch.UntypedStorage) -> int:
-        return mode.storages.size(storage)
-
-    with (
-        patched(torch.Tensor, "tolist", checked("tolist")),
-        patched(torch.Tensor, "numpy", checked("numpy")),
-        patched(torch.UntypedStorage, "resize_", resize),
-        patched(torch.UntypedStorage, "size", size),
-    ):
+    of_tensors = [(torch.Tensor, name, checked(name)) for name in ("tolist", "numpy")]
+    size, resize = mode.storages.size, mode.storages.resized
+    with all_patched([*of_tensors, (torch.UntypedStorage, "size", size), (torch.UntypedStorage, "resize_", resize)]):
         yield
 
 

@@ -1,9 +1,8 @@
 """Removal of the simulation's tensors that outlive it, such as in a cache of another file.
 
-NOTE: a later computation would read such a tensor without values. A tensor that depends on constants alone is computed
-for real, in place, so that all its holders have the right values. Any other tensor, and every tensor on a simulated
-card, is removed from its containers, which are then as before the simulation. An attribute or a name that held the
-tensor becomes None. A tensor that still has a holder raises an error.
+NOTE: a later computation would read such a tensor without values. The tensor is removed from its containers, which are
+then as before the simulation. In an attribute or under a name, a tensor that depends on constants alone is computed for
+real, in place; for any other tensor they become None. A tensor that still has a holder raises an error.
 """
 
 from __future__ import annotations
@@ -46,12 +45,10 @@ class LeftBehind:
 
     Args:
         storages: the live storages of the simulation, before its end.
-        on_card: whether the simulated device is a card; then real values cannot be computed in place.
     """
 
-    def __init__(self, storages: LiveStorages, *, on_card: bool) -> None:
+    def __init__(self, storages: LiveStorages) -> None:
         self._made = [Made(*each) for each in storages.made()]
-        self._on_card = on_card
 
     def clear(self, *, refuses: bool) -> None:
         """Computes or removes every remaining tensor.
@@ -71,12 +68,12 @@ class LeftBehind:
 
     def _clear(self, *, refuses: bool) -> None:
         alive: dict[int, StorageRecord] = {}
-        for turn in range(_PASSES):
+        for _ in range(_PASSES):
             before, alive = alive, self._alive()
             found = _tensors_over(alive) if alive.keys() != before.keys() else None  # unchanged: stop
             if not found:
                 break  # held in C++ alone, such as by a graph without a Python object
-            self._settle(found, alive, takes=turn == 0 and self._on_card)
+            _settle(found, alive)
             del found
         if refuses:
             _refuse(_Own(each for tensors in _tensors_over(self._alive()).values() for each in tensors))
@@ -89,18 +86,16 @@ class LeftBehind:
             if (storage := each.storage()) is not None and storage.nbytes() and not _is_right(each.record)
         }
 
-    def _settle(self, found: dict[int, _Own], alive: dict[int, StorageRecord], *, takes: bool) -> None:
-        made = {key: _Own(each for each in tensors if not is_from_before(each)) for key, tensors in found.items()}
-        if takes:
-            whole = _Own(key for key in found if not alive[key].offloaded and len(made[key]) == len(found[key]))
-            stuck = _taken_out(_Own(each for key in whole for each in made[key]), attributes=False)
-            found = {
-                key: tensors
-                for key, tensors in found.items()
-                if key not in whole or not stuck.isdisjoint(map(id, made[key]))
-            }
-        rest = _Own(each for key, tensors in found.items() if not _computed(tensors, alive[key]) for each in made[key])
-        _taken_out(rest, attributes=True)
+
+def _settle(found: dict[int, _Own], alive: dict[int, StorageRecord]) -> None:
+    """Removes tensors from containers; those that attributes hold are computed in place, or removed too."""
+    made = {key: _Own(each for each in tensors if not is_from_before(each)) for key, tensors in found.items()}
+    whole = {key for key in found if len(made[key]) == len(found[key])}
+    stuck = _taken_out(_Own(each for key in whole for each in made[key]), attributes=False)
+    rest = (key for key in found if key not in whole or not stuck.isdisjoint(map(id, made[key])))
+    _taken_out(
+        _Own(each for key in rest if not _computed(found[key], alive[key]) for each in made[key]), attributes=True
+    )
 
 
 def _is_right(record: StorageRecord) -> bool:

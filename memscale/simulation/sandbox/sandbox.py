@@ -181,7 +181,7 @@ class Simulation:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        left = LeftBehind(self.mode.storages, on_card=self._kernels.device_type != "cpu")
+        left = LeftBehind(self.mode.storages)
         self.mode.recorder.graphs.end()
         self._stack.close()
         self._contents.clear()  # releases the caller's storages
