@@ -196,7 +196,7 @@ def _timeline_of(profile: Profile) -> dict[str, Any] | None:
     from memscale.reports import columns  # imported late: most programs record no run
 
     timeline = profile.timeline
-    live = columns(timeline.position, timeline.live_bytes, count=_MOST_COLUMNS).live_bytes
+    live = columns(timeline.position, timeline.live_bytes, count=_MOST_COLUMNS)
     return {
         "unit": timeline.unit,
         "end": float(timeline.position[-1]),

@@ -30,9 +30,9 @@ def chart(profile: Profile) -> dict[str, Any]:
     across = Axis(0.0, float(timeline.position[-1]) / seconds or 1.0, _LEFT, _WIDTH)
     up = Axis(0.0, max(1, profile.peak_bytes) * 1.08 / scale, _BOTTOM, -_HEIGHT)
     phases = [(name, begin / seconds) for name, begin in timeline.phases]
-    cut = columns(timeline.position, timeline.live_bytes, count=_COLUMNS)
+    live_bytes = columns(timeline.position, timeline.live_bytes, count=_COLUMNS)
     shown = visible_categories([timeline.live_bytes], profile.peak_bytes)
-    total: list[int] = np.stack([*cut.live_bytes.values()]).sum(axis=0).tolist()
+    total: list[int] = np.stack([*live_bytes.values()]).sum(axis=0).tolist()
     return {
         "peak_bytes": profile.peak_bytes,
         "peak": total.index(max(total)),
@@ -43,8 +43,8 @@ def chart(profile: Profile) -> dict[str, Any]:
         "seconds": seconds,
         "phases": phases,
         "names": placed(phases, across.high, _LETTER * across.high / _WIDTH),
-        "areas": [*outlines(((each, cut.live_bytes[each] / scale) for each in shown), up, _LEFT, _WIDTH)],
-        "live": {category: cut.live_bytes[category].tolist() for category in reversed(shown)},
+        "areas": [*outlines(((each, live_bytes[each] / scale) for each in shown), up, _LEFT, _WIDTH)],
+        "live": {category: live_bytes[category].tolist() for category in reversed(shown)},
         "total": total,
         "rows": queue_rows(profile.schedule, columns=_COLUMNS),
     }

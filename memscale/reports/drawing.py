@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +26,7 @@ COLOURS = {
 }
 
 
-_Number = TypeVar("_Number", float, npt.NDArray[np.float64])
-
-
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """An axis from `low` to `high` over `length` pixels from `start`; a negative length points upwards.
 
     >>> axis = Axis(9.8, 13.6, start=100, length=380)
@@ -46,8 +41,8 @@ class Axis:
     start: float
     length: float
 
-    def at(self, value: _Number) -> _Number:
-        """Returns the pixel of a value."""
+    def at(self, value: Any) -> Any:
+        """Returns the pixel of a value, or of each value of an array."""
         return self.start + self.length * (value - self.low) / (self.high - self.low)
 
     def place(self, value: float) -> str:
@@ -78,30 +73,22 @@ def css_name(category: str) -> str:
     return "--" + category.replace(" ", "-")
 
 
-@dataclass(frozen=True)
-class Columns:
-    """A step divided into equal spans, each with its moment of most live bytes.
-
-    Attributes:
-        edges: float64 of shape (columns + 1,), the bounds of the spans.
-        live_bytes: for each category, int64 of shape (columns,).
-    """
-
-    edges: npt.NDArray[np.float64]
-    live_bytes: Mapping[str, npt.NDArray[np.int64]]
+def edges(position: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.float64]:
+    """Returns the bounds of `count` equal spans of a step, of shape (count + 1,)."""
+    return np.linspace(0.0, float(position[-1]) or 1.0, count + 1)
 
 
 def columns(
     position: npt.NDArray[np.float64], live_bytes: Mapping[str, npt.NDArray[np.int64]], *, count: int
-) -> Columns:
-    """Returns one moment for each of `count` columns of pixels: the moment of most live bytes in the column.
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Returns live bytes in each of `count` columns of pixels, by category: those of the column's highest moment.
 
     So a short peak between two pixels stays visible. All categories of a column are of the same moment, so that they
     add up to the live bytes at that moment.
 
     >>> live = {"activation": np.array([0, 8, 3, 90, 3, 0]), "temporary": np.array([0, 0, 0, 1, 0, 2])}
     >>> cut = columns(np.array([0.0, 0.1, 1.0, 2.5, 2.5, 4.0]), live, count=4)
-    >>> {category: values.tolist() for category, values in cut.live_bytes.items()}
+    >>> {category: values.tolist() for category, values in cut.items()}
     {'activation': [8, 3, 90, 3], 'temporary': [0, 0, 1, 0]}
 
     Args:
@@ -110,14 +97,14 @@ def columns(
         count: the number of columns, at least 1.
     """
     total = np.sum(list(live_bytes.values()), axis=0)
-    edges = np.linspace(0.0, float(position[-1]) or 1.0, count + 1)
-    first = np.searchsorted(position, edges[:-1], side="left").clip(max=len(position) - 1)
-    first -= (position[first] > edges[:-1]) & (first > 0)  # include the moment that was live when the column began
-    last = np.searchsorted(position, edges[1:], side="left")
+    bounds = edges(position, count)
+    first = np.searchsorted(position, bounds[:-1], side="left").clip(max=len(position) - 1)
+    first -= (position[first] > bounds[:-1]) & (first > 0)  # include the moment that was live when the column began
+    last = np.searchsorted(position, bounds[1:], side="left")
     last[-1] = len(position)
     spans = zip(first, last, strict=True)
     picked = np.array([low + int(total[low : max(low + 1, high)].argmax()) for low, high in spans])
-    return Columns(edges, {category: values[picked] for category, values in live_bytes.items()})
+    return {category: values[picked] for category, values in live_bytes.items()}
 
 
 def visible_categories(stacks: Sequence[Mapping[str, npt.NDArray[np.int64]]], highest_bytes: int) -> list[str]:
@@ -141,11 +128,11 @@ def outlines(
     """
     below: npt.NDArray[np.float64] | None = None
     for name, heights in layers:
-        edges = np.linspace(left, left + width, len(heights) + 1)
+        ends = np.linspace(left, left + width, len(heights) + 1)
         below = np.zeros(len(heights)) if below is None else below
         above = below + heights
-        forth = "".join(f"V{height}H{right}" for height, right in _runs(up.at(above), edges[1:]))
-        back = "".join(f"V{height}H{start}" for height, start in _runs(up.at(below)[::-1], edges[-2::-1]))
+        forth = "".join(f"V{height}H{right}" for height, right in _runs(up.at(above), ends[1:]))
+        back = "".join(f"V{height}H{start}" for height, start in _runs(up.at(below)[::-1], ends[-2::-1]))
         yield name, f"M{left},{up.place(float(below[0]))}{forth}{back}Z"
         below = above
 

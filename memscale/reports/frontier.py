@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from typing import NamedTuple
@@ -59,8 +58,7 @@ class PartOfPlan(NamedTuple):
     reasons: Sequence[str]
 
 
-@dataclass(frozen=True)
-class DrawnPoint:
+class DrawnPoint(NamedTuple):
     """A point of the curve.
 
     Attributes:
@@ -123,7 +121,6 @@ def write_frontier(
         ConfigError: the suffix is not ``.html``, or the folder does not exist.
     """
     target = checked_target(path, "Frontier.html", PAGES, "use plot() for a picture")
-    fastest = choices[-1].step_seconds
     write_page(
         target,
         "frontier.html",
@@ -132,12 +129,11 @@ def write_frontier(
         it=(drawn := _Axes.of(choices)),
         price=price,
         dollars=None if price is None else drawn.priced(price),
-        ratio=lambda each: f"{each.step_seconds / fastest:.2f} ×",
+        ratio=lambda each: f"{each.step_seconds / choices[-1].step_seconds:.2f} ×",
     )
 
 
-@dataclass(frozen=True)
-class _Axes:
+class _Axes(NamedTuple):
     """The axes of the curve in a picture, with their units.
 
     Attributes:

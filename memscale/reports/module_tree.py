@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import NamedTuple
 
@@ -39,8 +37,7 @@ class Held(NamedTuple):
         return self.resident_bytes + self.transient_bytes
 
 
-@dataclass(frozen=True)
-class Branch:
+class Branch(NamedTuple):
     """A module, or several equal ones, with its submodules, and their bytes at the peak.
 
     Attributes:
@@ -160,7 +157,7 @@ def _split(part: Branch, whole: float, lines: int) -> tuple[list[Branch], list[B
         return [], []
     others = list(part.parts[len(named) :])
     if has_rest:
-        return [*named, dataclasses.replace(_sum(f"{part.path} (rest)", others), parts=())], []
+        return [*named, _sum(f"{part.path} (rest)", others)._replace(parts=())], []
     return named, others
 
 
@@ -183,7 +180,8 @@ def stacks(parameter_bytes: Mapping[str, int]) -> dict[str, str]:
         for depth in range(1, len(names) + 1):
             inside[".".join(names[:depth])] += [(".".join(names[depth:]), nbytes)] if nbytes else []
     found = {"": ""}
-    for _, level in groupby(sorted(inside, key=_depth), key=_depth):
+    paths = sorted(inside, key=lambda path: path.count("."))
+    for _, level in groupby(paths, key=lambda path: path.count(".")):
         numbers: dict[str, set[str]] = defaultdict(set)  # all numbers below a pattern
         groups: dict[tuple[str, object], set[str]] = defaultdict(set)  # those of equal modules, or a single name
         of = {}
@@ -197,10 +195,6 @@ def stacks(parameter_bytes: Mapping[str, int]) -> dict[str, str]:
             name = "*" if len(alike) > 1 and alike == numbers[above] else _numbers(alike)
             found[path] = f"{above}.{name}" if above else name
     return found
-
-
-def _depth(path: str) -> int:
-    return path.count(".")
 
 
 def _numbers(names: Collection[str]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memscale.core import format_bytes, format_seconds, package
-from memscale.reports.drawing import COLOURS, byte_scale, columns, placed, time_scale, visible_categories
+from memscale.reports.drawing import COLOURS, byte_scale, columns, edges, placed, time_scale, visible_categories
 from memscale.reports.page import checked_target
 from memscale.reports.queues import COLOURS as QUEUE_COLOURS
 from memscale.reports.queues import MEANINGS, ROWS, Bar, queue_rows
@@ -53,7 +53,14 @@ def plot_timelines(path: str | PathLike[str], traces: Mapping[str, AllocatorTrac
     panels = figure.subplots(1, len(traces), sharex=True, sharey=True, squeeze=False)[0]
     first_peak_bytes = next(iter(traces.values())).peak_bytes
     for index, (axes, (title, trace)) in enumerate(zip(panels, traces.items(), strict=True)):
-        _draw(axes, trace, shown, scale)
+        _stack(axes, trace, shown, scale)
+        at = float(trace.timeline.position[trace.timeline.total_bytes.argmax()])
+        _mark_peak(axes, trace.peak_bytes, at, scale)
+        if trace.backward_seconds is not None:
+            axes.axvline(trace.backward_seconds, color="white", linewidth=1)
+            place, sides = (trace.backward_seconds, 0.012), ("data", "axes fraction")
+            label(axes, "backward →", place, sides, offset=(4, 0), color="white")
+        axes.set_xlabel(f"seconds of one training step ({format_seconds(trace.seconds)})", color=INK)
         axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK)
         if index and first_peak_bytes > trace.peak_bytes:
             _mark_saving(axes, trace, first_peak_bytes, scale)
@@ -100,8 +107,7 @@ def profile_figure(profile: Profile, budget_bytes: int | None = None) -> Figure:
     estimated = "estimated " if profile.method == "static" else ""
     for lower in below:
         _draw_queues(lower, rows, seconds)
-    lowest = below[-1] if below else axes
-    lowest.set_xlabel(f"{estimated}time ({time_unit})" if time_unit else "operators", color=INK)
+    [axes, *below][-1].set_xlabel(f"{estimated}time ({time_unit})" if time_unit else "operators", color=INK)
     axes.set_ylabel(f"live memory ({unit})", color=INK)
     axes.set_ylim(0, max(profile.peak_bytes, budget_bytes or 0) / scale * 1.12)
     axes.set_xlim(0, end)
@@ -116,19 +122,18 @@ def profile_figure(profile: Profile, budget_bytes: int | None = None) -> Figure:
 
 def _draw_queues(axes: Axes, rows: Mapping[str, list[Bar]], seconds: float) -> None:
     """Draws one row of bars per queue."""
-    labelled: set[str] = set()
     for place, bars in enumerate(rows.values()):
         for what in dict.fromkeys(bar.what for bar in bars):
             spans = [(bar.begin / seconds, (bar.end - bar.begin) / seconds) for bar in bars if bar.what == what]
-            label = MEANINGS[what] if what not in labelled else None
-            axes.broken_barh(spans, (place - 0.35, 0.7), facecolors=QUEUE_COLOURS[what], linewidth=0, label=label)
-            labelled.add(what)
+            axes.broken_barh(spans, (place - 0.35, 0.7), color=QUEUE_COLOURS[what], linewidth=0, label=MEANINGS[what])
     axes.set_yticks(range(len(rows)), [ROWS[row] for row in rows])
     axes.invert_yaxis()
     plain(axes)
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    handles, labels = axes.get_legend_handles_labels()
+    named = dict(zip(labels, handles, strict=True))  # a kind of bars occurs in several rows
+    axes.legend([*named.values()], [*named], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
 
 
 def figure_of(width: float, caller: str, height: float = 5.0) -> Figure:
@@ -157,12 +162,15 @@ def label(
 
 def _stack(axes: Axes, step: Profile | AllocatorTrace, shown: list[str], scale: int, seconds: float = 1.0) -> None:
     """Draws the stacked areas of the categories in `shown`, in units of `scale` bytes and `seconds` seconds."""
-    cut = columns(step.timeline.position / seconds, step.timeline.live_bytes, count=_COLUMNS)
-    layers = np.array([cut.live_bytes[category] for category in shown]) / scale
+    position = step.timeline.position / seconds
+    live_bytes = columns(position, step.timeline.live_bytes, count=_COLUMNS)
+    layers = np.array([live_bytes[category] for category in shown]) / scale
     # Only changes and the right edge, since a vector file would otherwise have a point for every pixel.
     kept = [0, *(np.flatnonzero(np.diff(layers).any(axis=0)) + 1), -1]
     colours = [COLOURS[category] for category in shown]
-    axes.stackplot(cut.edges[kept], layers[:, kept], labels=shown, colors=colours, step="post", linewidth=0)
+    axes.stackplot(
+        edges(position, _COLUMNS)[kept], layers[:, kept], labels=shown, colors=colours, step="post", linewidth=0
+    )
     plain(axes)
     axes.tick_params(labelleft=True)
 
@@ -179,17 +187,6 @@ def _mark_peak(axes: Axes, peak_bytes: int, at: float, scale: int, when: str = "
 def _legend(figure: Figure, axes: Axes, count: int) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=count, frameon=False, fontsize=10.5)
-
-
-def _draw(axes: Axes, trace: AllocatorTrace, shown: list[str], scale: int) -> None:
-    _stack(axes, trace, shown, scale)
-    at = float(trace.timeline.position[trace.timeline.total_bytes.argmax()])
-    _mark_peak(axes, trace.peak_bytes, at, scale)
-    if trace.backward_seconds is not None:
-        axes.axvline(trace.backward_seconds, color="white", linewidth=1)
-        at_the_bottom = ("data", "axes fraction")
-        label(axes, "backward →", (trace.backward_seconds, 0.012), at_the_bottom, offset=(4, 0), color="white")
-    axes.set_xlabel(f"seconds of one training step ({format_seconds(trace.seconds)})", color=INK)
 
 
 def _mark_saving(axes: Axes, trace: AllocatorTrace, first_peak_bytes: int, scale: int) -> None:

@@ -54,8 +54,7 @@ def queue_rows(schedule: Schedule | None, *, columns: int) -> dict[str, list[Bar
     spans += [("device", wait, wait.cause) for wait in schedule.waits if wait.queue == "device"]
     for queue, each, what in spans:
         found[queue].append(Bar(each.begin, min(schedule.seconds, each.begin + each.seconds), what))
-    gap = schedule.seconds / columns
-    return {row: _joined(sorted(bars), gap) for row, bars in found.items() if bars}
+    return {row: _joined(sorted(bars), schedule.seconds / columns) for row, bars in found.items() if bars}
 
 
 def _joined(bars: Iterable[Bar], gap: float) -> list[Bar]:

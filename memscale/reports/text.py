@@ -15,7 +15,6 @@ _LINES = 35
 _MODULES = 10
 _TABLES = 19  # rows of the two tables of categories and modules together, which leaves room for a note
 _TENSORS = 7
-_GAP = "  "
 _WORTH_A_WORD = 0.01
 _CAUSES = {"input": "copies back", "room": "room", "disk": "the disk", "host": "the host"}
 _CAUSES |= {"stream": "another stream"} | {kind: f"{kind.removesuffix('s')}s" for kind in COLLECTIVES}
@@ -23,10 +22,12 @@ _CAUSES |= {"stream": "another stream"} | {kind: f"{kind.removesuffix('s')}s" fo
 
 def profile_text(profile: Profile) -> str:
     """Returns the text of ``str(profile)``."""
+    parts = sorted(profile.by_category.items(), key=lambda item: -item[1])
+    held = [(name, format_bytes(nbytes), percent(nbytes, profile.peak_bytes)) for name, nbytes in parts if nbytes]
     lines = [
         f"peak {format_bytes(profile.peak_bytes)} {profile.moment}",
         *(f"  {fact}" for fact in facts(profile)),
-        *_category_table(profile),
+        *_table(("at the peak", "bytes", "%"), held),
         *_module_table(profile, min(_MODULES, _TABLES - len(profile.by_category))),
         *_tensor_table(profile),
     ]
@@ -36,8 +37,8 @@ def profile_text(profile: Profile) -> str:
 def facts(profile: Profile) -> list[str]:
     """Returns lines about the peak relative to the device, the moment of the peak, and the totals of the step."""
     usable_bytes = profile.hardware.usable_bytes
-    share = f"{percent(profile.peak_bytes, usable_bytes)} % of {format_bytes(usable_bytes)}"
-    device = [f"{share} on {profile.hardware.name}"]
+    share = percent(profile.peak_bytes, usable_bytes)
+    device = [f"{share} % of {format_bytes(usable_bytes)} on {profile.hardware.name}"]
     if profile.reserved_peak_bytes is not None:
         device.append(f"the allocator reserves {format_bytes(profile.reserved_peak_bytes)}")
     moved = []
@@ -58,10 +59,9 @@ def facts(profile: Profile) -> list[str]:
 
 def _waits(profile: Profile, step_seconds: float) -> list[str]:
     """Returns the causes and shares of the step's time in which the device waits, without negligible ones."""
-    waits = sorted(profile.exposed_seconds.items(), key=lambda item: -item[1])
     shown = [
         f"{format_seconds(seconds)} for {_CAUSES[cause]}"
-        for cause, seconds in waits
+        for cause, seconds in sorted(profile.exposed_seconds.items(), key=lambda item: -item[1])
         if seconds >= _WORTH_A_WORD * step_seconds
     ]
     return [f"waits {', '.join(shown)}"] if shown else []
@@ -71,15 +71,14 @@ def diff_text(diff: ProfileDiff) -> str:
     """Returns the text of ``str(diff)``."""
     before, after = diff.before, diff.after
     peaks = f"peak {format_bytes(before.peak_bytes)} -> {format_bytes(after.peak_bytes)}"
-    change = f"{signed(diff.peak_bytes)}, {_ratio(before.peak_bytes, after.peak_bytes)}"
+    change = f"{signed(diff.peak_bytes)}, {after.peak_bytes / max(before.peak_bytes, 1):.3f} ×"
     lines = [f"{peaks} ({change if diff.peak_bytes else 'the same'}), now {after.moment}"]
     if before.step_seconds and after.step_seconds:
         times = f"{format_seconds(before.step_seconds)} -> {format_seconds(after.step_seconds)}"
-        lines.append(f"  time {times} ({_ratio(before.step_seconds, after.step_seconds)})")
-    changed = sorted(diff.by_category.items(), key=lambda item: -abs(item[1]))
+        lines.append(f"  time {times} ({after.step_seconds / before.step_seconds:.3f} ×)")
     rows = [
         (name, *(_or_dash(profile.by_category.get(name, 0)) for profile in (before, after)), signed(nbytes))
-        for name, nbytes in changed
+        for name, nbytes in sorted(diff.by_category.items(), key=lambda item: -abs(item[1]))
         if nbytes
     ]
     lines += _table(("at the peaks", "before", "after", "change"), rows)
@@ -128,12 +127,6 @@ def is_cut(profile: Profile, holding: Holding) -> bool:
     """Whether ``profile.holdings``, which lists only the largest storages, may lack others like this one."""
     listed_bytes = sum(other.nbytes for other in profile.holdings) + profile.by_category.get("rounding", 0)
     return listed_bytes < profile.peak_bytes and holding.nbytes == profile.holdings[-1].nbytes
-
-
-def _category_table(profile: Profile) -> list[str]:
-    parts = sorted(profile.by_category.items(), key=lambda item: -item[1])
-    rows = [(name, format_bytes(nbytes), percent(nbytes, profile.peak_bytes)) for name, nbytes in parts if nbytes]
-    return _table(("at the peak", "bytes", "%"), rows)
 
 
 def module_text(profile: Profile, by: str, rows: int) -> str:
@@ -195,10 +188,10 @@ def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     If the columns do not fit, the widest ones are shortened in the middle of their texts.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + len(_GAP) * len(widths) > COLUMNS:
+    while sum(widths) + 2 * len(widths) > COLUMNS:
         widths[widths.index(max(widths))] -= 1
     cut = [[shortened(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return aligned(cut, sides, _GAP)
+    return aligned(cut, sides)
 
 
 def percent(part: float, whole: float) -> str:
@@ -227,10 +220,6 @@ def signed(nbytes: int) -> str:
     ('-2.00 KiB', '+1 B', '-')
     """
     return f"{'+' if nbytes > 0 else '-'}{format_bytes(abs(nbytes))}" if nbytes else "-"
-
-
-def _ratio(before: float, after: float) -> str:
-    return f"{after / before:.3f} ×" if before else "from nothing"
 
 
 def _or_dash(nbytes: int) -> str:

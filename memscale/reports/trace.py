@@ -31,8 +31,8 @@ def write_trace(profile: Profile, path: str | PathLike[str]) -> None:
         {"ph": "M", "pid": 0, "tid": _NUMBERS[queue], "name": "thread_name", "args": {"name": name}}
         for queue, name in ROWS.items()
     ]
-    found = {"traceEvents": [*events, *_slices(profile.schedule), *_memory(profile)]}
-    target.write_text(json.dumps(found), encoding="utf-8")
+    events += [*_slices(profile.schedule), *_memory(profile)]
+    target.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 
 def _slices(schedule: Schedule) -> Iterator[dict[str, Any]]:
