@@ -189,7 +189,7 @@ def test_what_does_not_fit_gets_the_way_to_step_that_fits(device, fields, wanted
 
 
 def test_a_larger_batch_plans_again_and_the_optimizer_keeps_its_states(device):  # noqa: F811
-    model = stack(4)
+    model = stack(2)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     device(4.2 * weights / MIB)
     optimizer = adamw(model)
