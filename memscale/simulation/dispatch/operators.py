@@ -238,7 +238,7 @@ class CallEffects:
 
     def by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> CallEffect:
         """Returns the effect of a call whose result shapes follow from the values in `args`, without its cost."""
-        return dataclasses.replace(NOTHING, program=self._kernels.program_by_values(op, args, kwargs, result))
+        return dataclasses.replace(NOTHING, program=self._kernels.program(op, args, kwargs, result, 0, by_values=True))
 
     def by_probe(self, tensors: list[torch.Tensor], probe: ScratchProbe) -> CallEffect:
         """Returns the effect of a call on `tensors` that was probed on the CPU: scratch bytes, and the cost of traffic.

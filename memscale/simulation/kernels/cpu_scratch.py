@@ -119,12 +119,16 @@ class CpuScratch:
         self._disk = DiskCache("kernels")
         self._changed = False
 
-    def nbytes(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
-        """Returns the bytes that ``op(*args, **kwargs)``, of `flops` FLOPs, allocates beyond its results."""
+    def nbytes(self, op: OpOverload, args: Any, kwargs: Any, flops: int, *, by_values: bool = False) -> int:
+        """Returns the bytes that ``op(*args, **kwargs)``, of `flops` FLOPs, allocates beyond its results.
+
+        With `by_values` these depend on values, as with a mask, and are not remembered: the cache's keys hold layouts.
+        """
+        probe = probe_scratch if by_values else self._probe_scratch
         if op is _EXPONENTIAL:
             return _most_for_exponential(args[0])
         if self._probe:
-            return self._probe_scratch(op, args, kwargs).scratch_bytes
+            return probe(op, args, kwargs).scratch_bytes
         rule = rule_of(op)
         if rule.batched and args[0].dim() > 0:
             return self._of_batch(op, args, kwargs, flops)
@@ -149,22 +153,11 @@ class CpuScratch:
             flops += sum(4 * tensor.numel() * max(tensor.shape[-2:]) for tensor in matrices)
             if flops > _LARGEST_PROBE_FLOPS:
                 return sum(tensor.nbytes for tensor in matrices)  # LAPACK works in place, so PyTorch passes a copy
-        if _cost(flops, tensors) > _LARGEST_PROBE_FLOPS:
+        if _cost(flops, tensors) > _LARGEST_PROBE_FLOPS and not by_values:
             return 0
         # A kernel may refuse zeros, or indices beyond a smaller batch, and still take the user's values.
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
-            return self._probe_scratch(op, args, kwargs).scratch_bytes
-        return 0
-
-    def nbytes_by_values(self, op: OpOverload, args: Any, kwargs: Any) -> int:
-        """Returns the bytes that a call allocates beyond its results where these depend on values, as with a mask.
-
-        The result is not remembered: the cache's keys hold layouts, not values.
-        """
-        if not _may_take_memory(op, args, kwargs):
-            return 0
-        with contextlib.suppress(RuntimeError, IndexError, ValueError):
-            return probe_scratch(op, args, kwargs).scratch_bytes
+            return probe(op, args, kwargs).scratch_bytes
         return 0
 
     def save(self) -> None:

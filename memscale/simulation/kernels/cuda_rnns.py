@@ -7,16 +7,14 @@ Source: aten/src/ATen/native/RNN.cpp, cudnn/RNN.cpp and ATen/cudnn/AutocastRNN.c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from memscale.core import ConfigError
-from memscale.simulation.process.process_state import all_patched
+from memscale.core import ConfigError, simulated
 from memscale.simulation.rules.recurrences import (
     DROPOUT,
     FLATTENED,
@@ -31,28 +29,7 @@ from memscale.simulation.rules.recurrences import (
 from memscale.simulation.rules.rule import Capability, without_autocast
 
 
-@contextmanager
-def cuda_rnns(capability: Capability) -> Iterator[None]:
-    """Makes ``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` on CPU tensors run cuDNN's operator.
-
-    >>> from torch._subclasses.fake_tensor import FakeTensorMode
-    >>> kept = []
-    >>> with FakeTensorMode(), cuda_rnns((9, 0)):
-    ...     lstm, x = nn.LSTM(8, 16), torch.empty(10, 4, 8)
-    ...     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype), lambda t: t):
-    ...         output, (hidden, cell) = lstm(x)
-    >>> torch.uint8 in kept, output.grad_fn.name()  # cuDNN's reserve space
-    (True, 'CudnnRnnBackward0')
-
-    Args:
-        capability: the device's compute capability, (major, minor).
-    """
-    runs = {name: _by_cudnn(getattr(torch, name), mode, capability) for name, mode in MODES.items()}
-    with all_patched((owner, name, run) for name, run in runs.items() for owner in (torch._VF, torch)):
-        yield
-
-
-def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -> Callable[..., Any]:
+def _by_cudnn(original: Callable[..., Any], mode: int) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         # Arguments: input, hx, params, has_biases, ...; for a packed sequence: data, batch_sizes, hx, params, ...
         if kwargs or len(args) != 9:
@@ -64,7 +41,8 @@ def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -
         batch_first = False if packed else args[8]
         if is_functorch_wrapped_tensor(data) or states[0] is None or not data.numel():
             return original(*args)
-        if not _takes(data.dtype, capability):
+        here = simulated()
+        if here is not None and not _takes(data.dtype, here.capability or (0, 0)):
             name = original.__name__.partition("_")[0].upper()
             dtype = str(data.dtype).removeprefix("torch.")
             raise ConfigError(
@@ -90,6 +68,12 @@ def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -
         return found[:3] if mode == LSTM else found[:2]
 
     return run
+
+
+#: Patches that make ``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` on CPU tensors run cuDNN's operator.
+RNNS = tuple(
+    (owner, name, _by_cudnn(getattr(torch, name), mode)) for name, mode in MODES.items() for owner in (torch._VF, torch)
+)
 
 
 def _takes(dtype: torch.dtype, capability: Capability) -> bool:

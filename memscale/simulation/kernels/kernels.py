@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,9 @@ from memscale.hardware import Hardware, Work
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cuda_fused import cuda_fused
-from memscale.simulation.kernels.cuda_rnns import cuda_rnns, recurrence_notes
+from memscale.simulation.kernels.cuda_rnns import RNNS, recurrence_notes
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
-from memscale.simulation.process.process_state import all_patched, patched
+from memscale.simulation.process.process_state import all_patched
 from memscale.simulation.rules.recurrences import (
     DROPOUT,
     DROPOUT_STATES,
@@ -68,8 +68,13 @@ class Kernels:
         self._cpu = None if self.is_cuda else CpuScratch(probe=probe)
         self._cuda = CudaProbe() if self.is_cuda and probe else None
 
-    def program(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> Program:
-        """Returns the allocations of one call of `op`, of `flops` FLOPs, in order, with the place of its results."""
+    def program(
+        self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int, *, by_values: bool = False
+    ) -> Program:
+        """Returns the allocations of one call of `op`, of `flops` FLOPs, in order, with the place of its results.
+
+        `by_values` says that the shape of its results follows from the values of its arguments.
+        """
         # Recurrences cannot be probed: the simulation lacks the flat storage of all weights that cuDNN requires.
         if self._cuda is not None and op not in (RNN, RNN_BACKWARD, DROPOUT):
             # An operator may be for CPUs only, refuse zeros, or exceed the memory; the formulas below serve then.
@@ -78,13 +83,7 @@ class Kernels:
         if self.card is not None:
             return rule_of(op).program(args, result, self.card)
         assert self._cpu is not None, "only a card has its own rules"
-        return *taken(self._cpu.nbytes(op, args, kwargs, flops)), RESULTS
-
-    def program_by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> Program:
-        """Returns `program` of a call whose result shape follows from the values of `args`."""
-        if self._cpu is None:
-            return self.program(op, args, kwargs, result, 0)
-        return *taken(self._cpu.nbytes_by_values(op, args, kwargs)), RESULTS
+        return *taken(self._cpu.nbytes(op, args, kwargs, flops, by_values=by_values)), RESULTS
 
     def cost(self, op: OpOverload, args: Any, work: Work) -> Work:
         """Returns the work that takes the device as long as this call of `op`, of `work`."""
@@ -133,18 +132,18 @@ class Kernels:
 
         An optimizer loops over single tensors where `is_below` is true for one of them (it lives on the host).
         """
-        with ExitStack() as stack:
-            stack.enter_context(patched(F, "linear", linear))
-            if self.is_cuda:
-                self._unfused.clear()
-                stack.enter_context(cuda_attention(self.capability, unfused=self._unfused))
-                stack.enter_context(cuda_rnns(self.capability))
-                stack.enter_context(cuda_fused())
-                # Optimizers with foreach=None (except Adafactor) and weight averaging call this function; without the
-                # patch they would see CPU tensors and choose the loop over single tensors.
-                devices, name = partial(_with_loops, is_below), "_get_foreach_kernels_supported_devices"
-                names = "torch.optim.optimizer", "torch.optim.swa_utils"  # torch.optim deletes the name of the first
-                stack.enter_context(all_patched((importlib.import_module(each), name, devices) for each in names))
+        patches: list[tuple[Any, str, Any]] = [(F, "linear", linear)]
+        if not self.is_cuda:
+            with all_patched(patches):
+                yield
+            return
+        self._unfused.clear()
+        # Optimizers with foreach=None (except Adafactor) and weight averaging call this function; without the patch
+        # they would see CPU tensors and choose the loop over single tensors.
+        devices, name = partial(_with_loops, is_below), "_get_foreach_kernels_supported_devices"
+        names = "torch.optim.optimizer", "torch.optim.swa_utils"  # torch.optim deletes the name of the first
+        patches += [*RNNS, *((importlib.import_module(each), name, devices) for each in names)]
+        with all_patched(patches), cuda_attention(self.capability, unfused=self._unfused), cuda_fused():
             yield
 
 

@@ -235,8 +235,40 @@ def prefetch_depth(
         transfers: the copies of the step.
         first: the number of the step's first operator.
     """
-    replay = DepthReplay(seconds, passes, transfers, first)
-    took = {depth: replay.seconds(depth) for depth in _DEPTHS}
+    before = [0.0, *itertools.accumulate(seconds)]
+    by_op: dict[int, list[Transfer]] = {}
+    for transfer in transfers:
+        if transfer.direction == "in" and transfer.awaited is not None:
+            by_op.setdefault(min(transfer.awaited - first, len(seconds)), []).append(transfer)
+    requests = sorted(by_op.items())
+    of_pass = [passes[min(op, len(seconds) - 1)] for op, _ in requests]
+    departures = [(max(0, each.requested - first), -1, each) for each in transfers if each.direction == "out"]
+    # At equal moments copies out come first, as in the engine's order of stash and fetch.
+    moments: list[tuple[int, int, Transfer | None]] = sorted(
+        [*departures, *((op, number, None) for number, (op, _) in enumerate(requests))], key=lambda moment: moment[:2]
+    )
+
+    def replayed(depth: int) -> float:
+        """Returns the seconds of the step with this depth."""
+        ends = {"out": 0.0, "in": 0.0, "disk": 0.0}
+        stood_still = 0.0
+        leaving: deque[float] = deque()
+        arrivals: list[float] = []
+        for op, number, departure in moments:
+            now = before[op] + stood_still
+            if departure is not None:
+                leaving.append(_copied(departure, now, ends))
+                if len(leaving) > depth:
+                    stood_still += max(0.0, leaving.popleft() - now)
+                continue
+            for ahead in range(len(arrivals), min(number + depth + 1, len(requests))):
+                if of_pass[ahead] != of_pass[number]:
+                    break
+                arrivals.append(max([_copied(each, now, ends) for each in requests[ahead][1]]))
+            stood_still += max(0.0, arrivals[number] - now)
+        return before[-1] + stood_still
+
+    took = {depth: replayed(depth) for depth in _DEPTHS}
     copy_seconds = sum(transfer.end - transfer.begin for transfer in transfers) / len(transfers)
 
     def is_deep_enough(depth: int) -> bool:
@@ -247,49 +279,6 @@ def prefetch_depth(
         )
 
     return next(filter(is_deep_enough, _DEPTHS))
-
-
-class DepthReplay:
-    """A step as queues, for `seconds` to replay with a given depth; arguments as in `prefetch_depth`."""
-
-    def __init__(
-        self, seconds: Sequence[float], passes: Sequence[int], transfers: Sequence[Transfer], first: int
-    ) -> None:
-        self._before = [0.0, *itertools.accumulate(seconds)]
-        last = len(seconds)
-        requests: dict[int, list[Transfer]] = {}
-        for transfer in transfers:
-            if transfer.direction == "in" and transfer.awaited is not None:
-                requests.setdefault(min(transfer.awaited - first, last), []).append(transfer)
-        self._requests = sorted(requests.items())
-        self._passes = [passes[min(op, last - 1)] for op, _ in self._requests]
-        departures = [(max(0, each.requested - first), each) for each in transfers if each.direction == "out"]
-        # At equal moments copies out come first, as in the engine's order of stash and fetch.
-        self._moments: list[tuple[int, int, Transfer | None]] = sorted(
-            [(op, -1, each) for op, each in departures]
-            + [(op, number, None) for number, (op, _) in enumerate(self._requests)],
-            key=lambda moment: moment[:2],
-        )
-
-    def seconds(self, depth: int) -> float:
-        """Returns the seconds of the step with this depth."""
-        ends = {"out": 0.0, "in": 0.0, "disk": 0.0}
-        stood_still = 0.0
-        leaving: deque[float] = deque()
-        arrivals: list[float] = []
-        for op, number, departure in self._moments:
-            now = self._before[op] + stood_still
-            if departure is not None:
-                leaving.append(_copied(departure, now, ends))
-                if len(leaving) > depth:
-                    stood_still += max(0.0, leaving.popleft() - now)
-                continue
-            for ahead in range(len(arrivals), min(number + depth + 1, len(self._requests))):
-                if self._passes[ahead] != self._passes[number]:
-                    break
-                arrivals.append(max([_copied(each, now, ends) for each in self._requests[ahead][1]]))
-            stood_still += max(0.0, arrivals[number] - now)
-        return self._before[-1] + stood_still
 
 
 def _copied(transfer: Transfer, now: float, ends: dict[str, float]) -> float:
