@@ -53,8 +53,8 @@ def send_all(base, team, token, count):
 def fill(team, project, user, count):
     """Rows for `count` runs, past the API: what is measured is the pages."""
     from memscale.server.access import access_of
-    from memscale.server.documents import RunDocument, _row, plan_hash
     from memscale.server.models import Document, Plan, Run
+    from memscale.server.schema import RunDocument, _row, plan_hash
 
     access = access_of(user, team.slug)
     sample = document()

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,18 @@ def test_names_say_what_is_in_a_file():
     assert {module for module, name in names.items() if name.startswith("_") and name != "__main__"} == set()
     vague = {"manager", "handler", "helper", "utils", "misc"}
     assert {module for module, name in names.items() if vague & set(name.split("_"))} == set()
+
+
+# In each folder: the factory of a transform, its public functions, and what ``python -m`` runs.
+OF_A_FOLDER = {"__init__", "__main__", "factory", "verbs"}
+
+
+def test_files_of_different_folders_have_different_names():
+    places = defaultdict(set)
+    for module, path in MODULES.items():
+        if path.stem not in OF_A_FOLDER and folder(module) != "cli":  # a command has the name of what it is about
+            places[path.stem].add(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
 def doors_used(module):

@@ -9,7 +9,7 @@ import pytest
 
 from memscale.config import Config, OptimizationMode
 from memscale.core.errors import ConfigError
-from memscale.runtime.config import AsyncOffloadConfig
+from memscale.runtime.offload_config import AsyncOffloadConfig
 
 DEFAULTS = {
     "mode": OptimizationMode.BALANCED,

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 import memscale as ms
 from memscale.cli.options import Html, size
-from memscale.cli.step import StepOptions, TrainingOptions, batch_of, read_step
+from memscale.cli.step_options import StepOptions, TrainingOptions, batch_of, read_step
 from memscale.cli.terminal import show, write
 from memscale.core import ConfigError
 

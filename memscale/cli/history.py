@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from memscale.cli.options import PrintJson, Shorthand, add, size
 from memscale.cli.predict import read_plan
-from memscale.cli.step import Step, StepOptions, batch_of, read_step
+from memscale.cli.step_options import Step, StepOptions, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, show
 from memscale.config import Config
 from memscale.core import ConfigError, aligned, budget_bytes, format_bytes, format_seconds

@@ -166,7 +166,7 @@ def as_option(argument: Argument, known: Collection[str]) -> str:
 def typed(options: Options, kind: type) -> str:
     """Returns the fields of `kind` that differ from their defaults in `options`, as typed on a command line.
 
-    >>> from memscale.cli.step import StepOptions
+    >>> from memscale.cli.step_options import StepOptions
     >>> typed(StepOptions(hf="my model/config.json", batch=8, keeps_output=False), StepOptions)
     "--hf 'my model/config.json' --batch 8 --no-keeps-output"
     """

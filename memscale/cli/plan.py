@@ -27,7 +27,7 @@ from memscale.cli.options import (
 )
 from memscale.cli.price import PriceOptions, axis_of, cost_of, line_of
 from memscale.cli.script import as_script
-from memscale.cli.step import Step, batch_of, read_step
+from memscale.cli.step_options import Step, batch_of, read_step
 from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
 from memscale.core import (
     ConfigError,

@@ -26,7 +26,7 @@ from memscale.cli.options import (
     typed,
 )
 from memscale.cli.price import PriceOptions, cost_of, line_of
-from memscale.cli.step import RankOptions, batch_of, read_step
+from memscale.cli.step_options import RankOptions, batch_of, read_step
 from memscale.cli.subject import Subject
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, show, simulations, write
 from memscale.core import Argument, BudgetError, ConfigError

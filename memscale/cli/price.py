@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from memscale.cli.options import number
-from memscale.cli.step import RankOptions, Step, batch_of
+from memscale.cli.step_options import RankOptions, Step, batch_of
 from memscale.core import ConfigError, format_count
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmbt]?)", re.IGNORECASE)

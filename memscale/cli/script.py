@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memscale.cli.step import RankOptions, Step
+from memscale.cli.step_options import RankOptions, Step
 from memscale.cli.subject import DTYPES
 
 if TYPE_CHECKING:

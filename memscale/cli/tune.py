@@ -14,7 +14,7 @@ from memscale.cli.plan import SearchOptions
 from memscale.cli.predict import check_axis
 from memscale.cli.price import cost_of, line_of
 from memscale.cli.script import as_script
-from memscale.cli.step import read_step
+from memscale.cli.step_options import read_step
 from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
 from memscale.core import ConfigError
 

@@ -18,7 +18,9 @@ from memscale.core.errors import (
     package,
     respelled,
 )
-from memscale.core.host import (
+from memscale.core.history_file import HISTORY, Record, history_path
+from memscale.core.http import http_request
+from memscale.core.machine import (
     available_host_bytes,
     cgroup_limit_bytes,
     filesystem_of,
@@ -27,10 +29,8 @@ from memscale.core.host import (
     read_or_empty,
     state_folder,
 )
-from memscale.core.http import http_request
 from memscale.core.misuse import by_name, shown, takes_no
 from memscale.core.paths import in_rows, in_runs, matches, misfit, numbers, row_label, template, written
-from memscale.core.recording import HISTORY, Record, history_path
 from memscale.core.units import (
     COLUMNS,
     aligned,

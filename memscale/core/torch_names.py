@@ -4,8 +4,8 @@ from memscale.core import batches, internals, pytrees
 from memscale.core.assembled import Assembled, assembled_in, is_of_modules, modules_in
 from memscale.core.batches import Loss, call, check_loss, scalar_loss
 from memscale.core.distributed import fsdp_groups, fsdp_groups_of, in_process_group
+from memscale.core.experiments import found_once
 from memscale.core.internals import OpOverload
-from memscale.core.modes import found_once
 from memscale.core.pytrees import tensors, unflatten
 from memscale.core.simulating import (
     compute_capability,

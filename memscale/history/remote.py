@@ -166,7 +166,7 @@ def send(history: History) -> Iterator[tuple[Run, str]]:
 def document_of(run: Run) -> dict[str, Any]:
     """Returns the JSON that is sent of a run: a fixed list of fields. No other data leaves the machine.
 
-    docs/server-data.md lists the fields; a server checks documents by the schema in `memscale.server.documents`. Of a
+    docs/server-data.md lists the fields; a server checks documents by the schema in `memscale.server.schema`. Of a
     very large model, the smallest modules are summed up as ``"(others)"``.
     """
     data = json.loads(run.to_json())

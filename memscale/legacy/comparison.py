@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.core import device_type, format_bytes, tensors
 from memscale.history import keep_measured
-from memscale.legacy.decision import Verdict
+from memscale.legacy.decide import Verdict
 from memscale.legacy.log import say
 from memscale.legacy.terms import Terms
 from memscale.optimizers import TransformedOptimizer

@@ -17,12 +17,12 @@ from memscale.core import TransformError, format_bytes, in_process_group, wrappe
 from memscale.hardware import Hardware
 from memscale.inspection import check_same_numbers
 from memscale.legacy.comparison import StepComparison
-from memscale.legacy.decision import Verdict, decide, trained_bytes
+from memscale.legacy.decide import Verdict, decide, trained_bytes
 from memscale.legacy.huggingface import caches_off, caches_on
 from memscale.legacy.installation import Installation
 from memscale.legacy.log import LOG, announce, say
 from memscale.legacy.optimizing import Optimizing
-from memscale.legacy.shapes import PlansByShapes, Shapes, as_batch, shapes_of, with_shapes
+from memscale.legacy.plans_by_shapes import PlansByShapes, Shapes, as_batch, shapes_of, with_shapes
 from memscale.legacy.summary import headline, moved_text, planned_text, step_text
 from memscale.legacy.terms import Terms, hardware_of, new_runtime
 from memscale.legacy.training_loop import LoopWatch, is_a_step_of_its_own, leave, listen

@@ -9,7 +9,7 @@ from torch import nn
 from memscale.algebra import Plan, chain
 from memscale.config import Config
 from memscale.core import format_bytes, format_unlike, matches, wrapped
-from memscale.legacy.decision import Verdict
+from memscale.legacy.decide import Verdict
 from memscale.planning import ProvenPlan, repeated_blocks
 from memscale.runtime import Runtime
 

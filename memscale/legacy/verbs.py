@@ -14,7 +14,7 @@ from torch import nn
 from memscale.algebra import Plan
 from memscale.config import Config, as_code
 from memscale.core import ConfigError, Record, RuntimeUnavailable, TransformError, batches, check_count, takes_no
-from memscale.legacy.decision import Verdict, decide, resident_bytes
+from memscale.legacy.decide import Verdict, decide, resident_bytes
 from memscale.legacy.executor import ATTRIBUTE, DETACHED, Executor
 from memscale.legacy.log import LOG, say
 from memscale.legacy.terms import config_in_force, terms_of

@@ -10,7 +10,7 @@ import torch
 from memscale.algebra import Numbers
 from memscale.core import by_name
 from memscale.optimizers.in_float32 import StepInFloat32
-from memscale.optimizers.parts import PartedOptimizer, StepPart
+from memscale.optimizers.step_parts import PartedOptimizer, StepPart
 from memscale.optimizers.transformed import OptimizerTransform
 
 _LOW = "low_bits"  # the lower half of the float32 number whose upper half is the parameter

@@ -11,8 +11,8 @@ import torch
 
 from memscale.core import ConfigError, CorrectnessError, Misfit, TransformError, by_name, in_process_group, integer
 from memscale.optimizers.clipping import TwoPasses
-from memscale.optimizers.parts import PartedOptimizer, StepPart
 from memscale.optimizers.spent import SpentGradient
+from memscale.optimizers.step_parts import PartedOptimizer, StepPart
 from memscale.optimizers.transformed import OptimizerTransform
 from memscale.regions import never_compiled
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from memscale.core import TransformError
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied, options_of
+from memscale.optimizers.step_parts import Group, PartedOptimizer, StepPart, copied, options_of
 
 _AT_ONCE = 2**20  # how many numbers are in float32 at a time, where the optimizer is elementwise
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from memscale.core import budget_bytes, by_name, device_type
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, in_turn
+from memscale.optimizers.step_parts import Group, PartedOptimizer, StepPart, in_turn
 from memscale.optimizers.transformed import OptimizerTransform
 
 

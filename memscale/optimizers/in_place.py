@@ -11,9 +11,9 @@ import torch
 from memscale.algebra import Transform
 from memscale.core import TransformError
 from memscale.optimizers.assigned import assigned_by_rules
-from memscale.optimizers.parts import PartedOptimizer, parameters_of
 from memscale.optimizers.separability import check_separable, made_of
 from memscale.optimizers.spent import SpentGradient
+from memscale.optimizers.step_parts import PartedOptimizer, parameters_of
 from memscale.optimizers.transformed import TransformedOptimizer, class_for
 
 

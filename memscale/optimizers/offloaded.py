@@ -12,7 +12,7 @@ from memscale.core import by_name, check_tier
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.on_disk import OnDisk
 from memscale.optimizers.on_host import Below, StepOnHost, is_large
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied, in_turn
+from memscale.optimizers.step_parts import Group, PartedOptimizer, StepPart, copied, in_turn
 from memscale.optimizers.transformed import OptimizerTransform
 from memscale.runtime import Runtime
 

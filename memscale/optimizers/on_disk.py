@@ -12,7 +12,7 @@ import torch
 
 from memscale.core import RuntimeUnavailable, device_type, simulating
 from memscale.optimizers.on_host import Below, is_large, laid_out
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, in_turn
+from memscale.optimizers.step_parts import Group, PartedOptimizer, StepPart, in_turn
 from memscale.runtime.backends import Buffer, Event
 from memscale.runtime.engine import Engine
 from memscale.runtime.storage import PAGE_BYTES, page_aligned_memory

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, device_type
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, in_turn
+from memscale.optimizers.step_parts import Group, PartedOptimizer, StepPart, in_turn
 from memscale.runtime import Runtime, host_parameter_of, runtime_for
 from memscale.runtime.parameters import HostCopy, Mapped, MappedTensors
 

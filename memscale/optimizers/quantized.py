@@ -14,8 +14,8 @@ from memscale.core import ConfigError, TransformError, by_name, format_bytes, si
 from memscale.optimizers.blockwise import LARGEST, kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.kernel_step import KernelStep
-from memscale.optimizers.parts import Group, OwnStep, PartedOptimizer, StepPart, check_whole, copied, in_turn
 from memscale.optimizers.separability import MomentState
+from memscale.optimizers.step_parts import Group, OwnStep, PartedOptimizer, StepPart, check_whole, copied, in_turn
 from memscale.optimizers.transformed import OptimizerTransform
 
 _LEAST = 4096  # states of fewer numbers stay in full: the saving would not be worth the rounding

@@ -10,7 +10,7 @@ import torch
 from memscale.algebra import Numbers
 from memscale.core import ConfigError, Misfit, by_name, integer
 from memscale.optimizers.in_float32 import StepInFloat32
-from memscale.optimizers.parts import PartedOptimizer, StepPart, check_whole
+from memscale.optimizers.step_parts import PartedOptimizer, StepPart, check_whole
 from memscale.optimizers.transformed import OptimizerTransform
 
 _COUNT = "roundings"  # how often the parameter has stepped; with the seed and its index, the seed of its generator

@@ -14,9 +14,9 @@ import torch
 from memscale.algebra import Transform, chain
 from memscale.core import TransformError
 from memscale.optimizers.assigned import Assigned, assigned_by_rules
-from memscale.optimizers.parts import Group, OwnStep, PartedOptimizer, StepPart, copied, options_of, parameters_of
 from memscale.optimizers.separability import Separability, check_separable, made_of
 from memscale.optimizers.spent import SpentGradient
+from memscale.optimizers.step_parts import Group, OwnStep, PartedOptimizer, StepPart, copied, options_of, parameters_of
 from memscale.regions import uncompiled
 
 

@@ -1,8 +1,8 @@
 """The names of `memscale.reports` that need PyTorch; `memscale.reports` imports them on first use."""
 
+from memscale.reports.batch_sizes import TriedSize, plot_sizes, write_sizes
 from memscale.reports.frontier import DrawnPoint, PartOfPlan, Price, plot_frontier, write_frontier
 from memscale.reports.page import PAGES, checked_target, write_html, write_page
+from memscale.reports.perfetto import write_trace
 from memscale.reports.plot import plot_profile, plot_timelines
-from memscale.reports.sizes import TriedSize, plot_sizes, write_sizes
 from memscale.reports.text import diff_text, module_text, profile_text
-from memscale.reports.trace import write_trace

@@ -15,9 +15,9 @@ import torch
 from memscale.core import ConfigError, RuntimeUnavailable, internals, is_own_thread, own_threads
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.protocol import TOGETHER_BYTES, Backend
-from memscale.runtime.config import AsyncOffloadConfig
-from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.locks import new_lock
+from memscale.runtime.engine.offload_engine import Engine
+from memscale.runtime.offload_config import AsyncOffloadConfig
 from memscale.runtime.parameters.host_parameter import HOST_PARAMETERS, HostParameter
 from memscale.runtime.parameters.host_parameters import HostParameters
 from memscale.runtime.stats import CopyTimeline, DeviceStats
@@ -169,7 +169,7 @@ class Runtime:
     def _new_backend(self, tensor: torch.Tensor) -> Backend:
         kind = tensor.device.type
         if isinstance(tensor, internals.FakeTensor) or kind == "meta":
-            from memscale.runtime.backends.trace import TraceBackend
+            from memscale.runtime.backends.counting_backend import TraceBackend
 
             return TraceBackend(self.caps(kind), together_bytes=TOGETHER_BYTES if kind == "cuda" else 0)
         if kind == "cpu":

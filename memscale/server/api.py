@@ -19,11 +19,11 @@ from ninja.parser import Parser
 from pydantic import Field
 
 from memscale.server.access import Access
-from memscale.server.documents import Closed, Line, RunDocument, document_of, keep
 from memscale.server.listing import Listing
 from memscale.server.middleware import problem_of
 from memscale.server.models import Baseline, Run
 from memscale.server.problems import Problem
+from memscale.server.schema import Closed, Line, RunDocument, document_of, keep
 from memscale.server.tokens import TokenAuth
 
 _MOST_DEEP = 32

@@ -17,11 +17,11 @@ from django.views.defaults import server_error
 
 from memscale.server import api, charts, forms, invitations, pages
 from memscale.server.access import Access
-from memscale.server.documents import document_of
 from memscale.server.listing import SORTS, Listing
 from memscale.server.middleware import PASSWORD_CHOSEN_AT, answer_to
 from memscale.server.models import Membership, Role, User
 from memscale.server.problems import Problem
+from memscale.server.schema import document_of
 from memscale.server.tokens import new_token
 
 _FILTERS = ("name", "card", "commit", "model")

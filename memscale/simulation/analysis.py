@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from memscale.core import format_bytes, format_unlike
 from memscale.hardware import Hardware, has_rate
+from memscale.simulation.allocator.allocator_settings import AllocatorSettings
 from memscale.simulation.allocator.caching import TRIM, TRIM_IF_GROWN, Replayed, replay
-from memscale.simulation.allocator.settings import AllocatorSettings
 from memscale.simulation.results import Holding, Moment, Profile
 from memscale.simulation.schedule.schedule import Schedule, prefetch_depth
 from memscale.simulation.trace import CATEGORIES, Phase, Storage, Trace

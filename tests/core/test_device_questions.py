@@ -49,7 +49,7 @@ MAY_ASK = {
     "simulation/dispatch/fake_mode.py": "meta, which computes nothing, is left alone",
     "simulation/rules/few_bits.py": "names the caller's device in an error, before any step",
     "simulation/step.py": "where the caller's model is, before the step",
-    "transforms/checkpoint/results.py": "the generators that there are",
+    "transforms/checkpoint/saved_results.py": "the generators that there are",
     "transforms/offload/streamed.py": "where the runtime that it is given has the parameters",
     "transforms/tile/head/lazy_logits.py": "attributes that lazy logits pass on, whoever asks",
 }

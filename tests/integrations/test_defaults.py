@@ -19,7 +19,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.legacy import executor as executor_module
-from memscale.legacy.decision import Verdict
+from memscale.legacy.decide import Verdict
 from tests.support.checks import bits
 from tests.support.coverings import in_turn
 from tests.support.models import own_checkpointing

@@ -14,7 +14,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.legacy import executor as executor_module
-from memscale.legacy.decision import Verdict
+from memscale.legacy.decide import Verdict
 from tests.legacy.test_wrap_among_others import blocks
 
 PLANS = [

@@ -9,7 +9,7 @@ import torch
 import memscale as ms
 from memscale import offload
 from memscale.runtime import Runtime, host_parameter_of
-from memscale.runtime.engine.engine import Engine
+from memscale.runtime.engine.offload_engine import Engine
 from memscale.runtime.parameters.host_parameter import running
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits

@@ -8,7 +8,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.simulation import MemoryProfiler, Trace, analyse, attribute, memory, shares
-from memscale.simulation.allocator.settings import AllocatorSettings
+from memscale.simulation.allocator.allocator_settings import AllocatorSettings
 from tests.support.models import TransformerBlock
 
 

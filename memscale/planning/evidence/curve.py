@@ -21,7 +21,7 @@ from memscale.core import (
     row_label,
     table_lines,
 )
-from memscale.planning.evidence.explanation import reasons, rows_of
+from memscale.planning.evidence.evidence_text import reasons, rows_of
 from memscale.planning.evidence.proven import ProvenPlan
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from memscale.core import (
     template,
 )
 from memscale.planning.evidence.evidence import Decision, Evidence
-from memscale.planning.evidence.explanation import about_parts, explanation
+from memscale.planning.evidence.evidence_text import about_parts, explanation
 from memscale.policy import StrategyDecision, select
 from memscale.simulation import Parallel
 

@@ -36,7 +36,7 @@ from memscale.planning.search.found import Found, Proven
 from memscale.planning.solving.solver import Choice, Chooser, LinkRates
 from memscale.planning.stepping import held_by_phase
 from memscale.planning.trials.costs import GROUPED, Assignment, Costs, costs_of_step, measured_costs
-from memscale.planning.trials.groups import shown_bytes, with_groups
+from memscale.planning.trials.group_costs import shown_bytes, with_groups
 from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Trials
 from memscale.simulation import Trace, analyse, attribute

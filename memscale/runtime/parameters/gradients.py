@@ -8,9 +8,9 @@ from collections import deque
 import torch
 
 from memscale.core import found_once
-from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import is_unshared
 from memscale.runtime.engine.link import Copy
+from memscale.runtime.engine.offload_engine import Engine
 from memscale.runtime.parameters.mapped import MappedTensors, shaped
 
 _CPU = torch.device("cpu")

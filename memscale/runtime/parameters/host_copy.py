@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.link import Copy
+from memscale.runtime.engine.offload_engine import Engine
 from memscale.runtime.parameters.mapped import Mapped
 from memscale.runtime.parameters.movable import is_dense
 

@@ -10,9 +10,9 @@ import torch
 
 from memscale.core import version
 from memscale.runtime.backends.protocol import Event
-from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Layout
 from memscale.runtime.engine.loader import LoadState
+from memscale.runtime.engine.offload_engine import Engine
 from memscale.runtime.engine.prefetch import MOST_HINTS, Prefetch
 from memscale.runtime.parameters.gradients import Gradients
 from memscale.runtime.parameters.host_parameter import (

@@ -9,8 +9,8 @@ import torch
 
 from memscale.core import RuntimeUnavailable
 from memscale.runtime.backends.protocol import Backend, Buffer, Event
-from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.link import Copy
+from memscale.runtime.engine.offload_engine import Engine
 from memscale.runtime.parameters.host_parameter import HostParameter
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from memscale.core import ConfigError, internals
+from memscale.simulation.allocator.allocator_settings import MIN_BLOCK_BYTES, MIN_LARGE_BYTES, AllocatorSettings
 from memscale.simulation.allocator.block_pool import ADDRESS_BITS, Block, Pool, round_up
-from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES, MIN_LARGE_BYTES, AllocatorSettings
 
 __all__ = ["TRIM", "TRIM_IF_GROWN", "AllocatorSettings", "Replayed", "replay"]
 

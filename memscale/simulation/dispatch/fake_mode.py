@@ -33,8 +33,8 @@ from memscale.simulation.dispatch.operators import (
     run_sparse,
 )
 from memscale.simulation.dispatch.step_recorder import StepRecorder
+from memscale.simulation.dispatch.step_values import Choices, Values, guess_of, integers_of, with_numbers
 from memscale.simulation.dispatch.trace_builder import CHOICE, DRAW, GIVEN, SCALAR, StorageRecord, TraceBuilder
-from memscale.simulation.dispatch.values import Choices, Values, guess_of, integers_of, with_numbers
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
     Kind,

@@ -24,7 +24,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from memscale.core import OpOverload, RuntimeUnavailable, internals
 from memscale.hardware import Hardware, Work
-from memscale.simulation.kernels.attention import cuda_attention
+from memscale.simulation.kernels.attention_choice import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cuda_fused import cuda_fused
 from memscale.simulation.kernels.cuda_rnns import RNNS, recurrence_notes

@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from memscale.hardware import Work
+from memscale.simulation.allocator.allocator_settings import MIN_BLOCK_BYTES
 from memscale.simulation.allocator.block_pool import round_up
-from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
 from memscale.simulation.rules.layouts import ResultLayout
 
 Capability = tuple[int, int]

@@ -37,8 +37,8 @@ from memscale.runtime.parameters import MappedTensors, is_movable
 from memscale.simulation.dispatch.fake_mode import FakeMode
 from memscale.simulation.dispatch.lazy_values import LazyValue, TooLarge, value_of
 from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
+from memscale.simulation.dispatch.step_values import guess_of
 from memscale.simulation.dispatch.trace_builder import StorageRecord, TraceBuilder
-from memscale.simulation.dispatch.values import guess_of
 from memscale.simulation.process.process_state import patched
 from memscale.simulation.schedule.clock import Clock
 

@@ -29,7 +29,7 @@ from memscale.regions import (
     unrecorded_depth,
 )
 from memscale.runtime import Runtime
-from memscale.transforms.checkpoint.results import (
+from memscale.transforms.checkpoint.saved_results import (
     NO_EFFECTS,
     CallSpec,
     OperatorEffects,

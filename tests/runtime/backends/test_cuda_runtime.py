@@ -279,7 +279,7 @@ def test_a_disk_that_fails_is_the_events_error_and_loses_nothing(cupy, tmp_path,
 
 
 def test_no_disk_to_be_had_is_a_tier_without_room_unless_it_was_named(cupy, tmp_path, monkeypatch):
-    monkeypatch.setattr("memscale.core.host.is_in_memory", lambda folder: True)
+    monkeypatch.setattr("memscale.core.machine.is_in_memory", lambda folder: True)
     backend = backend_on(tmp_path, disk_directory=None, disk_bytes=None)
     assert backend.allocate(100, "disk") is None
     assert backend.allocate(100, "disk") is None

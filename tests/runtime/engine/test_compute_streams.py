@@ -14,7 +14,7 @@ import memscale as ms
 from memscale.runtime import Runtime
 from memscale.runtime.backends.cuda import CudaBackend
 from memscale.runtime.engine import entry, loader, transfers
-from memscale.runtime.engine.engine import Engine
+from memscale.runtime.engine.offload_engine import Engine
 from memscale.runtime.storage.budget import HostBudget
 from tests.runtime.engine.test_adversarial_device import mutate
 from tests.support.fake_cuda import FakeCupy

@@ -9,8 +9,8 @@ import torch
 import memscale as ms
 from memscale.runtime import Runtime
 from memscale.runtime.backends.host import HostBackend
-from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.loader import LoadState
+from memscale.runtime.engine.offload_engine import Engine
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.checking.checked_engine import CheckedEngine
 from tests.support.checking.hazards import Checked

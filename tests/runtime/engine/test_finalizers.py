@@ -8,7 +8,7 @@ import torch
 import memscale as ms
 from memscale import offload
 from memscale.runtime import Runtime
-from memscale.runtime.engine.engine import Engine
+from memscale.runtime.engine.offload_engine import Engine
 from memscale.runtime.storage.slab_file import FileIO
 from tests.support.adversarial_device import AdversarialDevice
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core.errors import ConfigError
-from memscale.simulation.kernels.attention import AttentionCall, AttentionFlags, attention_kernel, cuda_attention
+from memscale.simulation.kernels.attention_choice import AttentionCall, AttentionFlags, attention_kernel, cuda_attention
 from memscale.simulation.kernels.cuda_fused import cuda_fused
 
 T4, A100, A10, L4, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)

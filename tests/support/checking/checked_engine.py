@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from memscale.runtime.backends.protocol import Backend
-from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Handle
 from memscale.runtime.engine.loader import Loadable, Loader
+from memscale.runtime.engine.offload_engine import Engine
 from memscale.runtime.engine.transfers import Transfers
 from memscale.runtime.runtime import Runtime
 from tests.support.checking.hazards import Checked

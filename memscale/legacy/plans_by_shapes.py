@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memscale.core import pytrees, tensors, unflatten
-from memscale.legacy.decision import Verdict
+from memscale.legacy.decide import Verdict
 
 Shapes = tuple[tuple[int, ...], ...]
 

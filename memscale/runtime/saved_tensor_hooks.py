@@ -11,8 +11,8 @@ import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, changed_error, check_tier, internals, version
 from memscale.regions import PacksSeveral, dispatch_modes, hooks_around, never_compiled, recomputes, unrecorded
-from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Handle, kept_tensor
+from memscale.runtime.engine.offload_engine import Engine
 from memscale.runtime.parameters.host_parameter import Saved, any_is_running, host_parameter_on_device
 from memscale.runtime.runtime import Runtime, runtime_for
 
