@@ -8,8 +8,8 @@ The path of `profile(model, batch)` through the package, in reading order:
 2. `sandbox/`: finds the objects that the step can reach and gives tensors fake contents (`step_scope`), and restores
    all objects afterwards. `process/` patches PyTorch, for the simulation's threads alone.
 3. `dispatch/`: `fake_mode` returns fake tensors from each operator. `operators` holds what is independent of values:
-   the layouts of results (`kernels/shapes`) and the memory of the kernels (`kernels/`). `values` tracks known values.
-   `parallel/`: collectives, and the state that FSDP2 and DDP keep of a model.
+   the layouts of results (`kernels/shapes`) and the memory of the kernels (`kernels/`). `step_values` tracks known
+   values. `parallel/`: collectives, and the state that FSDP2 and DDP keep of a model.
 4. `schedule/`: the times of operators and copies, by the clock that the offload engine waits on. `timeline` gives the
    events of a trace to the clock of other hardware.
 5. `dispatch/step_recorder` records the effects of each operator, and `live_storages` the births and deaths of storages,

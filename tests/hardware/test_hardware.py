@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.core import format_bytes, host
+from memscale.core import format_bytes, machine
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.hardware import device as _hardware
 from memscale.hardware.calibrate import _product, calibrate, disk_rates
@@ -188,21 +188,21 @@ def test_cgroup_v2_counts_every_level(tmp_path):
     write(tmp_path / "fs/slice/memory.max", "4096\n")
     write(tmp_path / "fs/slice/memory.current", "96\n")
     write(tmp_path / "fs/slice/memory.stat", "anon 20\ninactive_file 64\nactive_file 12\n")
-    assert list(host.cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(4096, 32)]
+    assert list(machine.cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(4096, 32)]
 
 
 def test_cgroup_v1_falls_back_to_the_mount_inside_a_container(tmp_path):
     write(tmp_path / "cgroup", "5:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/\n")
     write(tmp_path / "fs/memory/memory.limit_in_bytes", "8192\n")
-    assert list(host.cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(8192, 0)]
+    assert list(machine.cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(8192, 0)]
 
 
 def test_no_cgroups(tmp_path):
-    assert list(host.cgroup_limits(tmp_path / "none", tmp_path)) == []
+    assert list(machine.cgroup_limits(tmp_path / "none", tmp_path)) == []
 
 
 def test_the_limit_lowers_the_memory(monkeypatch):
-    monkeypatch.setattr(host, "cgroup_limits", lambda *_: iter([(GIB, GIB // 4), (2 * GIB, 0)]))
+    monkeypatch.setattr(machine, "cgroup_limits", lambda *_: iter([(GIB, GIB // 4), (2 * GIB, 0)]))
     hardware = Hardware.detect("cpu")
     assert hardware.memory_bytes == GIB
     assert hardware.free_bytes <= 3 * GIB // 4

@@ -7,8 +7,8 @@ from memscale import checkpoint
 from memscale.algebra import apply as _apply
 from memscale.algebra import composition, functions
 from memscale.regions import environment, replay
-from memscale.runtime import saved_tensors
-from memscale.runtime.engine import engine, entry
+from memscale.runtime import saved_tensor_hooks
+from memscale.runtime.engine import entry, offload_engine
 from memscale.transforms.checkpoint import factory, saved
 from memscale.transforms.tile import factory as tiling
 from memscale.transforms.tile import rowwise
@@ -63,7 +63,7 @@ def the_argument_is_transformed(monkeypatch):
 
 
 def offload_never_moves(monkeypatch):
-    monkeypatch.setattr(engine.Engine, "_look", lambda self, most=0: None)
+    monkeypatch.setattr(offload_engine.Engine, "_look", lambda self, most=0: None)
 
 
 def offload_moves_what_the_caller_holds(monkeypatch):
@@ -71,7 +71,7 @@ def offload_moves_what_the_caller_holds(monkeypatch):
 
 
 def offload_takes_what_a_checkpoint_would_recompute(monkeypatch):
-    monkeypatch.setattr(saved_tensors, "recomputes", lambda unpack: False)
+    monkeypatch.setattr(saved_tensor_hooks, "recomputes", lambda unpack: False)
 
 
 def checkpoint_keeps_its_input_to_itself(monkeypatch):

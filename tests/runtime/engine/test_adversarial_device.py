@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memscale.runtime.engine import engine as _engine
 from memscale.runtime.engine import loader, transfers
+from memscale.runtime.engine import offload_engine as _engine
 from tests.support.adversarial_device import AdversarialDevice, Deadlock
 from tests.support.checking import hazards
 from tests.support.checking.checked_engine import CheckedEngine

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from memscale.core import host
+from memscale.core import machine
 from memscale.core.errors import RuntimeUnavailable
 from memscale.runtime.storage.arena import PAGE_BYTES, Arena, page_aligned_memory
 from memscale.runtime.storage.budget import HostBudget
@@ -238,17 +238,17 @@ def test_no_cap_on_a_machine_that_says_nothing_is_refused():
 
 def test_without_proc_psutil_says_what_is_available(monkeypatch, tmp_path):
     psutil = pytest.importorskip("psutil")
-    monkeypatch.setattr(host, "_MEMBERSHIP", tmp_path / "none")
-    monkeypatch.setattr(host, "_MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(machine, "_MEMBERSHIP", tmp_path / "none")
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "none")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 12345})())
-    assert host.available_host_bytes() == 12345
+    assert machine.available_host_bytes() == 12345
     monkeypatch.setitem(__import__("sys").modules, "psutil", None)
-    assert host.available_host_bytes() is None
+    assert machine.available_host_bytes() is None
     (tmp_path / "none").write_text("MemTotal: 10 kB\nMemAvailable:       7 kB\n")
-    assert host.available_host_bytes() == 7 * KIB
+    assert machine.available_host_bytes() == 7 * KIB
 
 
 def test_a_cgroup_lowers_what_is_available(monkeypatch):
-    monkeypatch.setattr(host, "cgroup_limits", lambda *_: iter([(10_000, 4_000), (20_000, 1_000)]))
-    assert host.available_host_bytes() == 6_000
-    assert host.cgroup_limit_bytes() == 10_000
+    monkeypatch.setattr(machine, "cgroup_limits", lambda *_: iter([(10_000, 4_000), (20_000, 1_000)]))
+    assert machine.available_host_bytes() == 6_000
+    assert machine.cgroup_limit_bytes() == 10_000

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memscale.core import host
+from memscale.core import machine
 from memscale.core.errors import CorrectnessError, RuntimeUnavailable
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
@@ -377,18 +377,18 @@ def test_a_slab_that_is_dropped_closes_its_file_after_its_last_transfer(tmp_path
 def mount(monkeypatch, tmp_path, filesystem):
     device = os.stat(tmp_path).st_dev
     line = f"36 35 {os.major(device)}:{os.minor(device)} / /x rw master:1 - {filesystem} {filesystem} rw\n"
-    monkeypatch.setattr(host, "read_or_empty", lambda path: line)
-    monkeypatch.setattr(host.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(machine, "read_or_empty", lambda path: line)
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
 def test_a_directory_in_ram_is_not_taken_by_itself_and_warned_of(monkeypatch, tmp_path):
     mount(monkeypatch, tmp_path, "ext4")
     DiskSlab(cap_bytes=CAP)
-    assert os.path.samefile(tmp_path, host.folder_on_disk())
+    assert os.path.samefile(tmp_path, machine.folder_on_disk())
     mount(monkeypatch, tmp_path, "tmpfs")
     with pytest.warns(UserWarning, match="is in RAM, so offloading to it frees nothing"):
         DiskSlab(tmp_path, cap_bytes=CAP)
-    monkeypatch.setattr(host, "is_in_memory", lambda folder: True)
+    monkeypatch.setattr(machine, "is_in_memory", lambda folder: True)
     with pytest.raises(RuntimeUnavailable, match=r"are in RAM, .* set TMPDIR to one"):
         DiskSlab(cap_bytes=CAP)
 
