@@ -14,6 +14,8 @@ from memscale.regions import Captures, OperatorWatch
 from memscale.transforms import listeners
 from memscale.transforms.checkpoint import is_view
 
+_Origin = tuple[str, str, str | None]  # the source, the name and the line of code of a `Residual`
+
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
@@ -91,37 +93,26 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
         listeners.stack.remove(watch.on_label)
     residuals: dict[int, Residual] = {}
     for tensor in saved:
-        storage = tensor.untyped_storage()._cdata
-        if storage in residuals:
-            continue
-        nbytes = tensor.untyped_storage().nbytes()
-        if storage in known:
-            source, name, where = *known[storage], None
-        else:
-            source, (name, where) = "intermediate", watch.made.get(storage, ("unknown", None))
-        label = watch.labels.get(storage)
-        residuals[storage] = Residual(tuple(tensor.shape), tensor.dtype, nbytes, source, name, label, where)
+        storage = tensor.untyped_storage()
+        key, shape = storage._cdata, tuple(tensor.shape)
+        source, name, where = known.get(key) or watch.made.get(key, ("intermediate", "unknown", None))
+        found = Residual(shape, tensor.dtype, storage.nbytes(), source, name, watch.labels.get(key), where)
+        residuals.setdefault(key, found)
     del result
     return list(residuals.values())
 
 
-def _storages_before(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, tuple[str, str]]:
+def _storages_before(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, _Origin]:
     """Returns the storages that exist before the call: those of arguments and of captures, by key."""
-    known: dict[int, tuple[str, str]] = {}
-
-    def add(tensor: torch.Tensor, source: str, name: str) -> None:
-        known.setdefault(tensor.untyped_storage()._cdata, (source, name))
-
-    for name, argument in [*((f"args[{index}]", each) for index, each in enumerate(args)), *kwargs.items()]:
-        for tensor in pytrees.tensors(argument):
-            add(tensor, "argument", name)
+    arguments = [*((f"args[{index}]", each) for index, each in enumerate(args)), *kwargs.items()]
+    found = [(tensor, "argument", name) for name, argument in arguments for tensor in pytrees.tensors(argument)]
     captures = Captures(fn, reruns=False)
     for module in captures.modules[:1]:
-        for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            add(tensor, "captured", path)
-    for _, key, tensor in captures.tensors:
-        add(tensor, "captured", str(key))
-    return known
+        named = [*module.named_parameters(), *module.named_buffers()]
+        found += [(tensor, "captured", path) for path, tensor in named]
+    found += [(tensor, "captured", str(key)) for _, key, tensor in captures.tensors]
+    # In reverse, so that a storage has the first of its names.
+    return {tensor.untyped_storage()._cdata: (source, name, None) for tensor, source, name in reversed(found)}
 
 
 class _Provenance(OperatorWatch):
@@ -131,7 +122,7 @@ class _Provenance(OperatorWatch):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, tuple[str, str | None]] = {}
+        self.made: dict[int, _Origin] = {}
         self.labels: dict[int, str] = {}
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -140,7 +131,7 @@ class _Provenance(OperatorWatch):
         if not (is_plain and is_view(func)):
             op = func._schema.name.replace("::", ".") if is_plain else str(func)
             for tensor in pytrees.tensors(result):
-                self.made[tensor.untyped_storage()._cdata] = (op, _caller())
+                self.made[tensor.untyped_storage()._cdata] = ("intermediate", op, _caller())
         return result
 
     def on_label(self, tensor: torch.Tensor, label: str) -> None:

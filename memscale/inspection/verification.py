@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,8 +127,6 @@ class Verification:
         Raises:
             ConfigError: `of` is neither of the two.
         """
-        if of not in ("element", "largest"):
-            raise ConfigError(f"within(of=...) is 'element' or 'largest', got {of!r}")
         return not self._beyond(ulps, of)
 
     def raise_if_different(self, *, ulps: float = 0, of: str = "element") -> None:
@@ -138,9 +136,8 @@ class Verification:
             CorrectnessError: results differ by more; the message names the worst.
             ConfigError: as `within`.
         """
-        if self.within(ulps=ulps, of=of):
+        if not (beyond := self._beyond(ulps, of)):
             return
-        beyond = self._beyond(ulps, of)
         bound = f"by more than {ulps:g} ulps of {'each element' if of == 'element' else 'the largest element'} "
         raise CorrectnessError(
             f"{len(beyond)} of {len(self.differences)} results of the step differ {bound if ulps else ''}from the "
@@ -149,6 +146,8 @@ class Verification:
         )
 
     def _beyond(self, ulps: float, of: str) -> list[Difference]:
+        if of not in ("element", "largest"):
+            raise ConfigError(f"within(of=...) is 'element' or 'largest', got {of!r}")
         if ulps == 0:
             return list(self.different)
         return [d for d in self.different if (d.max_ulps if of == "element" else d.max_ulps_of_largest) > ulps]
@@ -198,10 +197,8 @@ def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss |
             raise ConfigError(f"verify({name}=...) takes a torch.nn.Module, got {type(module).__name__}{remedy}")
     batches.check_call(model, batch)
     batches.check_loss(loss)
-    own = {
-        name: [*each.parameters(), *each.buffers()] for name, each in (("model", model), ("transformed", transformed))
-    }
-    for name, found in {**own, "batch": tensors(batch)}.items():
+    for name, given in (("model", model), ("transformed", transformed), ("batch", batch)):
+        found = [*given.parameters(), *given.buffers()] if isinstance(given, nn.Module) else tensors(given)
         if any(tensor.is_meta for tensor in found):
             raise ConfigError(
                 f"verify({name}=...) runs a step for real, and a tensor on meta has no numbers; make it on a device, "
@@ -257,21 +254,17 @@ def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> d
         outputs = tensors(output)
         total = _loss(output, outputs, loss, given)
         # `torch.autograd.grad`, since `backward` would add to the caller's gradients and run hooks of optimizers.
-        gradients = (
-            torch.autograd.grad(total, list(trained.values()), allow_unused=True)
-            if total is not None and trained
-            else [None] * len(trained)
-        )
+        gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
+        if total is not None and trained:
+            gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+        cards = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
         return {
             **{f"output {at}": tensor.detach().clone() for at, tensor in enumerate(outputs)},
             **({"the loss": total.detach().clone()} if loss is not None and total is not None else {}),
             **dict(zip(trained, gradients, strict=True)),
             **{f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()},
             "the random state": torch.get_rng_state(),
-            **{
-                f"the random state of {device}": torch.cuda.get_rng_state(device)
-                for device in sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
-            },
+            **{f"the random state of {card}": torch.cuda.get_rng_state(card) for card in cards},
         }
 
 
@@ -293,14 +286,11 @@ def _loss(output: Any, outputs: list[torch.Tensor], loss: Loss | None, batch: An
 
 def compare(model: Mapping[str, torch.Tensor | None], other: Mapping[str, torch.Tensor | None]) -> Verification:
     """Compares the results of two steps, name by name."""
-    names = {**model, **other}
-    gradients = [_largest(value) for name, value in model.items() if name.startswith("gradient of ")]
-    least = _LEAST_SCALE * max(gradients, default=0.0)
+    gradients = {name: value for name, value in model.items() if name.startswith("gradient of ")}
+    least = _LEAST_SCALE * max(map(_largest, gradients.values()), default=0.0)
+    pairs = {name: (model.get(name), other.get(name)) for name in {**model, **other}}
     return Verification(
-        tuple(
-            _difference(name, model.get(name), other.get(name), least if name.startswith("gradient of ") else 0.0)
-            for name in names
-        )
+        tuple(_difference(name, *pair, least if name in gradients else 0.0) for name, pair in pairs.items())
     )
 
 
@@ -325,14 +315,14 @@ def _difference(name: str, one: torch.Tensor | None, other: torch.Tensor | None,
     max_abs = float(gap.nan_to_num(math.inf).max())
     scale = max(_largest(one), least_scale)
     relative = max_abs / scale if scale else (math.inf if max_abs else 0.0)
-    dtype = str(one.dtype).removeprefix("torch.")
-    if not one.is_floating_point():
-        return Difference(name, False, max_abs, max_abs, max_abs, "", relative, dtype)
-    steps = _ordinals(one, other)
-    steps[one.isnan() != other.isnan()] = math.inf
-    steps[one.isnan() & other.isnan()] = 0
-    rounding = _ROUNDING.get(one.dtype, 0.0)
-    return Difference(name, False, max_abs, float(steps.max()), max_abs / _ulp(one), "", relative, dtype, rounding)
+    ulps, ulps_of_largest = max_abs, max_abs  # of integers
+    if one.is_floating_point():
+        steps = _ordinals(one, other)
+        steps[one.isnan() != other.isnan()] = math.inf
+        steps[one.isnan() & other.isnan()] = 0
+        ulps, ulps_of_largest = float(steps.max()), max_abs / _ulp(one)
+    dtype, rounding = str(one.dtype).removeprefix("torch."), _ROUNDING.get(one.dtype, 0.0)
+    return Difference(name, False, max_abs, ulps, ulps_of_largest, "", relative, dtype, rounding)
 
 
 def _largest(tensor: torch.Tensor | None) -> float:
