@@ -279,7 +279,7 @@ def test_what_one_process_cannot_know_is_told(group):
         ms.profile(stage)
 
 
-@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.deep), 8])
 def test_a_plain_model_is_asked_about_as_the_sharded_one(group, world):
     model = Model()
     optimizer = trained(model)[0]
@@ -358,15 +358,15 @@ def test_a_distributed_model_is_not_distributed_again(group):
 def test_a_plan_made_for_other_ranks_says_so(group):
     from memscale.planning import DecisionEngine
 
-    model = Model()
-    plan = DecisionEngine(model, TOKENS, loss=loss, parallel="fsdp2", world=8).smallest()
+    blocks = [nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3)]
+    model, x = nn.Sequential(*blocks), torch.ones(512, 8)
+    step = {"loss": lambda y, _: y.sum(), "parallel": "fsdp2"}
+    plan = DecisionEngine(model, x, world=8, **step).smallest()
     assert plan
     with pytest.warns(RuntimeWarning, match="made for fsdp2 over 8 processes, and this is one process"):
-        ms.transform(model, plan)(TOKENS)
-    assert not any(
-        "made for" in note for note in ms.profile(model, TOKENS, loss=loss, plan=plan, parallel="fsdp2", world=8).notes
-    )
-    notes = ms.profile(model, TOKENS, loss=loss, plan=plan, parallel="fsdp2", world=2).notes
+        ms.transform(model, plan)(x)
+    assert not any("made for" in note for note in ms.profile(model, x, plan=plan, world=8, **step).notes)
+    notes = ms.profile(model, x, plan=plan, world=2, **step).notes
     assert any("the plan was made for fsdp2 over 8 processes, and this step is fsdp2 over 2" in note for note in notes)
 
 
