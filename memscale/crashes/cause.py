@@ -16,14 +16,7 @@ import torch
 from torch import nn
 
 from memscale.core import ConfigError, Loss, format_bytes
-from memscale.crashes.allocator_snapshot import (
-    FAILURE,
-    MemoryState,
-    UsedBlock,
-    check_snapshot,
-    moment_of,
-    read_snapshot,
-)
+from memscale.crashes.dump import FAILURE, MemoryState, UsedBlock, check_snapshot, moment_of, read_snapshot
 from memscale.crashes.explanation import Explanation, Holder
 from memscale.hardware import Hardware
 from memscale.planning import Budget, OOMPrediction, OOMPredictor
