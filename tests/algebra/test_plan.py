@@ -10,6 +10,8 @@ from torch import nn
 import memscale as ms
 from memscale import Plan, checkpoint, compose, identity, policies
 from memscale.algebra.apply import find_regions
+from memscale.core import row_label
+from memscale.planning.parts.globs import with_globs
 
 DOTS = checkpoint(policy=policies.dots_saveable)
 
@@ -234,3 +236,33 @@ def test_a_class_of_characters_is_one_of_them(pattern, expected):
     (rule,) = plan.rules
     assert [number for number in range(12) if rule.matches(f"blocks.{number}")] == expected
     assert not rule.matches("blocks.0.mlp")
+
+
+# ------------------------------------------------------------------------------------------ paths of a compiled model
+
+
+def blocks():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+
+
+@pytest.mark.parametrize(("pattern", "expected"), [("*", ["0", "1", "2"]), ("*.0", ["0.0", "1.0", "2.0"]), ("", [""])])
+def test_a_rule_for_a_model_is_one_for_the_compiled_model(pattern, expected):
+    model = blocks()
+    compiled = torch.compile(model, backend="eager")
+    assert sorted(regions({pattern: ms.checkpoint()}, model)) == expected
+    inner = [f"_orig_mod.{path}" if path else "" for path in expected]
+    assert sorted(regions({pattern: ms.checkpoint()}, compiled)) == inner
+    assert sorted(regions({f"_orig_mod.{pattern}" if pattern else "": ms.checkpoint()}, compiled)) == inner
+
+
+def test_a_rule_for_a_compiled_block_is_one_region():
+    model = nn.Sequential(*(torch.compile(block, backend="eager") for block in blocks()))
+    assert sorted(regions({"*": ms.checkpoint()}, model)) == ["0", "1", "2"]
+    assert sorted(regions({"*.2": ms.checkpoint()}, model)) == ["0._orig_mod.2", "1._orig_mod.2", "2._orig_mod.2"]
+
+
+def test_a_plan_for_a_compiled_model_is_written_like_the_models():
+    compiled = torch.compile(blocks(), backend="eager")
+    every = ms.Plan({f"_orig_mod.{at}": ms.checkpoint() for at in range(3)})
+    assert with_globs(every, compiled) == ms.Plan({"*": ms.checkpoint()})
+    assert row_label(["_orig_mod.0", "_orig_mod.1", "_orig_mod.2"]) == "0 to 2"
