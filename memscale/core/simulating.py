@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memscale.core import internals
-
 _lock = threading.RLock()
 _waiting: set[int] = set()  # threads that wait for the lock, by their identity
 _numbers = itertools.count()
@@ -179,11 +177,8 @@ def _leave(key: str) -> None:
     PyTorch before 2.13 cannot remove a key. The thread keeps it, which is harmless: every simulation has a key of its
     own, and the key has no meaning after that simulation has ended.
     """
-    if internals.has(_REMOVING):
+    if hasattr(torch._C, "_remove_obj_from_tls"):
         torch._C._remove_obj_from_tls(key)
-
-
-_REMOVING = "torch._C._remove_obj_from_tls"
 
 
 def simulated() -> Simulated | None:
