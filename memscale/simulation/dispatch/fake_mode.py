@@ -74,6 +74,8 @@ class FakeMode(TorchDispatchMode):
         draws: the random numbers that the step draws.
     """
 
+    supports_higher_order_operators = True  # so that the error names the operator and its module
+
     def __init__(
         self,
         kernels: Kernels,
@@ -176,9 +178,11 @@ class FakeMode(TorchDispatchMode):
 
     def _of_another_kind(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Returns the result of an operator outside ATen and libraries; NotImplemented for any other operator."""
-        if getattr(op, "namespace", "") == NAMESPACE:
+        if (namespace := getattr(op, "namespace", "")) == NAMESPACE:
             return self._collective(op, args)
-        if op.__class__ is not OpOverload:  # a higher-order operator
+        if namespace == "higher_order":
+            raise NotImplementedError(f"a simulation does not follow {op.name()}, an operator of higher order")
+        if op.__class__ is not OpOverload:  # of an object in C++, such as the one of `record_function`
             return op(*args, **kwargs)
         if op.namespace == "fsdp":  # the copies into a buffer before a collective, and out after it
             with self:  # a composite function: one of them returns views of memory that it has copied to

@@ -206,6 +206,19 @@ def test_custom_operators_are_simulated(between):
     assert_equal_bytes(profile, *real_peaks(real_step(model, batch, optimizer), model, optimizer, batch))
 
 
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute")  # of Dynamo, in the real step
+def test_an_operator_of_higher_order_is_named_and_measured():
+    model, batch, optimizer = setting(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+    try:
+        profile = ms.profile(model, batch, optimizer=optimizer, loss=mean)
+        with pytest.raises(ms.ConfigError, match="a simulation does not follow cond, an operator of higher order"):
+            ms.plan(model, batch, "1MiB", optimizer=optimizer, loss=mean)
+    finally:
+        torch._dynamo.reset()
+    assert profile.method == "empirical"
+    assert "a simulation does not follow cond, an operator of higher order (in cond of 0)" in profile.notes[0]
+
+
 def test_a_custom_operator_does_not_see_the_weights():
     seen = []
 
