@@ -69,8 +69,10 @@ class Separability:
         return {name for dims, name in self.full if dims == parameter.dim()}
 
     def moments_of(self, parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, MomentState]:
-        """Returns the moments of `parameter`, by name, as they would be if it were of `dtype`."""
-        return {each.name: each for each in self.moments if (each.dims, each.of) == (parameter.dim(), dtype)}
+        """Returns the moments of `parameter` by name, in order of names, as they would be if it were of `dtype`."""
+        found = {each.name: each for each in self.moments if (each.dims, each.of) == (parameter.dim(), dtype)}
+        # The order of a set differs from process to process, and decides the order of allocations.
+        return {name: found[name] for name in sorted(found)}
 
 
 def own_step(own_class: type[torch.optim.Optimizer]) -> Callable[..., Any]:

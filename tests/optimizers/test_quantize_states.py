@@ -11,6 +11,7 @@ from torch import nn
 import memscale as ms
 from memscale.cli.training import Job, gpt2, read_text
 from memscale.optimizers import blockwise, in_float32, quantized
+from memscale.optimizers.separability import MomentState, Separability
 from tests.support.checks import bits
 from tests.support.optimizers import OPTIMIZERS, network, numbers, train, trained
 
@@ -204,3 +205,10 @@ def _losses(how):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_moments_are_quantized_in_the_same_order_in_every_process():
+    names = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum", "prev", "slow", "square_avg"]
+    moments = frozenset(MomentState(1, torch.float32, name, torch.float32, True) for name in names)
+    evidence = Separability(frozenset(), moments, True, frozenset())
+    assert list(evidence.moments_of(torch.ones(3), torch.float32)) == names
