@@ -71,7 +71,8 @@ def diff_text(diff: ProfileDiff) -> str:
     """Returns the text of ``str(diff)``."""
     before, after = diff.before, diff.after
     peaks = f"peak {format_bytes(before.peak_bytes)} -> {format_bytes(after.peak_bytes)}"
-    change = f"{signed(diff.peak_bytes)}, {after.peak_bytes / max(before.peak_bytes, 1):.3f} ×"
+    ratio = after.peak_bytes / before.peak_bytes if before.peak_bytes else float("inf")
+    change = f"{signed(diff.peak_bytes)}, {ratio:.3f} ×"
     lines = [f"{peaks} ({change if diff.peak_bytes else 'the same'}), now {after.moment}"]
     if before.step_seconds and after.step_seconds:
         times = f"{format_seconds(before.step_seconds)} -> {format_seconds(after.step_seconds)}"
