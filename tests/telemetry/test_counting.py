@@ -215,10 +215,10 @@ def test_there_is_an_end_to_it(place):
     (path,) = (place / "local").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     with open(path, "ab") as file:
-        file.truncate(1 << 31)
+        file.truncate(1 << 20)  # the most for a week
     counting._events = 0
     counting.count("plan_called")
-    assert path.stat().st_size == 1 << 31
+    assert path.stat().st_size == 1 << 20
     assert report()["counters"] == {"plan_called": 64}
 
 
