@@ -5,6 +5,7 @@ prediction is `memscale.profile` of a model that never ran. A step is forward, l
 `optimizer.step()`, `zero_grad(set_to_none=True)`; the output is let go before backward begins.
 
     python benchmarks/bench_predict.py [--only REGEX] [--dtype fp32] [--variant REGEX] [--probe] [--device cuda]
+    python benchmarks/bench_predict.py --again results/predict-h100.json   # without a card, what a card has measured
     python benchmarks/bench_predict.py --shapes   # only: seconds and memory of a prediction for Llama 8B and 70B
 """
 
@@ -221,6 +222,16 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[Case, str, str]]:
                     yield case, dtype, variant
 
 
+def again(document: dict[str, Any]) -> Iterator[Row]:
+    """Predicts the rows of a result once more, on the machine at hand, for the card that measured them.
+
+    Other versions of PyTorch and transformers than the result's save other tensors: take an environment of the same.
+    """
+    for row in document["rows"]:
+        truth = Truth(int(1e6 * row["real_mb"]), 0, 0.0, int(1e6 * row["reserved_mb"]))
+        yield predict(ZOO[row["case"]], row["dtype"], row["variant"], "cpu", truth, hardware=document["device"])
+
+
 def summary(rows: list[Row]) -> dict[str, float]:
     """Median and worst absolute error, in percent, of what was simulated: allocated and, on CUDA, reserved peak."""
     simulated = [row for row in rows if row.method == "static"]
@@ -358,6 +369,7 @@ def main() -> int:
         type=Path,
         help="keep truths in this file and do not measure them again; it does not see changes to a case or a transform",
     )
+    parser.add_argument("--again", type=Path, help="predict the rows of this result of a card again, without the card")
     parser.add_argument("--truth-only", action="store_true", help="measure, without predicting")
     parser.add_argument("--shapes", action="store_true", help="predict the large Llama shapes, and nothing else")
     parser.add_argument("--shape", choices=SHAPES, help=argparse.SUPPRESS)
@@ -367,6 +379,14 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
+    if options.again:
+        document = json.loads(options.again.read_text())
+        found = []
+        for row in again(document):
+            found.append(row)
+            print(row, flush=True)
+        print("\n" + ", ".join(f"{key} {value:.3g}" for key, value in summary(found).items()))
+        return int(any(row.failure for row in found))
     if options.shape:
         print(json.dumps(predict_shape(options.shape)))
         return 0
