@@ -169,7 +169,7 @@ class Runtime:
     def _new_backend(self, tensor: torch.Tensor) -> Backend:
         kind = tensor.device.type
         if isinstance(tensor, internals.FakeTensor) or kind == "meta":
-            from memscale.runtime.backends.counting_backend import TraceBackend
+            from memscale.runtime.backends.trace_backend import TraceBackend
 
             return TraceBackend(self.caps(kind), together_bytes=TOGETHER_BYTES if kind == "cuda" else 0)
         if kind == "cpu":

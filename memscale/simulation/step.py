@@ -114,7 +114,7 @@ class TrainingStep:
                     "profile(keeps_output=False) is about the loop around a module; a function is its own loop"
                 )
         check_count(f"{caller}(accumulate={accumulate!r})", accumulate)
-        check_followed(model)
+        check_traceable(model)
         if isinstance(model, nn.Module):
             model = packed(model)
         check_optimizer(model, optimizer)
@@ -227,7 +227,7 @@ def _device_type(model: Any) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check_followed(model: Any) -> None:
+def check_traceable(model: Any) -> None:
     """Raises ConfigError for a model with scripted modules (their forward runs in C++) or with lazy parameters."""
     if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         raise ConfigError(

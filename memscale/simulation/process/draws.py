@@ -89,6 +89,7 @@ class _FixedPython(random.Random):
         return self.fixed()
 
     def getrandbits(self, k: int, /) -> int:
+        # A class that overrides `random` alone makes whole numbers and choices of it, too.
         return super().getrandbits(k)
 
 
