@@ -72,9 +72,9 @@ memscale.regions: ArgumentSpec Attributes CONSTANT Captures Content Environment 
     is_stand_in is_unrecorded memory_of moved name_refused_hooks never_compiled origin_of pack_all read recomputes
     recomputing refuse_iterators refused restore running_statistics stand_for storages takes_batch_statistics uncompiled
     unrecorded unrecorded_depth wait_for_recomputes without_dynamo without_side_effects write
-memscale.reports: Axis COLOURS DrawnPoint PAGES PartOfPlan Price TriedSize byte_scale checked_target columns diff_text
-    module_text outlines placed plot_frontier plot_profile plot_sizes plot_timelines profile_text time_scale
-    write_frontier write_html write_page write_sizes write_trace
+memscale.reports: DrawnPoint PAGES PartOfPlan Price TriedSize checked_target columns commits_chart css_class diff_text
+    module_text plot_frontier plot_profile plot_sizes plot_timelines profile_text step_chart write_frontier write_html
+    write_page write_sizes write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Hooks HostBackend HostParameter HostParameters
     Residency Runtime Saved Stats default_runtime hooks_here host_parameter_of host_parameter_on_device is_alone
     is_plain runtime_for runtimes_replaced

@@ -6,7 +6,9 @@ The first `Profile`, `Frontier` or `Tuning` that prints or draws itself imports 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from memscale.reports.drawing import COLOURS, Axis, byte_scale, columns, outlines, placed, time_scale
+from memscale.reports.chart import commits_chart, step_chart
+from memscale.reports.drawing import columns, css_class
+from memscale.reports.page import PAGES, checked_target, write_page
 
 if TYPE_CHECKING:
     from memscale.reports.of_steps import *  # noqa: F403

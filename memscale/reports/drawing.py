@@ -68,9 +68,23 @@ class Axis(NamedTuple):
         return [float(f"{at * step:.6g}") for at in range(first, last + 1)]
 
 
-def css_name(category: str) -> str:
-    """Returns the name of a category's colour in the style sheet."""
-    return "--" + category.replace(" ", "-")
+def css_class(category: str) -> str:
+    """Returns the style sheet's class of a category; unknown categories share one.
+
+    >>> css_class("optimizer state"), css_class("of a client")
+    ('c-optimizer-state', 'c-other')
+    """
+    return f"c-{category.replace(' ', '-')}" if category in COLOURS else "c-other"
+
+
+def percent(part: float, whole: float) -> str:
+    """Returns `part` of `whole` in percent, without the percent sign.
+
+    >>> percent(1, 8), percent(1, 8000), percent(0, 8)
+    ('12.5', '<0.1', '0.0')
+    """
+    share = 100 * part / whole if whole else 0.0
+    return "<0.1" if 0 < share < 0.05 else f"{share:.1f}"
 
 
 def edges(position: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.float64]:

@@ -1,4 +1,7 @@
-"""Writes HTML pages from templates, each as one self-contained file without network, fonts or libraries."""
+"""Writes HTML pages from templates, each as one self-contained file without network, fonts or libraries.
+
+This file loads no PyTorch: the server draws its charts by the same templates.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memscale.core import ConfigError, format_bytes, format_flops, format_seconds
-from memscale.reports import queues
-from memscale.reports.chart import chart
-from memscale.reports.drawing import COLOURS, css_name
-from memscale.reports.module_tree import Held, module_tree
-from memscale.reports.text import alike, facts, is_cut, percent
-from memscale.simulation import Profile
+from memscale.reports.drawing import css_class, percent
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -43,8 +41,7 @@ def environment() -> Environment:
         keep_trailing_newline=True,
     )
     found.filters |= {"bytes": format_bytes, "seconds": format_seconds, "flops": format_flops}
-    found.filters |= {"percent": percent, "css_name": css_name}
-    found.globals |= {"colours": COLOURS, "queues": queues, "is_cut": is_cut}
+    found.filters |= {"percent": percent, "css_class": css_class}
     return found
 
 
@@ -66,22 +63,3 @@ def checked_target(path: str | PathLike[str], caller: str, suffixes: Sequence[st
 def write_page(target: Path, template: str, **values: Any) -> None:
     """Writes a page from a template and its values."""
     target.write_text(environment().get_template(template).render(values), encoding="utf-8")
-
-
-def write_html(profile: Profile, path: str | PathLike[str]) -> None:
-    """Writes the page of `Profile.html`.
-
-    Raises:
-        ConfigError: the suffix is not ``.html``, or the folder does not exist.
-    """
-    target = checked_target(path, "Profile.html", PAGES, "use plot() for a picture")
-    held = ((path, Held.of(parts)) for path, parts in profile.categories_by_module.items())
-    write_page(
-        target,
-        "profile.html",
-        profile=profile,
-        facts=[str(profile.moment), *facts(profile)],
-        chart=chart(profile),
-        tree=module_tree(held, profile.seconds_by_module.items()) if profile.categories_by_module else None,
-        tensors=alike(profile),
-    )

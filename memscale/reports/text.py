@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from memscale.core import COLUMNS, ConfigError, aligned, check_count, format_bytes, format_flops, format_seconds
 from memscale.hardware import COLLECTIVES
+from memscale.reports.drawing import percent
 from memscale.reports.module_tree import ROOT, TOP, Held, module_tree, stacks, summary
 from memscale.simulation import Holding, Profile, ProfileDiff, differences
 
@@ -193,16 +194,6 @@ def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
         widths[widths.index(max(widths))] -= 1
     cut = [[shortened(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return aligned(cut, sides)
-
-
-def percent(part: float, whole: float) -> str:
-    """Returns `part` of `whole` in percent, without the percent sign.
-
-    >>> percent(1, 8), percent(1, 8000), percent(0, 8)
-    ('12.5', '<0.1', '0.0')
-    """
-    share = 100 * part / whole if whole else 0.0
-    return "<0.1" if 0 < share < 0.05 else f"{share:.1f}"
 
 
 def shortened(text: str, width: int) -> str:

@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from django.db.models import Count, Max, Q
+from django.utils.safestring import SafeString, mark_safe
 
+from memscale.reports import step_chart
 from memscale.server.models import Document, Run
 
 _MOST_COMMITS = 200
@@ -35,6 +38,16 @@ def python_of(value: Any) -> str:
     if spelling.startswith("policies.") and not arguments:  # a policy that is a constant has no call
         return spelling
     return f"{spelling}({', '.join(arguments)})"
+
+
+def timeline(document: Mapping[str, Any]) -> SafeString:
+    """Returns the chart of a run's live bytes over the step; empty for a run without them."""
+    of_run = document["timeline"] or {"live": {}}
+    live_bytes = {category: np.array(values) for category, values in of_run["live"].items() if any(values)}
+    if not live_bytes or not of_run["end"]:
+        return mark_safe("")
+    facts = {name: of_run[name] for name in ("end", "unit", "phases")}
+    return mark_safe(step_chart(live_bytes, document["predicted"]["peak_bytes"], **facts))
 
 
 def plan_as_python(rules: list[dict[str, Any]]) -> str:

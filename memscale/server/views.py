@@ -12,10 +12,12 @@ from django.db import connection, transaction
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
 from django.utils import timezone
+from django.utils.safestring import mark_safe
 from django.views.decorators.http import require_GET, require_http_methods, require_POST
 from django.views.defaults import server_error
 
-from memscale.server import api, charts, forms, invitations, pages
+from memscale.reports import commits_chart
+from memscale.server import api, forms, invitations, pages
 from memscale.server.access import Access
 from memscale.server.listing import SORTS, Listing
 from memscale.server.middleware import PASSWORD_CHOSEN_AT, answer_to
@@ -238,7 +240,7 @@ def run(request: HttpRequest, team: str, project: str, uid: str) -> HttpResponse
         document=document,
         rows=rows,
         modules=modules[:100],
-        chart=charts.timeline_chart(document["timeline"], predicted["peak_bytes"]) if document["timeline"] else "",
+        chart=pages.timeline(document),
         python=pages.plan_as_python(document["plan"]) if document["plan"] is not None else "",
         error=predicted["peak_bytes"] / found.measured_bytes - 1 if found.measured_bytes else None,
         baselines=list(found.baselines.order_by("label")),
@@ -291,7 +293,7 @@ def commits(request: HttpRequest, team: str, project: str) -> HttpResponse:
     points = [
         (row["run"].commit[:9], row["run"].taken_bytes, f"/t/{team}/{project}/runs/{row['run'].uid}/") for row in rows
     ]
-    chart = charts.step_chart(points)
+    chart = mark_safe(commits_chart(points)) if points else ""
     return _page(request, "commits", project=found, name=name, card=card, rows=rows[::-1], chart=chart)
 
 

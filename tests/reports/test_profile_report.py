@@ -13,7 +13,9 @@ from torch import nn
 import memscale as ms
 from memscale.core.units import format_bytes
 from memscale.reports import plot
+from memscale.reports.drawing import COLOURS, css_class
 from memscale.reports.module_tree import stacks
+from memscale.reports.page import TEMPLATES
 from memscale.simulation.results import Holding, Moment
 from memscale.simulation.trace import CATEGORIES
 
@@ -398,6 +400,12 @@ def test_the_chart_is_the_timeline(tmp_path):
     ]
     assert [values[data["peak"]] for values in data["live"]] == [BY_CATEGORY[name] for name in names]
     assert [values[0] for values in data["live"]] == [0, 0, MIB, 108 * MIB, BY_CATEGORY["parameter"]]
+
+
+def test_pages_have_the_colours_of_pictures():
+    style = (TEMPLATES / "page.css").read_text()
+    classes = dict(re.findall(r"^\.(c-[\w-]+) \{ fill: (.*?); background: \2; \}$", style, re.MULTILINE))
+    assert classes == {css_class(name): colour for name, colour in COLOURS.items()} | {"c-input": "var(--input)"}
 
 
 def test_the_script_finds_what_it_looks_for(tmp_path):

@@ -109,7 +109,7 @@ def document(number=0, **changes):
             "unit": "seconds",
             "end": 0.25,
             "phases": [["forward", 0.0], ["backward", 0.1]],
-            "live": {"activation": [0, 5, 9], "parameter": [3, 3, 3]},
+            "live": {"activation": [0, 5 << 26, 9 << 26], "parameter": [3 << 26] * 3},
         },
         "plan": [{"path": "layers.*", "transform": {"type": "checkpoint"}}],
         "budget_bytes": 2 << 30,

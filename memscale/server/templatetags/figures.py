@@ -7,6 +7,7 @@ from typing import Any
 from django import template
 
 from memscale.core import format_bytes, format_seconds
+from memscale.reports import css_class
 
 register = template.Library()
 
@@ -35,12 +36,7 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:+.2f} %"
 
 
-@register.filter
-def css(category: str) -> str:
-    """Returns the style sheet's class of a category; unknown categories share one."""
-    from memscale.server.charts import CLASSES
-
-    return CLASSES.get(category, "c-other")
+register.filter("css", css_class)
 
 
 @register.filter
