@@ -19,9 +19,10 @@ from _environment import environment
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memscale as ms
-from memscale.hardware import seconds, work_of
+from memscale.hardware import seconds
 from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.rules.rule import CardTraits
+from memscale.simulation.rules.work import work_of
 
 ROWS = ((8192, 4096), (16384, 768), (4096, 50257), (8192, 128256))
 PRODUCTS = ((4096, 1600, 50257), (4096, 1600, 50304), (16384, 768, 30522), (8192, 4096, 4096), (4096, 50257, 1600))

@@ -43,7 +43,7 @@ memscale.core: Argument Assembled BudgetError COLUMNS Check ConfigError Correctn
 memscale.crashes: Explanation Holder explain
 memscale.hardware: CARDS COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Span Work assumed_links
     assumed_speeds card_name card_names collective_seconds copy_seconds cpu_name has_rate narrow_dtype host_calls
-    host_seconds knows_copies nominal seconds span tfloat32 work_of
+    host_seconds knows_copies nominal seconds span
 memscale.history: Baseline Comparison History Remote Run TEXTS TRACKERS commit_of document_of is_address keep
     keep_measured queue_path record send
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify

@@ -16,5 +16,4 @@ from memscale.hardware.copies import (
 )
 from memscale.hardware.device import Hardware, cpu_name
 from memscale.hardware.host_calls import HostSeconds, host_calls
-from memscale.hardware.roofline import has_rate, narrow_dtype, nominal, seconds
-from memscale.hardware.work import Work, tfloat32, work_of
+from memscale.hardware.roofline import Work, has_rate, narrow_dtype, nominal, seconds

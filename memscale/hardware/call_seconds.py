@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memscale.core import OpOverload
-from memscale.hardware.work import work_of
+from memscale.core import OpOverload, pytrees
 
 Clock = Callable[[], float]
 
@@ -114,7 +113,7 @@ class _Block(nn.Module):
 
 
 class _Counting(TorchDispatchMode):
-    """Counts the operators that launch work, and those that do not, such as views."""
+    """Counts the operators that launch work, and those that do not: views, and memory that nothing is written to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,9 +122,10 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
         if isinstance(op, OpOverload):
-            work = work_of(op, args, kwargs or {}, result)
-            if work.flops or work.nbytes:
-                self.operators += 1
-            else:
+            given, made = ({each.untyped_storage()._cdata for each in pytrees.tensors(of)} for of in (args, result))
+            is_view = made <= given and not op._schema.is_mutable
+            if is_view or op.overloadpacket.__name__.startswith("empty"):
                 self.views += 1
+            else:
+                self.operators += 1
         return result

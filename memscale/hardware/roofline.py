@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 
 from memscale.core import ConfigError
 from memscale.hardware.device import Hardware
-from memscale.hardware.work import AT_THE_RATE_OF, Work
 
 # Shares of data sheet rates. Large bfloat16 products reach, in public measurements, 80% on H100 and H200, 85% on A100
 # SXM, 78% on B200, 74% on L40S, 80% on A6000, 68% on V100 (float16), 64% on T4 (float16), 60% on MI300X, and slightly
@@ -30,6 +30,32 @@ _CPU_FLOPS_PER_SECOND, _CPU_BYTES_PER_SECOND = 100e9, 24e9
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "int8")
 
 
+# The dtype whose rate applies if a device has no rate for the key: the same circuits compute both.
+_AT_THE_RATE_OF = {
+    "tfloat32": "float32",  # TF32 is allowed, not required; a device without TF32 computes in float32
+    "float8_e5m2": "float8_e4m3fn",
+    "float8_e5m2fnuz": "float8_e4m3fnuz",
+}
+
+
+class Work(NamedTuple):
+    """The arithmetic and the memory traffic of an operator.
+
+    Args:
+        flops: additions and multiplications.
+        nbytes: bytes read from and written to the device's memory.
+        dtype: the dtype of the arithmetic, as in ``Hardware.flops_per_second``; ``""`` for empty work.
+        launches: the number of kernels besides the first.
+        extra_bytes: bytes that are moved after the arithmetic.
+    """
+
+    flops: int
+    nbytes: int
+    dtype: str
+    launches: int = 0
+    extra_bytes: int = 0
+
+
 def seconds(work: Work, hardware: Hardware) -> float:
     """Returns the seconds that `hardware` takes for `work` alone: the roofline plus the launch of an operator.
 
@@ -38,7 +64,7 @@ def seconds(work: Work, hardware: Hardware) -> float:
     Waterman and Patterson, "Roofline", 2009; the constant term makes small operators slow, as in Hockney's n½.)
 
     Args:
-        work: the result of `work_of`.
+        work: the arithmetic and the memory traffic.
         hardware: the device.
 
     Raises:
@@ -103,7 +129,7 @@ def narrow_dtype(hardware: Hardware) -> torch.dtype:
 
 def _rate(dtype: str, hardware: Hardware) -> float | None:
     peaks = hardware.flops_per_second
-    return peaks.get(dtype) or peaks.get(AT_THE_RATE_OF.get(dtype, ""))
+    return peaks.get(dtype) or peaks.get(_AT_THE_RATE_OF.get(dtype, ""))
 
 
 def _peak(dtype: str, hardware: Hardware) -> float:

@@ -8,9 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memscale.hardware import copy_seconds, host_calls, host_seconds, work_of
+from memscale.hardware import copy_seconds, host_calls, host_seconds
 from memscale.runtime.backends.cuda import CudaBackend
 from memscale.simulation.kernels.kernels import Kernels
+from memscale.simulation.rules.work import work_of
 
 
 class _Timed(TorchDispatchMode):

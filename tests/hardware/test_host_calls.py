@@ -6,8 +6,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.hardware import Hardware, host_calls
+from memscale.hardware.call_seconds import _Block, _Counting
+from memscale.simulation.rules.work import work_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 ROWS = json.loads((RESULTS / "host-calls-h100.json").read_text())["rows"]
@@ -38,3 +42,19 @@ def test_a_policy_takes_what_it_took_beside_checkpoint():
     assert len(found) >= 6
     ratios = [each["policy"] / each["checkpoint"] for each in found.values()]
     assert statistics.median(ratios) == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_measurement_counts_as_launches_what_has_work():
+    found = {True: 0, False: 0}
+
+    class Works(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            result = op(*args, **(kwargs or {}))
+            work = work_of(op, args, kwargs or {}, result)
+            found[bool(work.flops or work.nbytes)] += 1
+            return result
+
+    with Works(), _Counting() as counted:
+        _Block(8)(torch.ones(2, 4, 8, requires_grad=True)).sum().backward()
+    assert (counted.operators, counted.views) == (found[True], found[False])
+    assert min(found.values()) > 30

@@ -314,7 +314,7 @@ class FakeMode(TorchDispatchMode):
     def _compute(self, call: Call, effect: CallEffect) -> Any:
         operator = call.operator
         result = self._call_real(operator, call.args, call.kwargs)
-        if operator.leaves:  # uninitialised memory differs each time
+        if operator.rule.empty:  # uninitialised memory differs each time
             with _disable_current_modes():
                 result.untyped_storage().fill_(0)  # in contrast to `zero_`, leaves the version counter
         if operator.draws:

@@ -18,7 +18,7 @@ from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from memscale.core import OpOverload
-from memscale.hardware import Work, tfloat32, work_of
+from memscale.hardware import Work
 from memscale.simulation.dispatch.lazy_values import NeedsValues, stands_in
 from memscale.simulation.dispatch.trace_builder import StorageRecord
 from memscale.simulation.kernels.cpu_scratch import ScratchProbe, watched
@@ -38,6 +38,7 @@ from memscale.simulation.process.fake_storages import FakeStorages
 from memscale.simulation.rules.layouts import NewTensor, ResultLayout, result_layout
 from memscale.simulation.rules.registry import rule_of
 from memscale.simulation.rules.rule import PLAIN, RESULTS, OpRule, Program, is_deterministic, taken
+from memscale.simulation.rules.work import tfloat32, work_of
 
 aten = torch.ops.aten
 
@@ -57,7 +58,6 @@ class Operator:
         loose: whether the layout of its results does not depend on the values of floats.
         chooses: whether its integer results decide the model's next operations.
         draws: whether it advances a random generator.
-        leaves: whether the memory of its results stays uninitialised.
         sends: whether it is a collective between processes, without work on the device.
         composed: the dispatch key of the kernel that composes it of other operators; None for a single kernel.
         written: the arguments that the operator writes to.
@@ -73,7 +73,6 @@ class Operator:
     loose: bool
     chooses: bool
     draws: bool
-    leaves: bool
     sends: bool
     composed: DispatchKey | None
     written: tuple[tuple[int, str], ...]
@@ -85,7 +84,7 @@ class Operator:
     @classmethod
     def of(cls, op: OpOverload, kernels: Kernels) -> Operator:
         """Returns the facts about `op` on the device of `kernels`."""
-        schema, name, rule = op._schema, op.overloadpacket.__name__, rule_of(op)
+        schema, rule = op._schema, rule_of(op)
         kind = kind_of(op)
         reads_nothing = not any("Tensor" in str(value.type) for value in schema.returns) and rule.values != "reads"
         if reads_nothing and kind is Kind.MAKE and not schema.is_mutable:
@@ -98,7 +97,6 @@ class Operator:
             loose=kind is Kind.IN_PLACE or torch.Tag.pointwise in op.tags,
             chooses=rule.values == "choice" and not schema.is_mutable,
             draws=torch.Tag.nondeterministic_seeded in op.tags,
-            leaves=name.removeprefix("new_").startswith("empty"),
             sends=op.namespace in _FUNCTIONAL and any(each.name == "group_name" for each in schema.arguments),
             composed=composition(op) if kernels.device_type in rule.composed_on else None,
             written=written_arguments(op),

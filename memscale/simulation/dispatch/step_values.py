@@ -155,9 +155,9 @@ def _validates() -> bool:
 
 def _follows(call: Call, result: Any) -> bool:
     """Whether the values of `result` follow from known ones, so that they can be computed later."""
-    operator = call.operator
-    if operator.rule.values == "constant" or not isinstance(result, torch.Tensor) or operator.draws or operator.leaves:
-        return operator.rule.values == "constant" and isinstance(result, torch.Tensor)
+    rule, draws = call.operator.rule, call.operator.draws
+    if rule.values == "constant" or not isinstance(result, torch.Tensor) or draws or rule.empty:
+        return rule.values == "constant" and isinstance(result, torch.Tensor)
     for tensor, record in zip(call.tensors, call.records, strict=True):
         # Large floats from before the step are a batch's; a batch on meta has no values.
         if record.later is None and not (

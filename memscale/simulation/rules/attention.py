@@ -1,9 +1,9 @@
-"""The rules of CUDA's attention kernels: their allocations while they run, and their times."""
+"""The rules of attention kernels: their arithmetic, and on a card their allocations while they run, and their times."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from math import ceil, prod
 from typing import Any
 
 from memscale.hardware import Work
@@ -11,6 +11,7 @@ from memscale.simulation.allocator.block_pool import round_up
 from memscale.simulation.rules.rule import (
     PLAIN,
     RESULTS,
+    Arguments,
     Capability,
     CardTraits,
     OpRule,
@@ -26,6 +27,26 @@ from memscale.simulation.rules.rule import (
 )
 
 
+def _attended_pairs(given: Arguments) -> int:
+    """Returns the number of (query, key) pairs that a kernel computes: with a causal mask, those before the mask."""
+    *batch, queries, _ = given["query"].shape
+    keys = given["key"].shape[-2]
+    pairs = queries * keys
+    if given.get("is_causal", False):
+        triangle = min(queries, keys)
+        pairs = triangle * (triangle + 1) // 2 + (queries - triangle) * keys
+    return int(prod(batch) * pairs)
+
+
+def _flops(given: Arguments, results: Any) -> int:
+    return int(2 * _attended_pairs(given) * (given["query"].shape[-1] + given["value"].shape[-1]))
+
+
+def _flops_backward(given: Arguments, results: Any) -> int:
+    """Returns the FLOPs of five products: scores again, and the gradients of scores, query, key and value."""
+    return int(2 * _attended_pairs(given) * (3 * given["query"].shape[-1] + 2 * given["value"].shape[-1]))
+
+
 def _flash_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     """Returns the program of a float32 accumulator for the query's gradient, and per-head gradients of shared keys and
     values.
@@ -36,7 +57,7 @@ def _flash_backward(args: Sequence[Any], results: Any, card: CardTraits) -> Prog
     grad, query, key, _, out = args[:5]
     batch, heads, queries, head = query.shape
     rows = round_up(queries, 128)
-    splits = math.ceil(card.multiprocessors / (batch * heads)) if is_deterministic() else 1
+    splits = ceil(card.multiprocessors / (batch * heads)) if is_deterministic() else 1
     width = round_up(head, 32) if head <= 192 else 256
     shared = 0 if key.size(1) == heads else batch * key.size(2) * heads * head * query.itemsize
     copies = taken(copied(grad.transpose(1, 2)), copied(out.transpose(1, 2)))
@@ -53,7 +74,7 @@ def _efficient_forward(args: Sequence[Any], results: Any, card: CardTraits) -> P
     query, key, value = args[:3]
     if query.itemsize == 4 or max(key.size(-1), value.size(-1)) <= 128:
         return PLAIN
-    return RESULTS, math.prod(query.shape[:3]) * value.size(-1) * 4
+    return RESULTS, prod(query.shape[:3]) * value.size(-1) * 4
 
 
 # Tokens a block: of the memory-efficient kernels (windows of 49 take a whole block), and of cuDNN's.
@@ -103,9 +124,9 @@ def _efficient_backward(args: Sequence[Any], results: Any, card: CardTraits) -> 
     floats = 0
     if half or card.capability >= (7, 0):
         # A tile begins with a lock, a counter and padding.
-        floats = math.ceil(queries / rows) * math.ceil(head / columns) * (4 + rows * columns)
+        floats = ceil(queries / rows) * ceil(head / columns) * (4 + rows * columns)
     if spills:
-        splits = max(1, min(math.ceil(keys / columns), 200 // (batch * heads)))
+        splits = max(1, min(ceil(keys / columns), 200 // (batch * heads)))
         if card.capability < (7, 0) or is_deterministic():
             splits = 1
         floats += splits * columns * (round_up(head, rows) + round_up(value_head, rows))
@@ -141,17 +162,32 @@ def _cudnns(reached: float, query: int, traffic: float) -> Time:
     return time
 
 
+def _rule(**more: Any) -> OpRule:
+    return OpRule(flops=_flops, **more)
+
+
+def _backward_rule(**more: Any) -> OpRule:
+    return OpRule(flops=_flops_backward, **more)
+
+
 RULES = {
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": OpRule(batched=6),
-    "aten._scaled_dot_product_flash_attention": OpRule(time=share(0.9, 0.4)),
-    "aten._scaled_dot_product_flash_attention_backward": OpRule(program=_flash_backward, time=share(0.75, 0.25)),
+    "aten._scaled_dot_product_flash_attention_for_cpu": _rule(),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _backward_rule(batched=6),
+    "aten._scaled_dot_product_flash_attention": _rule(time=share(0.9, 0.4)),
+    "aten._scaled_dot_product_flash_attention_backward": _backward_rule(
+        program=_flash_backward, time=share(0.75, 0.25)
+    ),
     # Seeds lie on the host, except in a CUDA graph capture.
-    "aten._scaled_dot_product_efficient_attention": OpRule(
+    "aten._scaled_dot_product_efficient_attention": _rule(
         program=_efficient_forward, on_host=(2, 3), time=share(0.5, 0.22, 0.55, tokens=(0, _EFFICIENT_TOKENS))
     ),
-    "aten._scaled_dot_product_efficient_attention_backward": OpRule(
+    "aten._scaled_dot_product_efficient_attention_backward": _backward_rule(
         program=_efficient_backward, time=share(0.4, 0.14, 0.52, tokens=(1, _EFFICIENT_TOKENS))
     ),
-    "aten._scaled_dot_product_cudnn_attention": OpRule(order=(2, 3, 0, 1), time=_cudnns(0.8, 0, 1.1)),
-    "aten._scaled_dot_product_cudnn_attention_backward": OpRule(program=_cudnn_backward, time=_cudnns(0.7, 1, 2.1)),
+    "aten._scaled_dot_product_cudnn_attention": _rule(order=(2, 3, 0, 1), time=_cudnns(0.8, 0, 1.1)),
+    "aten._scaled_dot_product_cudnn_attention_backward": _backward_rule(
+        program=_cudnn_backward, time=_cudnns(0.7, 1, 2.1)
+    ),
+    "aten._scaled_dot_product_fused_attention_overrideable": _rule(),
+    "aten._scaled_dot_product_fused_attention_overrideable_backward": _backward_rule(),
 }

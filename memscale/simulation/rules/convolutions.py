@@ -16,6 +16,7 @@ from memscale.simulation.rules.reductions import SUM, reduced
 from memscale.simulation.rules.rule import (
     CHANNELS_LAST,
     RESULTS,
+    Arguments,
     Capability,
     CardTraits,
     OpRule,
@@ -185,6 +186,12 @@ def _groups_backward(args: Sequence[Any], columns: int) -> Program:
     return each * int(groups)
 
 
+def _flops_backward(given: Arguments, results: Any) -> int:
+    """Returns the FLOPs of the gradients of image and weight, each as many as the forward's."""
+    batch, _, *places = (given["input"] if given["transposed"] else given["grad_output"]).shape
+    return int(2 * batch * math.prod(places) * math.prod(given["weight"].shape) * sum(given["output_mask"][:2]))
+
+
 # Measured on 297 convolutions and the steps of ResNet-50, ViT, Swin and ConvNeXt (`benchmarks/bench_operators.py
 # --convolutions`): few channels, or groups of few channels, use a small part of the tensor cores.
 
@@ -297,7 +304,11 @@ _UPSAMPLINGS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d",
 RULES = {
     "aten.convolution": replace(_BOTH, program=_convolution, time=_with_copies(_convolution), batched=1),
     "aten.convolution_backward": replace(
-        _BOTH, program=_convolution_backward, time=_with_copies(_convolution_backward), batched=2
+        _BOTH,
+        program=_convolution_backward,
+        flops=_flops_backward,
+        time=_with_copies(_convolution_backward),
+        batched=2,
     ),
     "aten.im2col": OpRule(program=_patches),
     "aten.col2im": OpRule(program=copy_after, layout=_as_large_as_columns),

@@ -1,4 +1,4 @@
-"""Elementwise operators, of optimizers too, operators that make, move, choose or read numbers, and matrix products."""
+"""Elementwise operators, of optimizers too, and operators that make, move, choose or read numbers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from memscale.simulation.rules.rule import (
     CardTraits,
     OpRule,
     Program,
+    Touch,
     by_layouts,
     of_clone,
     passes,
-    product,
-    share,
     taken,
 )
 
@@ -43,36 +42,17 @@ _CHOICE = OpRule(values="choice")
 _BY_PLACE = OpRule(by_place=True)
 
 
-def _product(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
-    """Returns the program of a copy of each matrix without a dense dimension.
-
-    Source: ``prepare_matrix_for_cublas`` and ``prepare_batch_matrix_for_cublas`` in aten/src/ATen/native/cuda/Blas.cpp.
-    """
-    copies = []
-    for matrix in args[-2:]:
-        rows, columns = matrix.shape[-2:]
-        down, across = matrix.stride()[-2:]
-        dense = (down == 1 and across >= max(1, rows)) or (across == 1 and down >= max(1, columns))
-        copies.append(0 if dense or not matrix.numel() else matrix.numel() * matrix.itemsize)
-    return RESULTS, *taken(*copies)
-
-
-def _always(args: Sequence[Any], card: CardTraits) -> bool:
-    return True
-
-
-def _dense(left: int) -> OpRule:
-    """Returns the rule of a matrix product of the arguments number `left` and ``left + 1``."""
-    return OpRule(program=_product, time=product(left), uses_cublas=_always, rows=left)
-
-
-_LIBRARY = OpRule(uses_cublas=_always)
+# Written without being read, which schemas do not express.
+_OVERWRITTEN = {"self": Touch.WRITE}
+# Optimizers write the gradients only if a gradient scaler is passed.
+_GRADIENTS = {"grads": Touch.READ}
 
 RULES = {
     "aten.native_dropout": OpRule(order=(1, 0)),
     "aten.masked_fill": OpRule(time=passes(1.7, 1.8)),
     "aten.cumsum": OpRule(time=passes(3.5, 1.9)),
-    "aten._fused_adamw_": OpRule(time=passes(1.25, 1.1)),
+    **{f"aten._fused_{name}_": OpRule(touches=_GRADIENTS) for name in ("adam", "sgd", "adagrad")},
+    "aten._fused_adamw_": OpRule(touches=_GRADIENTS, time=passes(1.25, 1.1)),
     "aten._foreach_add_": OpRule(time=passes(1.3, 1.1)),
     "aten._foreach_addcdiv_": OpRule(time=passes(1.08, 1.0)),
     "aten._foreach_addcmul_": OpRule(time=passes(1.12, 1.08)),
@@ -94,10 +74,19 @@ RULES = {
     **{f"aten.{name}": OpRule(values="constant", by_place=True) for name in ("zeros_like", "full_like")},
     **{f"aten.{name}": _CHOICE for name in ("topk", "argsort", "multinomial")},
     **{f"aten.{name}": _BY_PLACE for name in (
-        "arange", "empty", "flip", "full", "gather", "index_select", "lift_fresh_copy", "ones", "rand", "randint",
-        "randn", "scalar_tensor", "select_scatter", "slice_scatter", "_unsafe_index", "zeros",
+        "arange", "flip", "full", "lift_fresh_copy", "ones", "rand", "randint", "randn", "scalar_tensor",
+        "select_scatter", "slice_scatter", "_unsafe_index", "zeros",
     )},
-    **{f"aten.{name}": OpRule(scratch="nothing") for name in ("fill_", "zero_", "_unsafe_view", "unsafe_split")},
+    "aten.empty": OpRule(empty=True, by_place=True),
+    **{f"aten.{name}": OpRule(empty=True) for name in (
+        "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
+    )},
+    **{f"aten.{name}": OpRule(scratch="nothing") for name in ("_unsafe_view", "unsafe_split")},
+    **{f"aten.{name}": OpRule(touches=_OVERWRITTEN, scratch="nothing") for name in ("fill_", "zero_")},
+    **{f"aten.{name}": OpRule(touches=_OVERWRITTEN) for name in (
+        "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_",
+        "_foreach_copy_", "_foreach_zero_",
+    )},
     "aten.sort": OpRule(values="choice", time=passes(9.5, 9.5)),
     "aten._local_scalar_dense": OpRule(values="reads"),
     "aten.equal": OpRule(values="reads"),
@@ -105,15 +94,10 @@ RULES = {
     "aten.resize_as_": OpRule(resizes=True),
     "aten._to_copy": OpRule(scratch="nothing", by_place=True, time=passes(1.5, 1.5)),
     "aten.clone": OpRule(scratch="nothing", time=of_clone),
-    "aten.copy_": OpRule(scratch="nothing", time=by_layouts),
+    "aten.copy_": OpRule(touches=_OVERWRITTEN, scratch="nothing", time=by_layouts),
     "aten.constant_pad_nd": OpRule(scratch="nothing", by_place=True),
     "aten.cat": OpRule(scratch="converts"),
     "aten.stack": OpRule(scratch="converts"),
-    **{f"aten.{name}.default": _dense(0) for name in ("mm", "bmm")},
-    **{f"aten.{name}.default": _dense(1) for name in ("addmm", "baddbmm")},
-    **{f"aten.{name}": _LIBRARY for name in ("mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot")},
-    # The real kernel takes more dtypes than the fake one; on zeros it would take minutes for a mixture of experts.
-    "aten._grouped_mm": OpRule(faked_in=torch.bfloat16, time=share(0.7, 0.7)),
     "aten._trilinear": OpRule(composed_on=("cuda",)),
     "aten._euclidean_dist": OpRule(composed_on=("cuda",)),
     "aten.linalg_pinv.atol_rtol_tensor": OpRule(composed_on=("cuda",)),

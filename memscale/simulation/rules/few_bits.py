@@ -9,6 +9,7 @@ import copy
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from memscale.algebra import copy_tree, walk
 from memscale.core import ConfigError, RuntimeUnavailable, format_bytes
-from memscale.simulation.rules.rule import RESULTS, CardTraits, OpRule, Program
+from memscale.simulation.rules.rule import RESULTS, Arguments, CardTraits, OpRule, Program
 
 _OLDEST = "0.46"
 _WORTH_A_WORD = 0.01
@@ -192,6 +193,10 @@ def _without_outliers(rows: torch.Tensor, threshold: float = 0.0) -> tuple[torch
     return found, scales, torch.empty(0, dtype=torch.int64, device="meta") if threshold else None
 
 
+def _flops(given: Arguments, results: Any) -> int:
+    return int(2 * prod(results.shape) * given["A"].shape[-1])
+
+
 # Compositions of other operators, each with its own rule. A card's 4-bit product kernel serves less than about 512
 # rows, fewer than a training step has; for more rows the weight is unpacked for a product of PyTorch's.
 _COMPOSED = OpRule(composed_on=("cpu", "cuda"))
@@ -201,5 +206,6 @@ RULES = {
     "bitsandbytes.int8_vectorwise_quant": OpRule(
         program=_rows_in_8_bits, order=(1, 0), results=_without_outliers, results_on=("cpu", "cuda")
     ),
+    "bitsandbytes.int8_linear_matmul": OpRule(flops=_flops),
     "bitsandbytes.int8_mm_dequant": OpRule(program=_sums_as_floats),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memscale.core import internals
-from memscale.simulation.rules.rule import PLAIN, RESULTS, CardTraits, OpRule, Program, copied, passes, taken
+from memscale.simulation.rules.rule import PLAIN, RESULTS, CardTraits, OpRule, Program, Touch, copied, passes, taken
 
 
 def _sorted_pairs(count: int, largest: int, item: int = 8) -> tuple[int, int, int, int]:
@@ -147,20 +147,30 @@ def _packed(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
     return *copies, RESULTS, *(-nbytes for nbytes in copies)
 
 
+_LOOKED_UP, _SCATTERED = {"self": Touch.LOOK_UP}, {"self": Touch.SCATTER}
+_ROWS = {"weight": Touch.LOOK_UP}
+
 RULES = {
-    "aten.embedding": OpRule(program=_embedding, scratch="copies", by_place=True),
+    "aten.embedding": OpRule(program=_embedding, touches=_ROWS, scratch="copies", by_place=True),
     "aten.embedding_dense_backward": OpRule(program=_embedding_dense_backward, scratch="copies", time=passes(5.0, 2.7)),
-    "aten._embedding_bag": OpRule(order=(2, 1, 0, 3), results=_bags),
+    "aten._embedding_bag": OpRule(order=(2, 1, 0, 3), results=_bags, touches=_ROWS),
+    "aten._embedding_bag_forward_only": OpRule(touches=_ROWS),
     "aten._embedding_bag_backward": OpRule(program=_embedding_bag_backward),
-    "aten.index.Tensor": OpRule(program=_index, by_place=True),
+    "aten.index": OpRule(program=_index, touches=_LOOKED_UP, by_place=True),
+    "aten.gather": OpRule(touches=_LOOKED_UP, by_place=True),
+    "aten.index_select": OpRule(touches=_LOOKED_UP, by_place=True),
+    "aten.take": OpRule(touches=_LOOKED_UP),
     "aten.index_put": OpRule(program=_index_put, in_place=True),
-    "aten.index_put_": OpRule(program=_index_put_checked),
-    "aten._index_put_impl_": OpRule(program=_index_put),
+    "aten.index_put_": OpRule(program=_index_put_checked, touches=_SCATTERED),
+    "aten._index_put_impl_": OpRule(program=_index_put, touches=_SCATTERED),
     "aten._unsafe_index_put": OpRule(program=_index_put),
     "aten._unsafe_masked_index": OpRule(composed_on=("cuda",)),
     "aten._pack_padded_sequence": OpRule(program=_packed, on_host=(1,), values="lengths"),
     "aten._pad_packed_sequence": OpRule(on_host=(1,)),
-    "aten.index_add_": OpRule(time=passes(3.3, 1.6)),
+    "aten.index_add_": OpRule(touches=_SCATTERED, time=passes(3.3, 1.6)),
+    **{f"aten.{name}": OpRule(touches=_SCATTERED) for name in (
+        "index_copy_", "index_fill_", "scatter_", "scatter_add_", "scatter_reduce_",
+    )},
     "aten.index_add.default": OpRule(in_place=True),
     "aten.put.default": OpRule(in_place=True),
     "aten.scatter.src": OpRule(in_place=True),
@@ -170,4 +180,4 @@ RULES = {
     "aten.diagonal_backward": OpRule(deciding=2),
     "aten.select_backward": OpRule(deciding=3, scratch="nothing"),
     "aten.slice_backward": OpRule(deciding=3, scratch="nothing"),
-}
+}  # fmt: skip

@@ -21,6 +21,7 @@ from memscale.simulation.rules.rule import (
     OpRule,
     Program,
     Result,
+    Touch,
     briefly,
     copied,
     copy_after,
@@ -285,8 +286,11 @@ RULES = {
         program=_log_softmax_backward, layout=ordered_as(), scratch="copies", time=passes_of_rows(1.3, 1.3)
     ),
     "aten._safe_softmax": OpRule(program=_safe_softmax, time=passes(3.2, 3.2)),
-    "aten.nll_loss2d_forward": OpRule(order=(1, 0), scratch="copies"),
-    **{f"aten.nll_loss{kind}": OpRule(scratch="copies") for kind in ("_forward", "_backward", "2d_backward")},
+    # A loss reads one number of each row; its gradient depends on the targets only, not on the input's values.
+    "aten.nll_loss_forward": OpRule(touches={"self": Touch.LOOK_UP}, scratch="copies"),
+    "aten.nll_loss2d_forward": OpRule(order=(1, 0), touches={"self": Touch.LOOK_UP}, scratch="copies"),
+    "aten.nll_loss_backward": OpRule(touches={"self": Touch.NOTHING}, scratch="copies"),
+    "aten.nll_loss2d_backward": OpRule(touches={"self": Touch.NOTHING}, scratch="copies"),
     "aten.mse_loss": OpRule(program=_mean_loss, layout=whole_storage, batched=2),
     "aten.smooth_l1_loss": OpRule(program=_mean_loss, layout=whole_storage, batched=2),
     "aten.binary_cross_entropy": OpRule(program=_mean_loss, layout=whole_storage),

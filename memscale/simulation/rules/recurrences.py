@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from memscale.simulation.rules.layouts import ResultLayout
 from memscale.simulation.rules.reductions import SUM, reduced
 from memscale.simulation.rules.rule import (
     RESULTS,
+    Arguments,
     CardTraits,
     OpRule,
     Program,
@@ -335,6 +337,18 @@ def _backward_program(args: Sequence[Any], results: Any, card: CardTraits) -> Pr
     return *taken(*zeros), *of_input, *taken(rows), RESULTS, *taken(flat), workspace
 
 
+def _flops(given: Arguments, results: Any) -> int:
+    """Returns the FLOPs of every row of every step times every weight matrix."""
+    weights = [value for name, value in given.items() if name.startswith("weight")]
+    parts = [part for value in weights for part in (value if isinstance(value, (list, tuple)) else [value])]
+    matrices = [part for part in parts if isinstance(part, torch.Tensor) and part.dim() == 2]
+    return int(2 * prod(given["input"].shape[:-1]) * sum(prod(matrix.shape) for matrix in matrices))
+
+
+def _flops_backward(given: Arguments, results: Any) -> int:
+    return 2 * _flops(given, results)
+
+
 def _launches(*, backward: bool) -> Time:
     """Returns the time with the launches after the first kernel, each of which takes at least the least of a kernel.
 
@@ -405,14 +419,18 @@ def _two_bias_gradients(layout: ResultLayout, args: Sequence[Any], card: CardTra
 
 
 RULES = {
-    "aten._cudnn_rnn": OpRule(program=_forward_program, results=_forward, time=_launches(backward=False)),
-    "aten._cudnn_rnn_backward": OpRule(program=_backward_program, results=_backward, time=_launches(backward=True)),
+    "aten._cudnn_rnn": OpRule(program=_forward_program, results=_forward, flops=_flops, time=_launches(backward=False)),
+    "aten._cudnn_rnn_backward": OpRule(
+        program=_backward_program, results=_backward, flops=_flops_backward, time=_launches(backward=True)
+    ),
+    "aten.miopen_rnn": OpRule(flops=_flops),
+    "aten.miopen_rnn_backward": OpRule(flops=_flops_backward),
     "aten._cudnn_init_dropout_state": OpRule(results=_dropout),
     "aten._thnn_fused_lstm_cell": OpRule(order=(2, 0, 1), results=_lstm_state),
     "aten._thnn_fused_lstm_cell_backward_impl": OpRule(program=_lstm_backward_program, results=_lstm_gradients),
     "aten._thnn_fused_gru_cell": OpRule(order=(1, 0), results=_gru_state),
     "aten._thnn_fused_gru_cell_backward": OpRule(program=_gru_backward_program, results=_gru_gradients),
     # Only oneDNN's kernel knows the size of the workspace that it keeps for backward; the fake kernel's is empty.
-    "aten.mkldnn_rnn_layer": OpRule(runs=True),
-    "aten.mkldnn_rnn_layer_backward": OpRule(layout=_two_bias_gradients),
+    "aten.mkldnn_rnn_layer": OpRule(runs=True, flops=_flops),
+    "aten.mkldnn_rnn_layer_backward": OpRule(layout=_two_bias_gradients, flops=_flops_backward),
 }

@@ -1,4 +1,4 @@
-"""The rules of all operators in one table; `tests/simulation/test_rules.py` lists the few tables elsewhere."""
+"""The rules of all operators, the one table with operators for keys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from memscale.simulation.rules import (
     few_bits,
     indexing,
     norms,
+    products,
     recurrences,
     reductions,
 )
 from memscale.simulation.rules.rule import OpRule
 
-_FAMILIES = (attention, convolutions, elementwise, few_bits, indexing, norms, recurrences, reductions)
+_FAMILIES = (attention, convolutions, elementwise, few_bits, indexing, norms, products, recurrences, reductions)
 #: By ``str(OpOverload)``, or ``str(OpOverloadPacket)`` where all overloads share a rule.
 RULES: dict[str, OpRule] = {name: rule for family in _FAMILIES for name, rule in family.RULES.items()}
 _NONE = OpRule()

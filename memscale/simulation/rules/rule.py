@@ -13,9 +13,10 @@ of another kernel: two passes double the bytes, and half the rate doubles the FL
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -63,6 +64,21 @@ def plain(args: Sequence[Any], results: Any, card: CardTraits) -> Program:
 
 Time = Callable[[Sequence[Any], Work, CardTraits], Work]
 
+Arguments = Mapping[str, Any]
+#: (arguments by name, results) -> the additions and multiplications of a call.
+Flops = Callable[[Arguments, Any], int]
+
+
+class Touch(enum.Enum):
+    """The access of a kernel to one of its tensor arguments."""
+
+    NOTHING = "nothing"
+    READ = "read"
+    WRITE = "write"
+    UPDATE = "update"  # read and written
+    LOOK_UP = "look up"  # read at some indices: at most as many bytes as the results or another argument have
+    SCATTER = "scatter"  # updated at some indices: at most as many bytes as another argument has
+
 
 def as_it_is(args: Sequence[Any], work: Work, card: CardTraits) -> Work:
     """Returns `work` unchanged, for a kernel that reaches the usual rates."""
@@ -88,6 +104,7 @@ class OpRule:
         layout: (layout, arguments, card or None for a CPU) -> the corrected layout of the fake kernel's results.
         faked_in: the only dtype that the fake kernel takes, where the real kernel takes others.
         runs: whether the CPU kernel runs on zeros to find the layout, since no fake kernel knows it.
+        fused: runs the one kernel that a card has for the operator, which a CPU composes of others.
         computed: computes values in place of the operator, where a CPU lacks the operator for some dtypes.
         composed_on: the devices on which the operator is a composition of other operators below autograd.
         deciding: the number of first arguments that decide the allocations and the results of a call; None means all.
@@ -105,6 +122,9 @@ class OpRule:
         by_place: whether each element of the result is computed independently, where PyTorch has no tag for this.
         in_place: whether PyTorch writes into an argument where no dispatch mode is active, as in the formulas of
             autograd (FunctionsManual.cpp, ``areAnyTensorSubclassLike``).
+        flops: the additions and multiplications of a call; None means PyTorch's formula for its FLOP counter, or 0.
+        touches: the accesses to arguments, by name, which the schema does not express.
+        empty: whether the results are memory that no kernel writes.
         time: (arguments, work, card) -> the work that takes a card as long as this call.
         uses_cublas: whether the kernel on a card is cuBLAS's, with a handle and a workspace.
     """
@@ -117,6 +137,7 @@ class OpRule:
     layout: Callable[[ResultLayout, Sequence[Any], CardTraits | None], ResultLayout] | None = None
     faked_in: torch.dtype | None = None
     runs: bool = False
+    fused: Callable[..., Any] | None = None
     computed: Callable[..., Any] | None = None
     composed_on: tuple[str, ...] = ()
     deciding: int | None = None
@@ -129,6 +150,9 @@ class OpRule:
     rows: int | None = None
     by_place: bool = False
     in_place: bool = False
+    flops: Flops | None = None
+    touches: Mapping[str, Touch] = field(default_factory=dict)
+    empty: bool = False
     time: Time = as_it_is
     uses_cublas: Callable[[Sequence[Any], CardTraits], bool] = never
 

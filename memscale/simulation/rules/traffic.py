@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +10,8 @@ from typing import Any
 import torch
 
 from memscale.core import OpOverload
-
-
-class Touch(enum.Enum):
-    """The access of a kernel to one of its tensor arguments."""
-
-    NOTHING = "nothing"
-    READ = "read"
-    WRITE = "write"
-    UPDATE = "update"  # read and written
-    LOOK_UP = "look up"  # read at some indices: at most as many bytes as the results or another argument have
-    SCATTER = "scatter"  # updated at some indices: at most as many bytes as another argument has
+from memscale.simulation.rules.registry import rule_of
+from memscale.simulation.rules.rule import Touch
 
 
 @dataclass(frozen=True)
@@ -34,26 +24,6 @@ class _Accesses:
 
 
 _NO_ACCESS = _Accesses((), {}, False)
-
-# Operators that write an argument without reading it, which schemas do not express.
-_OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_",
-               "cauchy_", "geometric_", "_foreach_copy_", "_foreach_zero_"}  # fmt: skip
-# Operators that return new memory without writing to it.
-_EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-# The operators that read tensor values although they return no tensor; others of that kind read sizes or devices.
-_READS_VALUES = {"_local_scalar_dense", "equal"}
-# Arguments that a kernel reads only in part, or not at all, which schemas do not express.
-_SPECIAL = {
-    **{name: {"weight": Touch.LOOK_UP} for name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only")},
-    **{name: {"self": Touch.LOOK_UP} for name in ("index", "index_select", "gather", "take", "nll_loss_forward",
-                                                  "nll_loss2d_forward")},
-    **{name: {"self": Touch.SCATTER} for name in ("index_put_", "_index_put_impl_", "index_add_", "index_copy_",
-                                                  "index_fill_", "scatter_", "scatter_add_", "scatter_reduce_")},
-    # Their gradients depend on the targets only, not on the values of the input.
-    **{name: {"self": Touch.NOTHING} for name in ("nll_loss_backward", "nll_loss2d_backward")},
-    # The gradients are written only if a gradient scaler is passed.
-    **{f"_fused_{name}_": {"grads": Touch.READ} for name in ("adam", "adamw", "sgd", "adagrad")},
-}  # fmt: skip
 
 
 def traffic_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
@@ -106,19 +76,19 @@ def traffic_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], o
 
 @functools.cache
 def _accesses(op: OpOverload) -> _Accesses:
-    schema, name = op._schema, op.overloadpacket.__name__
+    schema, rule, name = op._schema, rule_of(op), op.overloadpacket.__name__
     results = [value for value in schema.returns if "Tensor" in str(value.type)]
     changes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
     makes = any(value.alias_info is None for value in results)
     is_view = bool(results) and not makes and not changes
-    returns_facts = not results and not changes and name not in _READS_VALUES
-    if is_view or returns_facts or name in _EMPTY or torch.Tag.inplace_view in op.tags:
+    returns_facts = not results and not changes and rule.values != "reads"
+    if is_view or returns_facts or rule.empty or torch.Tag.inplace_view in op.tags:
         return _NO_ACCESS
     positional, named = [], {}
     for position, argument in enumerate(schema.arguments):
         if "Tensor" not in str(argument.type):
             continue
-        touch = _SPECIAL.get(name, {}).get(argument.name) or _touch(name, argument)
+        touch = rule.touches.get(argument.name) or _touch(name, argument)
         named[argument.name] = touch
         if not argument.kwarg_only:
             positional.append((position, touch))
@@ -127,7 +97,7 @@ def _accesses(op: OpOverload) -> _Accesses:
 
 def _touch(name: str, argument: Any) -> Touch:
     if argument.alias_info is not None and argument.alias_info.is_write:
-        return Touch.WRITE if argument.is_out or name in _OVERWRITES else Touch.UPDATE
+        return Touch.WRITE if argument.is_out else Touch.UPDATE
     # zeros_like(x) and x.new_zeros() only take a shape from x.
     return Touch.NOTHING if name.endswith("_like") or name.startswith("new_") else Touch.READ
 

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from memscale.core import OpOverload
-from memscale.hardware.flops import flops_of
-from memscale.hardware.traffic import traffic_of
-
-#: The dtype whose rate applies if a device has no rate for the key: the same circuits compute both.
-AT_THE_RATE_OF = {
-    "tfloat32": "float32",  # TF32 is allowed, not required; a device without TF32 computes in float32
-    "float8_e5m2": "float8_e4m3fn",
-    "float8_e5m2fnuz": "float8_e4m3fnuz",
-}
-
-
-class Work(NamedTuple):
-    """The arithmetic and the memory traffic of an operator.
-
-    Args:
-        flops: additions and multiplications.
-        nbytes: bytes read from and written to the device's memory.
-        dtype: the dtype of the arithmetic, as in ``Hardware.flops_per_second``; ``""`` for empty work.
-        launches: the number of kernels besides the first.
-        extra_bytes: bytes that are moved after the arithmetic.
-    """
-
-    flops: int
-    nbytes: int
-    dtype: str
-    launches: int = 0
-    extra_bytes: int = 0
+from memscale.hardware import Work
+from memscale.simulation.rules.registry import rule_of
+from memscale.simulation.rules.traffic import traffic_of
 
 
 def work_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Work:
@@ -62,8 +40,40 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outp
     return Work(flops, nbytes, dtype)
 
 
+def flops_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
+    """Returns the additions and multiplications of a matrix product, convolution, attention or recurrence; else 0.
+
+    Counts the work of the kernels. `torch.utils.flop_counter` differs: it counts causal attention as full and a grouped
+    convolution's weight gradient as dense, and has no formula for recurrences and for attention on the CPU. Operators
+    without a formula in their rule use its registry, and so a user's own formula from `register_flop_formula`.
+
+    >>> a, b = torch.empty(2, 3, device="meta"), torch.empty(3, 5, device="meta")
+    >>> flops_of(torch.ops.aten.mm.default, (a, b), {}, torch.empty(2, 5, device="meta"))
+    60
+    """
+    formula = rule_of(op).flops
+    if formula is not None:
+        flops = formula({**dict(zip(_names(op), args, strict=False)), **kwargs}, outputs)
+    else:
+        registered = flop_registry.get(op.overloadpacket)
+        if registered is None:
+            return 0
+        flops = registered(*args, **kwargs, out_val=outputs)
+    # A complex product is four real products.
+    return int(flops) * (4 if _is_complex(args) else 1)
+
+
 _NOTHING = Work(0, 0, "")
 _NAMES: dict[torch.dtype, str] = {}
+
+
+@functools.cache
+def _names(op: OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+def _is_complex(args: Sequence[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.is_complex() for value in args)
 
 
 def _dtype(values: Sequence[Any]) -> str:
