@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import Check, ConfigError, Misfit, boolean, integer, optional, shown, validate
+from memscale.core import SWITCHES, Check, ConfigError, Misfit, boolean, integer, optional, shown, validate
 from memscale.runtime import AsyncOffloadConfig
 
 _MAX_PORT = 65535
@@ -37,29 +37,16 @@ class OptimizationMode(enum.Enum):
         return f"{type(self).__name__}.{self.name}"
 
 
-# The switches that the mode sets unless the caller did, and those that each mode turns on.
-_SWITCHES = ("enable_checkpointing", "enable_offloading", "enable_tiling")
-_ON = {
-    OptimizationMode.CONSERVATIVE: ("enable_checkpointing",),
-    OptimizationMode.BALANCED: ("enable_checkpointing", "enable_offloading"),
-    OptimizationMode.AGGRESSIVE: _SWITCHES,
+# The transforms that each mode allows; their switches follow from the mode unless the caller sets them.
+_ALLOWED = {
+    OptimizationMode.CONSERVATIVE: ("checkpoint",),
+    OptimizationMode.BALANCED: ("checkpoint", "offload"),
+    OptimizationMode.AGGRESSIVE: ("checkpoint", "offload", "tile"),
 }
+_OF_MODES = {SWITCHES[name]: name for name in _ALLOWED[OptimizationMode.AGGRESSIVE]}
 
-_OPEN = (
-    "mode",
-    *_SWITCHES,
-    "async_offload",
-)  # the fields that follow from the others unless they are set
+_OPEN = ("mode", *_OF_MODES, "async_offload")  # the fields that follow from the others unless they are set
 _FOLLOWS: Any = None  # the default of these fields
-
-# Maps each switch of Config to the transform that it allows.
-_TRANSFORM_OF_SWITCH = {
-    "enable_checkpointing": "checkpoint",
-    "enable_offloading": "offload",
-    "enable_tiling": "tile",
-    "use_mixed_precision": "cast",
-    "use_8bit_optimizer": "quantize_states",
-}
 
 
 def _real(rule: str, remedy: str, holds: Callable[[float], bool]) -> Check:
@@ -222,7 +209,7 @@ class Config:
         >>> sorted(Config(mode="conservative", enable_offloading=True).eligible())
         ['checkpoint', 'offload']
         """
-        return frozenset(name for switch, name in _TRANSFORM_OF_SWITCH.items() if getattr(self, switch))
+        return frozenset(name for name, switch in SWITCHES.items() if getattr(self, switch))
 
     def __repr__(self) -> str:
         fields = (field.name for field in dataclasses.fields(self) if field.name in self.given)
@@ -232,7 +219,9 @@ class Config:
 def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of the fields in `given`, with each `None` replaced by what follows from the others."""
     mode = OptimizationMode.BALANCED if given["mode"] is None else given["mode"]
-    found = {switch: switch in _ON[mode] if given[switch] is None else given[switch] for switch in _SWITCHES}
+    found = {
+        switch: name in _ALLOWED[mode] if given[switch] is None else given[switch] for switch, name in _OF_MODES.items()
+    }
     overlaps = bool(given["async_offload"])
     if overlaps and given["enable_offloading"] is False:
         raise ConfigError(

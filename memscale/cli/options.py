@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from memscale.cli.terminal import DOES_NOT_FIT
-from memscale.core import Argument, BudgetError, ConfigError, MemscaleError, budget_bytes, package, wrapped
+from memscale.core import SWITCHES, Argument, BudgetError, ConfigError, MemscaleError, budget_bytes, package, wrapped
 
 _T = TypeVar("_T")
 
@@ -95,13 +95,8 @@ class Options:
         """Raises ConfigError if options of this class contradict each other."""
 
 
-#: The switches of a Config by the names that --allow and --forbid take.
-SWITCHES = {
-    "checkpoint": "enable_checkpointing",
-    "offload": "enable_offloading",
-    "tile": "enable_tiling",
-    "cast": "use_mixed_precision",
-}
+#: The switches of a Config by the names that --allow and --forbid take; 8-bit states have --stepping.
+ALLOWED = {name: switch for name, switch in SWITCHES.items() if name != "quantize_states"}
 Shorthand = Annotated[
     str | None,
     typer.Option(help="checkpoint, offload, tile and cast joined by +, or the file of a Plan in JSON."),
@@ -147,7 +142,7 @@ def as_option(argument: Argument, known: Collection[str]) -> str:
     >>> as_option(Argument("tune", "at_most"), {"at_most"}), as_option(Argument("Adam", "fused", True), {"optimizer"})
     ('--at-most', '--optimizer adam-fused')
     """
-    names = {switch: name for name, switch in SWITCHES.items()}
+    names = {switch: name for name, switch in ALLOWED.items()}
     if argument.of == "Config" and argument.name in names and "allow" in known:
         return f"--allow {names[argument.name]}"
     if argument.name == "fused" and "optimizer" in known:

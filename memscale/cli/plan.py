@@ -14,7 +14,7 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import (
-    SWITCHES,
+    ALLOWED,
     Html,
     Json,
     Options,
@@ -53,7 +53,7 @@ class AllowOptions(Options):
     allow: Annotated[
         list[str] | None,
         choice(
-            "Allow checkpoint, offload, tile or cast too; cast changes numbers. Repeatable.", *SWITCHES, metavar="NAME"
+            "Allow checkpoint, offload, tile or cast too; cast changes numbers. Repeatable.", *ALLOWED, metavar="NAME"
         ),
     ] = None
     allow_rounding: Annotated[
@@ -61,7 +61,7 @@ class AllowOptions(Options):
     ] = False
     forbid: Annotated[
         list[str] | None,
-        choice("Forbid checkpoint, offload, tile or cast. Repeatable.", *SWITCHES, metavar="NAME"),
+        choice("Forbid checkpoint, offload, tile or cast. Repeatable.", *ALLOWED, metavar="NAME"),
     ] = None
     host: Annotated[str | None, size("The most host memory that a plan may use", may_be_share=False)] = None
 
@@ -72,7 +72,7 @@ class AllowOptions(Options):
     def config(self, *, auto: bool = False) -> ms.Config:
         """Returns the config of these options; without a mode it allows every transform that changes no bit."""
         allowed = {**dict.fromkeys(self.forbid or (), False), **dict.fromkeys(self.allow or (), True)}
-        switches: dict[str, Any] = {SWITCHES[name]: allow for name, allow in allowed.items()}
+        switches: dict[str, Any] = {ALLOWED[name]: allow for name, allow in allowed.items()}
         if self.allow_rounding or self.mode is None:  # a mode sets this itself
             switches.setdefault("enable_tiling", self.allow_rounding)
         if self.host is not None:

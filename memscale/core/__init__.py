@@ -31,6 +31,7 @@ from memscale.core.machine import (
 )
 from memscale.core.misuse import by_name, shown, takes_no
 from memscale.core.paths import in_rows, in_runs, matches, misfit, numbers, row_label, template, written
+from memscale.core.switches import SWITCHES
 from memscale.core.units import (
     COLUMNS,
     aligned,

@@ -118,16 +118,26 @@ def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | No
             return _planned(engine, profile, step_bytes, limit, said)
         except MemscaleError as error:  # a step that fails in a simulation only
             trouble = _first_line(error)
-    if trouble:
-        does = f"trains under wrap()'s rule {rule!r}, whose peak is not known" if rule else "stays unchanged"
+    ruled_bytes = _bytes_under(engine, rule)
+    if trouble or (ruled_bytes or 0) > limit:
+        takes = "whose peak is not known" if ruled_bytes is None else f"under which it takes {format_bytes(ruled_bytes)}"
+        does = f"trains under wrap()'s rule {rule!r}, {takes}" if rule else "stays unchanged"
         warnings.warn(
             f"this {type(model).__name__} takes {format_bytes(step_bytes)} of the {format_bytes(limit)} that "
-            f"{said} allows, and {does}: no plan could be made ({trouble}); make smaller batches, or write a plan for "
-            "transform(model, plan)",
+            f"{said} allows, and {does}: no plan could be made ({trouble or 'the speed of its copies is not known'}); "
+            "make smaller batches, or write a plan for transform(model, plan)",
             RuntimeWarning,
             stacklevel=3,
         )
     return Verdict(rule, profile, step_bytes, None if rule else _NO_BLOCKS)
+
+
+def _bytes_under(engine: DecisionEngine | None, rule: Plan) -> int | None:
+    """Returns the simulated peak of the step under the rule, or None if unknown."""
+    try:
+        return None if engine is None else engine.steps.profile(rule).taken_bytes
+    except MemscaleError:
+        return None
 
 
 def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, limit: int, said: str) -> Verdict:

@@ -134,7 +134,7 @@ class StepSimulator:
                 f"this step cannot be planned: {error}. Plan the same model without what needs that (sparse=True of an "
                 "embedding, say), or write a plan by hand and measure it with profile(plan=...)"
             ) from error
-        except Exception as error:
+        except Exception as error:  # the caller's model and loss may raise any error
             raise ConfigError(
                 f"the step fails: {type(error).__name__}: {error}. Check that the batch is what the model is called "
                 "with, and that the loss takes the output and this batch"

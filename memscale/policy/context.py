@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 
 from memscale.config import Config
-from memscale.core import ConfigError, budget_bytes
+from memscale.core import SWITCHES, ConfigError, budget_bytes
 from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, knows_copies
 from memscale.simulation import Profile
 
@@ -18,7 +18,6 @@ _PROBE_BYTES = 1 << 30
 #: The techniques that a policy chooses among, in the order of sets. None of them changes the numbers; techniques that
 #: do (`cast`, 8-bit states) are used only on the caller's request.
 TECHNIQUES = ("checkpoint", "tile", "offload")
-SWITCHES = {"checkpoint": "enable_checkpointing", "tile": "enable_tiling", "offload": "enable_offloading"}
 
 _STATIC = ("parameter", "gradient", "optimizer state")
 _SHARES = {"parameter": "parameter", "gradient": "gradient", "state": "optimizer state", "activation": "activation"}

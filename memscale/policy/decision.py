@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from memscale.config import Config
-from memscale.core import PolicyFallbackNeeded
+from memscale.core import SWITCHES, PolicyFallbackNeeded
 from memscale.policy.artifact import Artifact
-from memscale.policy.context import SWITCHES, TECHNIQUES, StrategyContext, eligible
+from memscale.policy.context import TECHNIQUES, StrategyContext, eligible
 from memscale.runtime import AsyncOffloadConfig
 
 VARIABLE = "MEMSCALE_POLICY"
@@ -169,7 +169,7 @@ def _decided(
 
 def planned_with(config: Config, techniques: tuple[str, ...]) -> Config:
     """Returns the config with `techniques` on and the others off; switches that the caller set keep their values."""
-    switches = {switch: name in techniques for name, switch in SWITCHES.items() if switch not in config.given}
+    switches = {SWITCHES[name]: name in techniques for name in TECHNIQUES if SWITCHES[name] not in config.given}
     if config.async_offload:
         switches.pop("enable_offloading", None)
     return dataclasses.replace(config, **switches)  # type: ignore[arg-type]

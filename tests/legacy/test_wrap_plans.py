@@ -238,6 +238,18 @@ def test_a_budget_is_kept_under_force_without_a_batch_too(device):
     assert executor.plan.evidence.planned.taken_bytes <= 11 * MIB < executor.step_bytes
 
 
+@pytest.mark.parametrize("mib", [25, 30])
+def test_a_rule_that_takes_more_than_the_budget_warns(mib, monkeypatch):
+    """On a card with unknown speeds of copies nothing is planned, and the rule exceeded the budget in silence."""
+    card = Hardware(name="box", device_type="cuda", memory_bytes=1 << 34)
+    monkeypatch.setattr(Hardware, "detect", lambda device=None: card)
+    model = ms.wrap(stack(), config(async_offload=True, warmup_steps=0), budget=f"{mib}MiB")
+    message = r"this Sequential takes 34.0 MiB of the 25.0 MiB .*under which it takes 28.0 MiB.*speed of its copies"
+    with pytest.warns(RuntimeWarning, match=message) if mib < 28 else contextlib.nullcontext():
+        model(rows(1024)).sum().backward()
+    assert spellings(model._memscale_executor.plan) == {"checkpoint", "offload"}
+
+
 class Reads(nn.Sequential):
     def forward(self, x):
         return super().forward(x) if float(self[0](x).sum().item()) < 1e9 else x

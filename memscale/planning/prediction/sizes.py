@@ -49,7 +49,7 @@ class Sizes:
             )
         try:
             batch = self.batch_fn(n)
-        except Exception as error:
+        except Exception as error:  # the caller's function may raise any error
             raise self.fault(n, f"batch_fn({n}) raises {type(error).__name__}: {error};") from error
         batches.check_batch(batch)
         self.parts[n] = parts_of(batch)

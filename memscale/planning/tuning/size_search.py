@@ -350,7 +350,7 @@ class SizeSearch:
                     self._others[size] = (plan, profile)
             except (PlanError, TransformError):
                 nbytes = 2 * self.limit + 1
-            except Exception as error:
+            except Exception as error:  # the model's own code may raise any error at a size of its own
                 raise self._fault(size, str(error)) from error
             self.simulations += 1
             self._under[plan, size] = nbytes

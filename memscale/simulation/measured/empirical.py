@@ -52,7 +52,7 @@ def measured_profile(training_step: TrainingStep, config: Config, hardware: Hard
             trace = measure(step, device=device, roles=_roles(scope, optimizers, batch))
         except ConfigError:
             raise
-        except Exception as error:
+        except Exception as error:  # the caller's model and loss may raise any error
             raise ConfigError(
                 f"the step fails when it runs: {type(error).__name__}: {error}. It must run once with this batch "
                 "before its memory can be measured; check that the batch is what the model is called with, "
