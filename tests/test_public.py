@@ -30,8 +30,8 @@ memscale.algebra: ForwardPatch Method Numbers OfModule OwnForward Placing Plan P
 memscale.benchmarks:
 memscale.cli: main
 memscale.core: Argument Assembled BudgetError COLUMNS Check ConfigError CorrectnessError DiskCache Document HISTORY Loss
-    MemscaleError Misfit OpOverload PlanError PolicyFallbackNeeded Record RuntimeUnavailable SWITCHES TIERS TransformError
-    Value aligned assembled_in
+    MemscaleError Misfit OpOverload PlanError PolicyFallbackNeeded Record RuntimeUnavailable SWITCHES TIERS
+    TransformError Value aligned assembled_in
     available_host_bytes batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_count
     check_loss check_tier compute_capability described device_type factory filesystem_of first_line folder_on_disk
     format_bytes format_count format_flops format_seconds format_unlike found_once from_data fsdp_groups fsdp_groups_of

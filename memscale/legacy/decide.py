@@ -120,7 +120,8 @@ def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | No
             trouble = _first_line(error)
     ruled_bytes = _bytes_under(engine, rule)
     if trouble or (ruled_bytes or 0) > limit:
-        takes = "whose peak is not known" if ruled_bytes is None else f"under which it takes {format_bytes(ruled_bytes)}"
+        known = f"under which it takes {format_bytes(ruled_bytes or 0)}"
+        takes = "whose peak is not known" if ruled_bytes is None else known
         does = f"trains under wrap()'s rule {rule!r}, {takes}" if rule else "stays unchanged"
         warnings.warn(
             f"this {type(model).__name__} takes {format_bytes(step_bytes)} of the {format_bytes(limit)} that "
