@@ -1,8 +1,4 @@
 """Explains out-of-memory errors: which tensors held the memory, and which plan would have fitted."""
 
-from __future__ import annotations
-
 from memscale.crashes.cause import explain
 from memscale.crashes.explanation import Explanation, Holder
-
-__all__ = ["Explanation", "Holder", "explain"]

@@ -6,21 +6,3 @@ from memscale.history.export import TEXTS, TRACKERS
 from memscale.history.recording import is_address, keep, keep_measured, queue_path, record
 from memscale.history.remote import Remote, document_of, send
 from memscale.history.run import Run, commit_of
-
-__all__ = [
-    "TEXTS",
-    "TRACKERS",
-    "Baseline",
-    "Comparison",
-    "History",
-    "Remote",
-    "Run",
-    "commit_of",
-    "document_of",
-    "is_address",
-    "keep",
-    "keep_measured",
-    "queue_path",
-    "record",
-    "send",
-]

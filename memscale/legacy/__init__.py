@@ -2,5 +2,3 @@
 
 from memscale.legacy.executor import Executor
 from memscale.legacy.verbs import detach, optimize, report, wrap, wrapped
-
-__all__ = ["Executor", "detach", "optimize", "report", "wrap", "wrapped"]

@@ -4,5 +4,3 @@ Importing this package loads neither PyTorch nor Django: `commands` sets Django 
 """
 
 from memscale.server.commands import backup, invite, migrate, run
-
-__all__ = ["backup", "invite", "migrate", "run"]

@@ -3,17 +3,3 @@
 from memscale.telemetry.consent import Consent, State, consent, folder, give_consent, take_consent_back
 from memscale.telemetry.counting import count, counted, uncounted, week_of
 from memscale.telemetry.report import Weeks
-
-__all__ = [
-    "Consent",
-    "State",
-    "Weeks",
-    "consent",
-    "count",
-    "counted",
-    "folder",
-    "give_consent",
-    "take_consent_back",
-    "uncounted",
-    "week_of",
-]

@@ -6,16 +6,3 @@ from memscale.transforms.labels import listeners, name
 from memscale.transforms.offload.factory import offload
 from memscale.transforms.tile.factory import tile
 from memscale.transforms.tile.independence import may_be_proven, proven_rows
-
-__all__ = [
-    "Cut",
-    "cast",
-    "checkpoint",
-    "layers",
-    "listeners",
-    "may_be_proven",
-    "name",
-    "offload",
-    "proven_rows",
-    "tile",
-]

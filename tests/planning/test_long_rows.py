@@ -57,27 +57,6 @@ def test_a_plan_takes_no_more_than_what_one_writes_by_hand():
     assert cut >= {"mlp", "input_layernorm", "post_attention_layernorm"}
 
 
-@pytest.mark.deep
-def test_the_gradients_of_what_is_cut_together_are_those_of_the_model(monkeypatch):
-    monkeypatch.setattr(candidates, "_MOST_POSITIONS", 16)
-    model, batch = _llama(layers=2).double(), _tokens(96)
-    (search,) = ms.DecisionEngine(model, batch, config=ms.Config(mode="aggressive"), hardware="cpu").searches
-    costs = search.costs
-    chosen = [
-        next(at for at in reversed(range(len(menu))) if "norm" in "".join(inside for inside, _ in menu[at].rules))
-        for menu in costs.candidates
-    ]
-    plan = ms.Plan(costs.rules(tuple(chosen)))
-    assert sum("norm" in rule.pattern and "tile" in repr(rule.transform) for rule in plan) == 5
-    fit = ms.transform(model, plan)
-    found, expected = [], []
-    for each, into in ((fit, found), (model, expected)):
-        model.zero_grad()
-        each(**batch).loss.backward()
-        into += [parameter.grad.clone() for parameter in model.parameters()]
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
 class Mixes(nn.Module):
     """A norm over positions, whose operators look like those of one of each position."""
 

@@ -11,7 +11,7 @@ from torch import nn
 import memscale as ms
 from memscale.algebra import is_transformed
 from memscale.core import format_bytes
-from memscale.planning import INTERRUPTED_SEARCH, Point, ProvenPlan
+from memscale.planning import INTERRUPTED_SEARCH, ProvenPlan
 from memscale.simulation.measured import training_roles
 from tests.support import processes
 from tests.support.checks import bits
@@ -373,28 +373,6 @@ def test_a_plan_changes_no_bit_unless_it_is_asked_to():
 
 
 @pytest.mark.deep
-def test_after_the_last_second_a_plan_that_takes_few_simulations_is_tried(monkeypatch, tmp_path):
-    step = _step(model := _mlps(2), torch.ones(512, 64))
-    monkeypatch.setenv("MEMSCALE_CACHE", "")
-    whole = ms.DecisionEngine(model, **step)
-    smallest = whole.smallest().evidence.planned.taken_bytes
-    monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))
-    engine = ms.DecisionEngine(model, **step)
-    cut = engine.plan(smallest + 2**19, seconds=0)
-    assert cut.evidence.planned.taken_bytes <= smallest + 2**19
-    assert cut.evidence.notes[0].startswith("stopped after 0 s (seconds= or --seconds allows more): the fastest")
-    assert engine.simulations < whole.simulations
-    with pytest.raises(
-        ms.BudgetError, match=r"was found: stopped after 0 s \(seconds= .* allows more\)\n  the smallest"
-    ):
-        engine.plan(smallest // 2, seconds=0)
-    # An answer that was cut short is not kept for others, and what the engine says after it is what any other says.
-    assert not list(tmp_path.rglob("plans/*"))
-    monkeypatch.setenv("MEMSCALE_CACHE", "")
-    assert engine.plan("3MiB").to_json() == ms.DecisionEngine(model, **step).plan("3MiB").to_json()
-
-
-@pytest.mark.deep
 def test_a_curve_that_is_stopped_has_the_plans_until_then(monkeypatch):
     monkeypatch.setenv("MEMSCALE_CACHE", "")
     step = _step(model := _mlps(2), torch.ones(512, 64))
@@ -407,16 +385,6 @@ def test_a_curve_that_is_stopped_has_the_plans_until_then(monkeypatch):
         assert ms.profile(model, plan=point.plan, **step).taken_bytes == point.peak_bytes
         assert point.step_seconds >= whole.at(point.peak_bytes).step_seconds
     assert not any("stopped" in note for point in whole for note in point.plan.evidence.notes)
-
-
-def test_a_curve_names_the_modules_of_each_plan():
-    model = nn.Sequential(*_mlps(8))
-    step = _step(model, torch.ones(512, 64))
-    plan = ms.Plan({**{str(at): ms.checkpoint() for at in (0, 1, 2, 4, 6)}, "7": ms.checkpoint(cuts=(2,))})
-    found = ProvenPlan(plan, ms.plan(model, budget="1GiB", **step).evidence)
-    assert Point.of(found).summary == "checkpoint() on 0 to 2, 4, 6; checkpoint(cuts=(2,)) on 7"
-    many = ProvenPlan(ms.Plan({str(at): ms.checkpoint() for at in (0, 2, 4, 6)}), found.evidence)
-    assert Point.of(many).summary == "checkpoint() on 0, 2, 4 and 1 more"
 
 
 def test_a_card_without_units_for_what_autocast_computes_in_is_planned_for():

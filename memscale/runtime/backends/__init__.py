@@ -3,15 +3,3 @@
 from memscale.runtime.backends.protocol import TOGETHER_BYTES, Backend, Buffer, Event, Stream, one_behind_the_other
 from memscale.runtime.backends.trace_backend import CountedBuffer, TraceBackend
 from memscale.runtime.backends.trims import Trims
-
-__all__ = [
-    "TOGETHER_BYTES",
-    "Backend",
-    "Buffer",
-    "CountedBuffer",
-    "Event",
-    "Stream",
-    "TraceBackend",
-    "Trims",
-    "one_behind_the_other",
-]

@@ -1,5 +1,3 @@
 """The offload engine: copies tensors to another tier, and back before they are needed."""
 
 from memscale.runtime.engine.offload_engine import Engine
-
-__all__ = ["Engine"]

@@ -3,5 +3,3 @@
 from memscale.runtime.parameters.host_copy import HostCopy
 from memscale.runtime.parameters.mapped import Mapped, MappedTensors
 from memscale.runtime.parameters.movable import is_movable
-
-__all__ = ["HostCopy", "Mapped", "MappedTensors", "is_movable"]

@@ -4,5 +4,3 @@ from memscale.transforms.checkpoint.cuts import Cut, layers
 from memscale.transforms.checkpoint.factory import Checkpoint, Checkpointed, checkpoint
 from memscale.transforms.checkpoint.recompute import recomputed_regions
 from memscale.transforms.checkpoint.selective import is_view
-
-__all__ = ["Checkpoint", "Checkpointed", "Cut", "checkpoint", "is_view", "layers", "recomputed_regions"]

@@ -7,8 +7,7 @@ from torch.nn import functional as F
 
 import memscale as ms
 from memscale.simulation.dispatch import operators
-from memscale.simulation.kernels import cpu_scratch
-from memscale.simulation.kernels.cpu_scratch import CpuScratch, probe_scratch
+from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.shapes import FakeKernels
 from memscale.simulation.rules.layouts import result_layout
 from memscale.simulation.rules.rule import CardTraits
@@ -172,48 +171,6 @@ class Ends(nn.Module):
 @pytest.mark.parametrize("function", KERNELS.values(), ids=KERNELS)
 def test_what_a_kernel_takes_on_the_way_is_heard(function):
     assert_exact(Training(Ends(function), torch.rand(6, 48, 48)))
-
-
-@pytest.mark.parametrize("shape", [(48, 48), (1, 48, 48), (3, 48, 48)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
-def test_a_matrix_exponential_takes_what_large_numbers_need(shape, dtype):
-    taken = {}
-    for norm in (1e-9, 0.1, 1.0, 30.0):
-        matrices = torch.eye(48).expand(shape).to(dtype) * norm
-        result = []
-        taken[norm] = ms.measure(lambda: result.append(torch.linalg.matrix_exp(matrices))).growth_bytes  # noqa: B023
-    taken_at_most = matrices.nbytes + CpuScratch(probe=False).nbytes(aten.linalg_matrix_exp.default, (matrices,), {}, 0)
-    assert max(taken.values()) == taken[30.0] <= 1.001 * taken_at_most
-    assert taken_at_most <= 1.001 * taken[30.0]
-
-
-HEARD = {
-    "upsample": (aten.upsample_nearest2d.default, (torch.rand(6, 8, 5, 5), [10, 10])),
-    "upsample backward": (
-        aten.upsample_nearest2d_backward.default,
-        (torch.ones([]).expand(6, 8, 10, 10), [10, 10], [6, 8, 5, 5]),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HEARD)
-def test_a_picture_too_large_to_try_is_known_by_fewer(name, monkeypatch, tmp_path):
-    monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))
-    op, args = HEARD[name]
-    real = probe_scratch(op, args, {}).scratch_bytes
-    asked = []
-    monkeypatch.setattr(
-        cpu_scratch, "probe_scratch", lambda op, args, kwargs: asked.append(args) or probe_scratch(op, args, kwargs)
-    )
-    monkeypatch.setattr(cpu_scratch, "_LARGEST_PROBE_FLOPS", 16 * args[0].nbytes * 4 // 6)
-    assert CpuScratch(probe=False).nbytes(op, args, {}, 0) == real
-    assert [len(given[0]) for given in asked] == [2, 4]
-
-
-def test_a_factorisation_too_large_to_try_copies_its_matrix(monkeypatch):
-    monkeypatch.setattr(cpu_scratch, "probe_scratch", lambda *_: pytest.fail("asked"))
-    matrix = torch.empty(2000, 2000, device="meta")
-    assert CpuScratch(probe=False).nbytes(aten.linalg_inv_ex.default, (matrix,), {}, 0) == 4 * 2000 * 2000
 
 
 def test_a_kernel_that_refuses_zeros_is_left_alone():

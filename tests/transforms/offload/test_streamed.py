@@ -10,7 +10,6 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose
 from memscale.runtime import Runtime
-from memscale.runtime.backends.host import HostBackend
 from memscale.simulation.measured.allocator_trace import measure
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.layers import (
@@ -190,19 +189,6 @@ def test_the_cpu_waits_for_each_gradient():
     assert seen == list(range(1, 2 * LAYERS + 1))
 
 
-def test_as_many_regions_are_ahead_as_in_a_simulation():
-    """Whatever copies take: three of the regions to come beside the one that runs."""
-    peaks = {}
-    for copy_seconds in (0.1, 10.0):
-        _, _, forward = on_the_clock(3, copy_seconds)
-        forward()
-        forward()
-        peaks[copy_seconds] = measure(forward).peak_bytes // WEIGHT
-        assert forward() == pytest.approx(0.1 if copy_seconds == 0.1 else 10.0 + 5 * 9.0)
-    assert peaks == {0.1: 4, 10.0: 4}
-    assert measure(on_the_clock(0, 0.1)[2]).peak_bytes // WEIGHT == 1
-
-
 def test_memory_of_a_host_parameter_waits_for_the_load_that_reads_it():
     """The compute stream has waited for the load, and the host has not, when the last owner of the weight goes."""
     events, freed = [], []
@@ -253,60 +239,6 @@ def test_parameters_may_be_written_after_each_pass():
 
 
 # --------------------------------------------------------------------------------------------- what the allocator keeps
-
-STREAMED = ms.offload(what="params", min_bytes=0)
-
-
-class Trimmed(HostBackend):
-    """Notes how much of what the regions have loaded is there when memory is given back."""
-
-    def __init__(self):
-        super().__init__()
-        self.noted = []
-
-    def trim(self, *, if_grown=False):
-        super().trim(if_grown=if_grown)
-        (mover,) = self.runtime._movers.values()
-        if not if_grown:
-            self.noted.append(len(mover._loader.back))
-
-
-def test_memory_is_given_back_around_the_first_run_of_each_region():
-    backend = Trimmed()
-    runtime = backend.runtime = Runtime(ms.AsyncOffloadConfig(prefetch_depth=0), backend=backend)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    fit = ms.transform(model, {"*": STREAMED}, runtime=runtime)
-    x = torch.ones(2, 8)
-    for _ in range(3):
-        fit(x).sum().backward()
-    assert backend.noted == [0, 0] * 2  # with nothing there that is about to go
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(("head", "most"), [({}, 1.12), ({"lm_head": ms.tile(chunks=16)}, 1.1)])
-def test_what_a_llama_8b_reserves_is_near_its_peak(head, most):
-    """The loss alone takes 13.7 GiB; 1.9 of them are reserved for logits and free when it is at its most.
-
-    In a loop that lets go of the output before backward: one that keeps it has two of them for a moment, in forward.
-    """
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128_256,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
-        ids = torch.zeros(2, 4096, dtype=torch.long)
-    plan = {"model.layers.*": ms.compose(ms.offload(what="params"), ms.checkpoint()), **head}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    how = {"optimizer": optimizer, "plan": plan, "hardware": "h100", "keeps_output": False}
-    found = ms.profile(model, {"input_ids": ids, "labels": ids}, **how)
-    assert most - 0.02 < found.reserved_peak_bytes / found.peak_bytes < most
 
 
 # ------------------------------------------------------------------------------ a device that is as unkind as it may be

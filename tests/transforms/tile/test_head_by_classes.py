@@ -25,7 +25,6 @@ from tests.transforms.tile.test_tiled_head import (
     SETTINGS,
     WIDTH,
     Head,
-    LoRA,
     Tied,
     frozen,
     inputs,
@@ -252,22 +251,6 @@ def test_settings_that_do_not_fit_raise_as_without_tiles(gpu):
 # ------------------------------------------------------------------------------------------------- when, and the memory
 
 
-@pytest.mark.parametrize(
-    ("make", "dtype", "chunks", "expected"),
-    [
-        (Head, torch.bfloat16, 2, 1),
-        (Head, torch.bfloat16, 1, 0),
-        (Head, torch.float32, 5, 0),
-        (lambda: frozen(weight=True, bias=False), torch.bfloat16, 5, 0),
-        (lambda: Head(LoRA()), torch.bfloat16, 5, 0),
-    ],
-)
-def test_when(make, dtype, chunks, expected, taken):
-    model, (x, y) = make().to(dtype), sixteen_bit(dtype, 64)
-    trained(tiled(model, chunks), x, lambda logits: F.cross_entropy(logits, y))
-    assert len(taken) == expected
-
-
 @ON_A_GPU
 @pytest.mark.parametrize(("dtype", "capability", "goes"), [
     (torch.bfloat16, (7, 5), LossRows),  # before sm_80 PyTorch refuses products of bfloat16 into 32 bits
@@ -279,36 +262,6 @@ def test_a_card_without_products_into_32_bits(dtype, capability, goes, gpu, take
     model, (x, y) = Head().to(dtype), sixteen_bit(dtype)
     as_right_as_untiled(model, tiled(model), x, mean(y))
     assert taken == [goes if gpu is SignedRows else LossRows]
-
-
-@ON_A_GPU
-@pytest.mark.parametrize(
-    ("name", "cast", "chunks", "blocks"),
-    [
-        ("plain", wide, 3, 1),
-        ("plain", lambda logits: logits, 3, 0),
-        ("plain", lambda logits: logits, 4, 1),
-        ("softcap", wide, 3, 0),
-        ("smoothing", wide, 3, 0),
-        ("softcap", wide, 4, 1),
-    ],
-)
-def test_few_pieces_of_16_bit_or_modified_logits_on_a_gpu_have_a_sum(name, cast, chunks, blocks, gpu, taken):
-    """A sum in 32 bits is as large as the logits of 16 rows, and takes less time than passes in 32 bits, or twice."""
-    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16, 60)
-    bound = 1.001 if cast is wide else 1.05
-    as_right_as_untiled(model, tiled(model, chunks), x, lambda z: SETTINGS[name](cast(z), y, "mean"), bound=bound)
-    assert len(taken) == (blocks if gpu is SignedRows else 1)
-
-
-@pytest.mark.parametrize("gpu", [True], indirect=True)
-def test_blocks_of_an_odd_vocabulary_begin_at_multiples_of_16_bytes_on_a_gpu(gpu, monkeypatch):
-    found = []
-    before = gpu.gradient_of_logits
-    monkeypatch.setattr(gpu, "gradient_of_logits", lambda *args: found.append(args[-1]) or before(*args))
-    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
-    trained(tiled(model, 4), x, mean(y))
-    assert found == [slice(0, 16), slice(16, 32), slice(32, 48), slice(48, CLASSES)]
 
 
 @ON_A_GPU
