@@ -20,6 +20,7 @@ from memscale.core.errors import (
 )
 from memscale.core.history_file import HISTORY, Record, history_path
 from memscale.core.http import http_request
+from memscale.core.interrupts import interrupts_held
 from memscale.core.machine import (
     available_host_bytes,
     cgroup_limit_bytes,

@@ -16,7 +16,7 @@ from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan, find_regions, install, transform, uninstall
 from memscale.config import Config, check_config
-from memscale.core import ConfigError, Loss, MemscaleError, check_count, one_at_a_time
+from memscale.core import ConfigError, Loss, MemscaleError, check_count, interrupts_held, one_at_a_time
 from memscale.core import tensors as tensors_of
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
@@ -217,7 +217,7 @@ def _simulated(
 ) -> Trace:
     """Returns the trace of `steps`."""
     functions, kernels = steps.functions, target.kernels
-    with simulation, ExitStack() as stack:
+    with interrupts_held, simulation, ExitStack() as stack:
         # Before the simulation ends, which looks for all that is left of it: an output holds the graph of its step.
         stack.callback(steps.kept.clear)
         stack.callback(kernels.save)

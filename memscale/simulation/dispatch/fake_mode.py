@@ -18,7 +18,7 @@ from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from memscale.core import ConfigError, OpOverload
+from memscale.core import ConfigError, OpOverload, interrupts_held
 from memscale.hardware import Direction
 from memscale.simulation.dispatch.lazy_values import NeedsValues, stands_in
 from memscale.simulation.dispatch.live_storages import LARGEST_KNOWN, InPlaceSums, LiveStorages, is_small
@@ -112,6 +112,7 @@ class FakeMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        interrupts_held.act()
         with self._one_thread:
             try:
                 return self._answered(op, types, args, kwargs or {})

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memscale.core import DiskCache, available_host_bytes, format_bytes
+from memscale.core import DiskCache, available_host_bytes, format_bytes, interrupts_held
 from memscale.simulation.dispatch.tape import PartProgram, Tape, program_of, slots_in
 from memscale.simulation.kernels.cpu_scratch import this_machine
 from memscale.simulation.trace import OpCall, Phase
@@ -191,6 +191,7 @@ def _measured(
         began = time.perf_counter()
         while True:
             for key, of_calls in samples.items():
+                interrupts_held.act()
                 program = programs[key]
                 own = inputs.get(key)
                 if own is None:

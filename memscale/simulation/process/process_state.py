@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import is_alone, is_own_thread, one_at_a_time, own_threads
+from memscale.core import interrupts_held, is_alone, is_own_thread, one_at_a_time, own_threads
 
 _MISSING = object()
 _Settings = dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]
@@ -353,9 +353,10 @@ def few_collections() -> Iterator[None]:
         try:
             yield
         finally:
-            if freezes:
-                gc.collect()
-                gc.unfreeze()
-            if is_often:
-                gc.set_threshold(*before)
-            _Known.before = None
+            with interrupts_held:
+                if freezes:
+                    gc.collect()
+                    gc.unfreeze()
+                if is_often:
+                    gc.set_threshold(*before)
+                _Known.before = None
