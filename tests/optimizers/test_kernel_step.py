@@ -94,22 +94,6 @@ def test_training_goes_on_from_a_state_dict_bit_for_bit_in_float32(make, on_a_ca
     assert "a state_dict has moments in bfloat16, and the kernel" in stepped(half, HOW(make([half])), [0, 1]).report()
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_slices_step_to_the_same_numbers(make, on_a_card, monkeypatch):
-    def run(at_once):
-        weight = nn.Parameter(torch.ones(NUMBERS, dtype=torch.bfloat16))
-        optimizer = HOW(make([weight]))
-        for part in optimizer.parts:
-            part._at_once = at_once
-        stepped(weight, optimizer, range(4))
-        return weight.detach(), optimizer.state_dict()["state"][0]
-
-    (weight, states), (sliced, sliced_states) = run(2**24), run(9 * 512)
-    assert len(on_a_card) == 2 * 3
-    assert torch.equal(weight, sliced)
-    assert all(torch.equal(torch.as_tensor(states[name]), torch.as_tensor(sliced_states[name])) for name in states)
-
-
 class Reads(TorchDispatchMode):
     """Counts the numbers that Python reads from tensors."""
 

@@ -6,15 +6,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import memscale as ms
 from memscale.core import wrapped
 from memscale.core.units import budget_bytes
-from memscale.planning.prediction.largest import largest_fitting
 from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk
 from memscale.planning.remedies import summary
 from memscale.simulation.measured.allocator_trace import measure, training_roles
@@ -329,38 +326,6 @@ def test_a_plan_and_accumulation_count_in_the_largest_batch():
     assert fit.n > 1.5 * ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(6 * MIB)).largest(rows).n
 
 
-def search(peak, capacity, at_least=1, at_most=2**20):
-    asked = []
-
-    def counted(n):
-        assert at_least <= n <= at_most
-        asked.append(n)
-        return peak(n)
-
-    n, peaks = largest_fitting(counted, capacity, at_least=at_least, at_most=at_most)
-    assert asked == list(peaks)  # none twice
-    return n, len(asked)
-
-
-lines = st.tuples(st.integers(0, 10**6), st.integers(0, 10**4), st.integers(0, 9))
-
-
-@given(
-    st.lists(lines, min_size=1, max_size=3),
-    st.sampled_from([1, 512, 10**5]),
-    st.integers(0, 10**9),
-    st.integers(1, 5000),
-)
-def test_the_search_finds_the_boundary_of_any_peak_that_does_not_fall(parts, granule, capacity, at_most):
-    def peak(n):
-        return -(-max(base + slope * n + bend * n * n for base, slope, bend in parts) // granule) * granule
-
-    n, asked = search(peak, capacity, at_most=at_most)
-    fitting = sum(peak(n) <= capacity for n in range(1, at_most + 1))
-    assert (n or 0) == fitting
-    assert asked <= 2 * at_most.bit_length() + 8
-
-
 # -- nothing is changed, and bad input ---------------------------------------------------------------------------------
 
 
@@ -544,13 +509,9 @@ def test_budgets_in_bytes(text, nbytes):
     [
         ("six", r"budget='six' must be bytes as an int, a string such as '6GiB' or '6GB'"),
         ("1.5", r"budget=1\.5 must be .*; write '1\.5GiB'$"),
-        ("6PB", r"float in \(0, 1\]$"),
-        ("", r"budget='' must be"),
         ("-1GiB", r"budget='-1GiB' must be"),
-        ("0B", r"budget='0B' is 0 bytes and must be at least 1"),
         (0, r"budget=0 is 0 bytes"),
         ("101%", r"budget='101%' must be"),
-        (-5, r"budget=-5 is -5 bytes"),
         (1.0001, r"budget=1\.0001 must be"),
         (float("nan"), r"budget=nan must be"),
         (True, r"budget=True must be"),

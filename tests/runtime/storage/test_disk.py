@@ -261,6 +261,18 @@ def test_a_read_that_fails_can_be_tried_again(make):
     assert torch.equal(into, source)
 
 
+def test_full(make):
+    slab = make(cap_bytes=10 * PAGE_BYTES, first_bytes=PAGE_BYTES)
+    kept = written(slab, noise(9 * PAGE_BYTES)).result()
+    assert slab.reserve(PAGE_BYTES + 1) is None
+    last = slab.reserve(PAGE_BYTES)
+    assert slab.reserve(0) is None  # even nothing takes a page
+    slab.free(last)
+    slab.free(kept)
+    assert used_bytes(slab) == 0
+    assert slab.reserve(10 * PAGE_BYTES) is not None
+
+
 def test_a_disk_that_fills_up_gives_what_it_has(make):
     class Small(FileIO):
         room = 5 * PAGE_BYTES
@@ -353,3 +365,29 @@ def test_a_directory_in_ram_is_not_taken_by_itself_and_warned_of(monkeypatch, tm
     monkeypatch.setattr(machine, "is_in_memory", lambda folder: True)
     with pytest.raises(RuntimeUnavailable, match=r"are in RAM, .* set TMPDIR to one"):
         DiskSlab(cap_bytes=CAP)
+
+
+def mapped(slab, nbytes):
+    extent = slab.reserve(nbytes)
+    return extent, torch.from_numpy(slab.map(extent))
+
+
+def test_a_part_without_blocks_is_not_mapped(make):
+    """Where the disk may be full when a page is first written, that would be a signal and not an error."""
+
+    class LaterSparse(FileIO):
+        def preallocate(self, descriptor, offset, nbytes):
+            if offset == 2 * PAGE_BYTES:
+                raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+            super().preallocate(descriptor, offset, nbytes)
+
+    slab = make(LaterSparse(), first_bytes=2 * PAGE_BYTES)
+    good, across, after = (slab.reserve(pages * PAGE_BYTES) for pages in (2, 2, 2))
+    assert [extent.offset // PAGE_BYTES for extent in (good, across, after)] == [0, 2, 4]
+    slab.map(good)[:] = 1
+    for extent in (across, after):
+        with pytest.raises(RuntimeUnavailable, match=r"does not preallocate blocks .* use another tier"):
+            slab.map(extent)
+        slab.write(source := noise(100), extent).result()  # it serves as before
+        slab.read(extent, into := noise(100)).result()
+        assert torch.equal(into, source)

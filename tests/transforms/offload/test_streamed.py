@@ -10,6 +10,7 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose
 from memscale.runtime import Runtime
+from memscale.runtime.backends.host import HostBackend
 from memscale.simulation.measured.allocator_trace import measure
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.layers import (
@@ -239,6 +240,23 @@ def test_parameters_may_be_written_after_each_pass():
 
 
 # --------------------------------------------------------------------------------------------- what the allocator keeps
+
+
+class Trimmed(HostBackend):
+    trims = 0
+
+    def trim(self, *, if_grown=False):
+        super().trim(if_grown=if_grown)
+        self.trims += not if_grown
+
+
+def test_memory_is_given_back_around_the_first_run_of_each_region():
+    backend = Trimmed()
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0), backend=backend)
+    fit = ms.transform(layers(2), {"*": PARAMS}, runtime=runtime)
+    for _ in range(3):
+        fit(rows()).sum().backward()
+    assert backend.trims == 2 * 2
 
 
 # ------------------------------------------------------------------------------ a device that is as unkind as it may be
