@@ -50,42 +50,41 @@ class Record:
         layout: of the tensor within the bytes of the entry.
         part: the index of these bytes in `Entry.sources`.
         start: their first byte in the entry.
+        is_source: whether that source is the tensor itself.
         shares: how many times the handle was given out.
         unfetched: how many of these have not been fetched since the bytes last came back. Decides how long loaded
             bytes stay; a race between threads only makes them go early or late.
     """
 
-    is_dropped = False
+    is_dropped = is_source = False
     layout: Layout | None = None
     changed: int | None = None
     part = start = 0
     shares = unfetched = 1
 
-    def __init__(self, alias: torch.Tensor, version: int, entry: Entry) -> None:
-        self.alias: torch.Tensor | None = alias
-        self.version = version
+    def __init__(self, tensor: torch.Tensor, entry: Entry) -> None:
+        self.alias: torch.Tensor | None = tensor.detach()
+        self.version = version(tensor)
         self.entry = entry
+        self.handle: weakref.ref[Handle] | None = None  # set by the handle
+        self._origin = weakref.ref(_counted_with(tensor))
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, of which this record was made, is on the device and unchanged."""
+        """Whether the record also holds for `tensor`: the same bytes in the same layout, unchanged since."""
         alias = self.alias
         return (
             alias is not None
-            and not tensor.is_inference()
-            and tensor._version == self.version
-            and tensor.storage_offset() == alias.storage_offset()
-            and tensor.size() == alias.size()
-            and tensor.stride() == alias.stride()
+            # Another tensor over the same memory, such as `.data`, may have a version counter of its own.
+            and self._origin() is _counted_with(tensor)
+            and version(tensor) == self.version >= 0
+            and Layout.from_tensor(tensor) == Layout.from_tensor(alias)
         )
 
     def move_out(self, alias: torch.Tensor, into: Entry, part: Moving, index: int) -> None:
         """Drops the alias and keeps its layout in `part`, which is number `index` of the entry `into`."""
-        dtype = alias.dtype
-        if alias is part.source:
-            self.layout = Layout(dtype, alias.size(), alias.stride(), part.start // dtype.itemsize, False, False)
-        else:
-            offset = int(alias.storage_offset()) + (part.start - part.first) // dtype.itemsize
-            self.layout = Layout.from_tensor(alias, offset)
+        self.is_source = alias is part.source
+        offset = int(alias.storage_offset()) + (part.start - part.first) // alias.dtype.itemsize
+        self.layout = Layout.from_tensor(alias, offset)
         # From here on nobody else can reach the storage, so the version read now is final.
         now = alias._version if self.version >= 0 else -1
         self.changed = now if now != self.version else None
@@ -103,6 +102,12 @@ class Record:
             raise changed_error(kept_tensor(self.layout.dtype, self.layout.size), self.changed, self.version)
 
 
+def _counted_with(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor whose version counter `tensor` has: that of which it is a view, or itself."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
 class Handle:
     """Owns a stashed tensor; when the last reference to it is dropped, its bytes are freed on any tier."""
 
@@ -110,6 +115,7 @@ class Handle:
 
     def __init__(self, record: Record) -> None:
         self.record = record
+        record.handle = weakref.ref(self)
 
     @property
     def entry(self) -> Entry:
@@ -140,6 +146,7 @@ class Moving(NamedTuple):
         source: the bytes, as uint8 or a contiguous tensor of the caller's dtype.
         first: their first byte in the storage.
         start: their first byte in the entry.
+        is_source: whether that source is the tensor itself.
         region: the region that saved them.
     """
 
@@ -163,9 +170,6 @@ class Owner(Protocol):
         """Called when a handle on `entry` is dropped."""
 
 
-_Known = tuple["weakref.ref[torch.Tensor]", "weakref.ref[Handle]"]
-
-
 class Entry(Loadable):
     """Bytes that move as one: of a stashed storage, or of several small ones from their move on.
 
@@ -180,7 +184,6 @@ class Entry(Loadable):
         into: the entry that took over the storage of this one.
     """
 
-    known: dict[int, _Known] | None = None
     # The compute streams on which it was stashed. Autograd uses and frees the tensor there; the stream that is current
     # when the storage moves may be another one.
     streams: tuple[int, ...] = ()
@@ -201,19 +204,12 @@ class Entry(Loadable):
         self.records: list[Record] = []
         self._elements: dict[torch.dtype, torch.Tensor] = {}
 
-    def remember(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """Records that `handle` belongs to `tensor`, for later stashes of the same tensor object."""
-        if self.known is None:
-            self.known = {}
-        self.known[id(tensor)] = weakref.ref(tensor), weakref.ref(handle)
-
     def handle_of(self, tensor: torch.Tensor) -> Handle | None:
-        """Returns the handle of `tensor`, once more, if it was stashed before and is unchanged, else None."""
-        found = None if self.known is None else self.known.get(id(tensor))
-        # By object identity: another tensor over the same memory can have a version counter of its own.
-        if found is None or found[0]() is not tensor or (handle := found[1]()) is None:
-            return None
-        return handle.again() if handle.record.is_of(tensor) else None
+        """Returns a handle of these bytes in the layout of `tensor`, once more, if one is alive; else None."""
+        for record in self.records:
+            if record.is_of(tensor) and record.handle is not None and (handle := record.handle()) is not None:
+                return handle.again()
+        return None
 
     def is_live(self) -> bool:
         """Whether any handle is alive."""

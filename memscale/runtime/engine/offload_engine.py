@@ -9,7 +9,7 @@ hold the only references. From then on nobody else can reach it, so its bytes an
 many bytes or a larger storage were stashed, or the region ends. Those that may move then share one entry: one buffer,
 one event in each direction, and one tensor when they come back. Floating-point numbers travel apart from integers and
 flags, and arguments of a checkpoint alone: by their values a backward or a recompute may decide, so a simulation
-carries them.
+carries them. A few integers, such as a seed, stay.
 
 **Handles own the bytes.** When the last handle on a storage's views is dropped, its bytes are freed on whatever tier
 they are. No table of a step's tensors exists that a dropped graph could leave entries in.
@@ -30,7 +30,6 @@ from typing import Protocol
 
 import torch
 
-from memscale.core import version
 from memscale.runtime.backends.protocol import ALIGNMENT, Backend, Buffer
 from memscale.runtime.engine.entry import Entry, Handle, Moving, Record, bare_references, is_unshared
 from memscale.runtime.engine.finalized import Finalized
@@ -47,6 +46,9 @@ _LOOKS = 32
 # Small storages travel in groups of up to this many times `together_bytes`: the saved tensors of one block of a small
 # model. The host's time for a group is that of a copy; a larger one would stay on the device for longer.
 _GROUP = 4
+# Integers and flags of fewer bytes stay, such as the seed of a fused attention: their copy would take the host as many
+# calls as one of 4 MiB, and free one block of PyTorch's allocator, which has 512 bytes.
+_LEAST_INTEGER_BYTES = 512
 
 
 class Follower(Protocol):
@@ -119,8 +121,10 @@ class Engine:
             region: the region that saves the tensor, for the statistics.
             storage: the tensor's storage, if the caller has it: to get it takes a tenth of the time.
         """
+        storage = tensor.untyped_storage() if storage is None else storage
         with self.lock:
-            handle = self._stash(tensor, tensor.untyped_storage() if storage is None else storage, tier, region)
+            handle = self._stash(tensor, storage, tier, region)
+            self._note_stash(storage.nbytes())
             if self._is_due:
                 self._look()
                 self.transfers.pump()
@@ -135,46 +139,43 @@ class Engine:
         same KV cache, which has two tensors for every earlier region.
         """
         handles = []
-        is_new = False
         with self.lock:
-            stream = self.backend.compute_stream()
             for tensor in tensors:
-                entry = self._by_storage.get(tensor.untyped_storage()._cdata)
-                handle = None if entry is None else entry.handle_of(tensor)
-                if handle is None:
-                    handle = self._stash(tensor, tensor.untyped_storage(), tier, region)
-                    handle.entry.remember(tensor, handle)
-                    handle.entry.is_argument = True
-                    is_new = True
-                elif stream not in handle.entry.streams:
-                    handle.entry.streams += (stream,)
+                storage = tensor.untyped_storage()
+                handle = self._stash(tensor, storage, tier, region)
+                handle.entry.is_argument = True
+                if handle.record.shares == 1:
+                    self._note_stash(storage.nbytes())
                 handles.append(handle)
-            if is_new and self._is_due:
+            if self._is_due:
                 self._look()
                 self.transfers.pump()
         self.go_on()
         return handles
 
     def _stash(self, tensor: torch.Tensor, storage: torch.UntypedStorage, tier: str, region: str) -> Handle:
-        key, nbytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        entry = self._by_storage.get(key)
+        if entry is None or not entry.is_live():  # a dead entry belonged to another storage at this address
+            has_floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+            entry = Entry(self, key, tier, storage.nbytes(), region, has_floats=has_floats)
+        if (handle := entry.handle_of(tensor)) is None:
+            record = Record(tensor, entry)
+            handle = Handle(record)
+            entry.records.append(record)  # last: a record without a handle would never free its tensor
+            if len(entry.records) == 1:
+                self._by_storage[key] = entry
+                self._waiting.append(entry)
+        if (stream := self.backend.compute_stream()) not in entry.streams:
+            entry.streams += (stream,)
+        return handle
+
+    def _note_stash(self, nbytes: int) -> None:
+        """Counts a stash of a storage of `nbytes`, after which a look may be due."""
         self._unseen += 1
         self._unseen_bytes += nbytes
         if nbytes >= self._together_bytes or self._unseen_bytes >= _GROUP * self._together_bytes:
             self._is_due = True
-        entry = self._by_storage.get(key)
-        is_new = entry is None or not entry.is_live()  # a dead entry belonged to another storage at this address
-        if entry is None or is_new:
-            has_floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-            entry = Entry(self, key, tier, nbytes, region, has_floats=has_floats)
-        if (stream := self.backend.compute_stream()) not in entry.streams:
-            entry.streams += (stream,)
-        record = Record(tensor.detach(), version(tensor), entry)
-        handle = Handle(record)
-        entry.records.append(record)  # last: a record without a handle would never free its tensor
-        if is_new:
-            self._by_storage[key] = entry
-            self._waiting.append(entry)
-        return handle
 
     def fetch(self, handle: Handle) -> torch.Tensor:
         """Returns the tensor behind `handle`; it shares memory with other fetched views of its storage.
@@ -281,6 +282,10 @@ class Engine:
         return groups
 
     def _move(self, entries: Sequence[Entry], depth: int) -> None:
+        nbytes = sum(entry.nbytes for entry in entries)
+        if self._together_bytes and nbytes < _LEAST_INTEGER_BYTES and not entries[0].has_floats:
+            self._counters.met(entries[0].region, "small", nbytes)
+            return
         entry = self._take_out(entries)
         if entry is None:
             return
@@ -415,8 +420,9 @@ class Engine:
         if record.alias is not None:
             return record.alias
         assert record.layout is not None
-        if entry.sources:
-            tensor = record.layout.of(entry.sources[record.part], record.start)
+        if entry.sources:  # the copy out has not ended
+            source = entry.sources[record.part]
+            tensor = source.detach() if record.is_source else record.layout.of(source, record.start)
         else:
             self.loader.arrived(entry)
             tensor = record.layout.of(entry.elements(record.layout.dtype))

@@ -221,6 +221,35 @@ def test_the_tail_of_the_forward_stays_from_the_second_step_on():
     assert engine.stats().resident_bytes == 4 * NBYTES
 
 
+# ------------------------------------------------------------------------------------- a tensor that is stashed twice
+
+
+def test_equal_views_share_a_handle_and_all_others_have_their_own(engine):
+    tensor = torch.randn(4, 6, dtype=torch.complex64)
+    first = engine.stash(tensor.view(24))
+    assert engine.stash(tensor.view(24)) is first
+    other = [tensor, tensor[1:], tensor.view(24).conj(), torch.view_as_real(tensor), tensor.data.view(24)]
+    handles = [engine.stash(view) for view in other]
+    assert len({first, *handles}) == 6
+    expected = [bits(view.resolve_conj()) for view in other]
+    del tensor, other
+    engine.look_again()
+    assert [bits(engine.fetch(handle).resolve_conj()) for handle in handles] == expected
+
+
+def test_a_view_that_was_changed_since_has_a_handle_and_a_verdict_of_its_own(engine):
+    tensor = torch.zeros(8)
+    before = engine.stash(tensor.view(8))
+    tensor.add_(1)
+    after = engine.stash(tensor.view(8))
+    apart = engine.stash(tensor.data)  # with a version counter of its own
+    del tensor
+    engine.look_again()
+    assert bits(engine.fetch(after)) == bits(engine.fetch(apart)) == bits(torch.ones(8))
+    with pytest.raises(ms.CorrectnessError, match="is at version 1"):
+        engine.fetch(before)
+
+
 # ---------------------------------------------------------------------------------------- small ones travel together
 
 
@@ -247,6 +276,19 @@ def test_small_storages_share_a_copy_each_way_and_come_back_as_they_were():
     handles.clear()
     assert engine.backend.finish() == []
     assert (engine._moved, engine._by_storage, engine.stats().live_bytes) == ({}, {}, {"pinned": 0})
+
+
+def test_a_few_integers_stay_where_they_are():
+    engine = together(NBYTES)
+    seed, mask = engine.stash(torch.tensor([7, 9])), None
+    engine.look_again()
+    assert (out_bytes(engine), engine.stats().by_region) == (0, {"": {"small": 16}})
+    mask = engine.stash(torch.ones(600, dtype=torch.bool))
+    engine.look_again()
+    assert (out_bytes(engine), bits(engine.fetch(seed))) == (600, bits(torch.tensor([7, 9])))
+    del seed, mask
+    assert engine.backend.finish() == []
+    assert (engine._moved, engine._by_storage) == ({}, {})
 
 
 # ------------------------------------------------------------------------------------------- other backends, reports
