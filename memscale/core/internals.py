@@ -72,7 +72,7 @@ INTERNALS = tuple(
         ("torch.Tensor._use_count", "the number of references to a gradient", "runtime"),
         (
             "torch.UntypedStorage._cdata",
-            "which tensors share memory",
+            "which tensors share memory; where a generator of the CPU keeps its state",
             f"hardware inspection legacy {_R} runtime {_S} {_T}checkpoint {_T}tile",
         ),
         (f"{_C}_swap_tensor_impl", "swapping the contents of tensors during a profile", _S),
@@ -121,7 +121,6 @@ INTERNALS = tuple(
         (f"{_C}_get_fp32_precision_getter", "the flags of the forward, in a recompute", _R, "the older flags are used"),
         (f"{_C}_set_fp32_precision_setter", "the flags of the forward, in a recompute", _R, "the older flags are used"),
         ("torch._fused_sdp_choice", "the order of attention's kernels", _R),
-        ("torch.mps._get_default_mps_generator", "random numbers on a Mac", _R, "regions on `mps` are refused"),
         ("torch.autograd.forward_ad._current_level", "whether tensors carry tangents", _R),
         # torch.compile.
         (f"{_C}_dynamo.eval_frame.get_eval_frame_callback", "whether torch.compile traces", _R),

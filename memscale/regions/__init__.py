@@ -16,7 +16,7 @@ from memscale.regions.hidden_changes import (
 )
 from memscale.regions.kinds import CONSTANT
 from memscale.regions.modes import dispatch_modes
-from memscale.regions.randomness import counted_states
+from memscale.regions.randomness import restore_state, state_of
 from memscale.regions.recompute_lock import PATIENCE_SECONDS, in_recompute, wait_for_recomputes
 from memscale.regions.replay import Replay
 from memscale.regions.saved_tensors import (
@@ -28,7 +28,7 @@ from memscale.regions.saved_tensors import (
     recomputing,
 )
 from memscale.regions.side_effects import without_side_effects
-from memscale.regions.snapshot import RegionEffects, Snapshot
+from memscale.regions.snapshot import RegionEffects, Snapshot, on_backward_behind
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.state_slots import Attributes, Content, Names, StateSlot, differing, holds, read, write
 from memscale.regions.streams import Streams

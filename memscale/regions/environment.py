@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -45,11 +44,7 @@ class Environment:
         self._here = here
         shared = randomness.generators(devices, here) if devices or here is not None else [torch.default_generator]
         self._shared = len(shared)
-        everyone = [*shared, *generators]
-        states = list(map(_state, everyone))
-        self._random: list[tuple[Any, Any]] | None = list(zip(everyone, states, strict=True))
-        self._counted = [] if here is None else randomness.counted_states(states)
-        del states
+        self._random = [(each, randomness.state_of(each)) for each in (*shared, *generators)]
         self._host_positions = randomness.host_positions(here)
         takes_host = host_random or len(self._host_positions) < 2  # a generator's memory has an unknown layout
         self._host: tuple[Any, Any] | None = randomness.host_state() if takes_host else None
@@ -68,7 +63,7 @@ class Environment:
 
     def leave_shared(self) -> None:
         """Drops the state that threads share: the generators, and with other threads also flags and global hooks."""
-        self._random, self._host = (self._random or [])[self._shared :] or None, None
+        self._random, self._host = self._random[self._shared :], None
         if not is_alone():
             self._shares = False
             self._settings[: len(self._flags)] = [None] * len(self._flags)
@@ -80,18 +75,13 @@ class Environment:
             CorrectnessError: the region drew from Python's or NumPy's generator, whose state was not taken.
         """
         here, self._here = self._here, None
-        if self._random is not None:
-            used = self._random
-            if not self.drew:
-                everyone, states = zip(*used, strict=True)
-                now = list(map(_state, everyone[: self._shared]))
-                counted = [] if here is None else randomness.counted_states(now)  # as long as `now` lives
-                is_moved = [*map(randomness.differ, now, states), *([True] * (len(used) - self._shared))]
-                used = list(compress(used, is_moved))
-                del now, counted, states
-            self._random = used or None
-            if self._counted:
-                del self._counted[sum(isinstance(state, torch.Tensor) for _, state in used) :]
+        if not self.drew:
+            shared = self._shared  # generators of the user's own are few, and always restored
+            self._random = [
+                (generator, state)
+                for at, (generator, state) in enumerate(self._random)
+                if at >= shared or randomness.differ(randomness.state_of(generator), state)
+            ]
         if self._host is not None:
             self.uses_host_random = randomness.differs(self._host, randomness.host_state())
             if not self.uses_host_random:
@@ -104,13 +94,13 @@ class Environment:
 
     def has_drawn(self) -> bool:
         """Whether a generator whose state was taken has advanced."""
-        moved = [randomness.differ(generator.get_state(), state) for generator, state in self._random or ()]
+        moved = [randomness.differ(randomness.state_of(generator), state) for generator, state in self._random]
         return any(moved) or (self._host is not None and randomness.differs(self._host, randomness.host_state()))
 
     @contextmanager
     def draw_watch(self) -> Iterator[None]:
         """Runs the body, an operator that may draw random numbers, and sets `drew` if it did."""
-        shared = [generator for generator, _ in (self._random or ())[: self._shared]]
+        shared = [generator for generator, _ in self._random[: self._shared]]
         before = randomness.draw_marks(shared)
         yield
         self.drew |= before != randomness.draw_marks(shared)
@@ -131,10 +121,9 @@ class Environment:
 
         Appends to `undo` the calls that restore the present, to be run in reverse.
         """
-        for generator, state in self._random or ():
-            present = generator.get_state()
-            undo.append(partial(_set_state, generator, present, randomness.counted_states([present])))
-            generator.set_state(state)
+        for generator, state in self._random:
+            undo.append(partial(randomness.restore_state, generator, randomness.state_of(generator)))
+            randomness.restore_state(generator, state)
         if self._host is not None:
             undo.append(partial(randomness.set_host_state, randomness.host_state()))
             randomness.set_host_state(self._host)
@@ -181,12 +170,7 @@ class Environment:
     @property
     def moved(self) -> list[Any]:
         """Returns, after `conclude`, the PyTorch generators that the region drew from and the user's own generators."""
-        return [generator for generator, _ in self._random or ()]
-
-
-def _set_state(generator: Any, state: Any, counted: list[torch.Tensor]) -> None:
-    generator.set_state(state)
-    counted.clear()
+        return [generator for generator, _ in self._random]
 
 
 def _pair(name: str) -> tuple[str, Callable[[], Any], Callable[[Any], Any]] | None:
@@ -278,9 +262,6 @@ def _settings(kinds: tuple[str, ...]) -> list[Any]:
         return list(map(call, readers))
     except RuntimeError:  # PyTorch refuses to read some flags after TF32 was set by its old and its new names
         return [_read(read) for read in readers]
-
-
-_state = operator.methodcaller("get_state")
 
 
 def _read(read: Callable[[], Any]) -> Any:

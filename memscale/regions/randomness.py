@@ -7,16 +7,16 @@ import functools
 import operator
 import pickle
 import random
+import struct
 import sys
+import types
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
 
-from memscale.core import simulated
 from memscale.regions.class_cache import cached_by_class
-from memscale.regions.unrecorded import unrecorded
 
 
 def generators(devices: Collection[torch.device], here: Any) -> list[Any]:
@@ -30,7 +30,7 @@ def generators(devices: Collection[torch.device], here: Any) -> list[Any]:
             index = torch.cuda.current_device() if device.index is None else device.index
             found.append(torch.cuda.default_generators[index])
         elif device.type == "mps":
-            found.append(torch.mps._get_default_mps_generator())
+            found.append(_ON_A_MAC)
         elif device.type == "xpu":
             index = torch.xpu.current_device() if device.index is None else device.index
             found.append(torch.xpu.default_generators[index])
@@ -39,16 +39,7 @@ def generators(devices: Collection[torch.device], here: Any) -> list[Any]:
     return found
 
 
-def counted_states(states: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns, in a simulation of a CPU, empty tensors of the sizes of `states`, so that their bytes are counted.
-
-    A simulation counts the outputs of operators, and a state is the output of no operator.
-    """
-    here = simulated()
-    if here is None or here.device_type != "cpu":  # with an accelerator, the states are in host memory
-        return []
-    with unrecorded():  # not an operator of a region that happens to be recording
-        return [torch.empty(state.shape, dtype=state.dtype) for state in states if isinstance(state, torch.Tensor)]
+_ON_A_MAC = types.SimpleNamespace(get_state=torch.mps.get_rng_state, set_state=torch.mps.set_rng_state)
 
 
 @cached_by_class
@@ -85,8 +76,29 @@ class HostGenerator:
             own.set_state(state)
 
 
+def state_of(generator: Any) -> Any:
+    """Returns the present state of `generator`, for `restore_state` and `differ`.
+
+    The state of a CPU generator of PyTorch is read from its memory. Its own `get_state` allocates a tensor and takes
+    ten times as long, which every region without dropout would pay twice.
+    """
+    if type(generator) is torch.Generator and (row := _row_of(generator)) is not None:
+        return row.raw
+    return generator.get_state()
+
+
+def restore_state(generator: Any, state: Any) -> None:
+    """Puts `generator` back into a state that `state_of` returned."""
+    if isinstance(state, bytes) and (row := _row_of(generator)) is not None:
+        row.raw = state
+    else:
+        generator.set_state(state)
+
+
 def differ(a: Any, b: Any) -> bool:
-    """Whether two states of a generator differ."""
+    """Whether two states of a generator, from `state_of`, differ."""
+    if isinstance(a, bytes):
+        return bool(a != b)
     if isinstance(a, torch.Tensor):
         return _bytes(a) != _bytes(b)
     return pickle.dumps(a) != pickle.dumps(b)
@@ -98,9 +110,64 @@ def _bytes(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
+def _row_of(generator: torch.Generator) -> Any:
+    """Returns the memory of a CPU generator that changes with its state; `None` for other generators and layouts."""
+    return _default_row() if generator is torch.default_generator else _new_row(generator)
+
+
+@functools.cache
+def _default_row() -> Any:
+    return _new_row(torch.default_generator)
+
+
+def _new_row(generator: torch.Generator) -> Any:
+    start = _start_of_state() if generator.device.type == "cpu" else None
+    return None if start is None else _Row.from_address(generator._cdata + start)
+
+
+@functools.cache
+def _start_of_state() -> int | None:
+    """Returns where the state begins in the memory of a CPU generator, or `None` if the layout is not as expected.
+
+    The place is found in a new generator, and used only if the bytes there are those of the state, and if writing them
+    back restores the state, the normal numbers included that are left of a pair.
+    """
+    probe = torch.Generator("cpu")
+    probe.manual_seed(_SEED)
+    state = _bytes(probe.get_state())
+    seed, left, _, following, *words = _HEAD.unpack_from(state)
+    memory = ctypes.string_at(probe._cdata, _SEARCHED)
+    start = memory.find(struct.pack("=Qi", seed, left))
+    if start < 0:
+        return None
+    row = _Row.from_address(probe._cdata + start)
+    if row.raw[16 : _AT_WORDS + 624 * 4] != struct.pack("=I624I", following, *words):
+        return None
+    for normals in _NORMALS:
+        before, then = row.raw, _bytes(probe.get_state())
+        changed = probe.get_state()
+        ctypes.memmove(changed.data_ptr() + _HEAD.size, normals, len(normals))
+        probe.set_state(changed)
+        is_seen = row.raw != before
+        row.raw = before
+        if not is_seen or _bytes(probe.get_state()) != then:
+            return None
+    return start
+
+
+_SEED = 0x6D656D7363616C65
+_SEARCHED = 256  # bytes
+# The beginning of a state: the seed, how many words are left, whether it is seeded, the next word, and the words.
+_HEAD = struct.Struct("=QiiQ624Q")
+_AT_WORDS = 20  # bytes from the seed to the words of the twister, of 4 bytes each in memory
+_Row = ctypes.c_char * (_AT_WORDS + 624 * 4 + 24)  # with the normal numbers of both precisions that are left of a pair
+# The end of a state with one left normal number, of double precision and of single precision.
+_NORMALS = [struct.pack("=3di4xfi", *numbers) for numbers in ((0.0, 0.5, 0.5, 1, 0.0, 0), (0.0, 0.0, 0.0, 0, 0.5, 1))]
+
+
 def draw_marks(generators: list[Any]) -> list[Any]:
     """Returns a value for each of `generators` that changes when the generator is drawn from."""
-    states = [each.get_state() for each in generators]
+    states = [state_of(each) for each in generators]
     return [_bytes(state) if isinstance(state, torch.Tensor) else state for state in states]
 
 

@@ -60,6 +60,11 @@ class Replay:
         snapshot = self._snapshot
         recompute_lock.__enter__()
         try:
+            if not self._refused and snapshot.is_present():
+                self._was_current = True
+                if snapshot.environment.enter(self._undo):
+                    self._watch(_ChangedWatch({}, self._made))
+                return {}
             changed = snapshot.changed_since()
             changed.update(self._refused)
             arrived: dict[Note, torch.Tensor] = self._bring_back() if snapshot.notes else {}

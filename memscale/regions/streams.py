@@ -37,15 +37,17 @@ class Streams:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._known: dict[tuple[int, int], torch.cuda.Stream] | None = None
+        self._begun: list[torch.cuda.Stream] = []
         self.are_several = False
         self.are_seen = _current is not None and torch.cuda.is_initialized() and not simulating()
+        self.index, self.handle = -2, 0
         if self.are_seen:
             self._known = {}
             for device in devices:
                 if device.type == "cuda":
                     self._add(device.index, _current(device.index))
-        self._begun = list((self._known or {}).values())
-        self.index, self.handle = next(iter(self._known or ()), (-2, 0))
+            self._begun = list(self._known.values())
+            self.index, self.handle = next(iter(self._known), (-2, 0))
 
     def see(self, tensor: torch.Tensor) -> None:
         """Adds the current stream of the device of `tensor`, which an operator is using."""

@@ -23,6 +23,26 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("own", [False, True], ids=["of the process", "of the user's own"])
+def test_a_generator_put_back_repeats_its_numbers(name, own):
+    """A state is read from the generator's memory, where PyTorch keeps a left normal number behind the words."""
+    generator = torch.Generator() if own else torch.default_generator
+    generator.manual_seed(3)
+    torch.set_rng_state(torch.get_rng_state())
+    for draws in range(3):
+        torch.randn(draws, generator=generator)
+        state, whole = randomness.state_of(generator), generator.get_state()
+        assert isinstance(state, bytes)
+        DRAWS[name]()
+        numbers = [torch.randn(3, generator=generator, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+        randomness.restore_state(generator, state)
+        assert generator.get_state().equal(whole)
+        DRAWS[name]()
+        again = [torch.randn(3, generator=generator, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+        assert bits(again) == bits(numbers)
+
+
+@pytest.mark.parametrize("name", DRAWS)
 def test_every_draw_changes_the_mark_of_the_generator(name):
     for _ in range(3):  # the second normal number of a pair draws nothing: it is the one that was left
         before = randomness.draw_marks([torch.default_generator])

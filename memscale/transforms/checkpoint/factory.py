@@ -111,7 +111,8 @@ class Checkpointed(Transformed):
         return "gathering parameters runs other operators in the recompute, among which a policy does not find its own"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and self.keeps_inputs_only and not functorch_state.active():
+        compiling = torch.compiler.is_compiling()
+        if compiling and self.keeps_inputs_only and not functorch_state.active():
             why = why_not_compiled(
                 [self.fn, *self.captured], self.learned, self.may_change() if self.changes is None else self.changes
             )
@@ -121,7 +122,7 @@ class Checkpointed(Transformed):
         # the region (due to a side effect on a Python object, say). Without the `try` Dynamo would resume at the call
         # of `torch.utils.checkpoint`, whose eager form repeats side effects.
         try:
-            if torch.compiler.is_compiling():
+            if compiling:
                 if functorch_state.active():  # the compiler traces the transform, and decides what backward keeps
                     return self.fn(*args, **kwargs)
                 *regions, rest = segments(self.fn, self.how.cuts) if self.how.cuts else (self.fn, None)

@@ -31,6 +31,7 @@ from memscale.regions import (
     hooks_around,
     memory_of,
     never_compiled,
+    on_backward_behind,
     recomputing,
     restore,
     unrecorded,
@@ -316,7 +317,7 @@ class _Frame:
                 every, direct = snapshot.is_watched, call.direct
                 own = [each for index, each in found.items() if index not in shared and (every or index < direct)]
                 args, kwargs = call.rebuild(values, objects)
-            handles = refuse_backward_behind(own)
+            handles = on_backward_behind(own, refuse_backward_behind) if snapshot.goes_behind else []
             torch.set_grad_enabled(True)
             _set_optimizes(False)
             _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memscale.core import internals, pytrees, version
-from memscale.regions import hooks_around, recomputes, running_statistics, unrecorded
+from memscale.regions import hooks_around, recomputes, restore_state, running_statistics, state_of, unrecorded
 from memscale.runtime import Hooks, Runtime, hooks_here
 from memscale.transforms.checkpoint.saved import SavedTensors
 
@@ -53,7 +53,7 @@ class OperatorEffects(NamedTuple):
     """
 
     statistics: list[torch.Tensor]
-    random: list[tuple[torch.Generator, torch.Tensor]]
+    random: list[tuple[torch.Generator, Any]]
 
     @classmethod
     def by(cls, op: internals.OpOverload, args: Any, kwargs: Any, result: Any) -> OperatorEffects:
@@ -65,7 +65,7 @@ class OperatorEffects(NamedTuple):
         if not generators:
             indices = {tensor.device.index for tensor in pytrees.tensors(result) if tensor.is_cuda}
             generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in indices)]
-        return cls(statistics, [(each, each.get_state()) for each in generators])
+        return cls(statistics, [(each, state_of(each)) for each in generators])
 
 
 NO_EFFECTS = OperatorEffects([], [])
@@ -123,11 +123,10 @@ class SavedResult:
             self.outputs = [output.clone() for output in self.outputs]
             self._aliases = []
 
-    def forget_unmoved(self, moved: Collection[torch.Generator]) -> int:
-        """Drops the states of all generators except `moved`. Returns the number of states that remain."""
+    def forget_unmoved(self, moved: Collection[torch.Generator]) -> None:
+        """Drops the states of all generators except `moved`."""
         random = [(generator, state) for generator, state in self._left.random if generator in moved]
         self._left = self._left._replace(random=random)
-        return len(random)
 
     def seal(self, hooks: Hooks | None) -> None:
         """Hands the outputs, after the run, to `hooks`, or else to the saved-tensor hooks around the region."""
@@ -162,7 +161,7 @@ class SavedResult:
     def again(self, outputs: list[torch.Tensor], statistics: list[torch.Tensor]) -> Any:
         """Returns the result made of `outputs`, and sets statistics and generators to their states after the call."""
         for generator, state in self._left.random:
-            generator.set_state(state)
+            restore_state(generator, state)
         for each, then in zip(statistics, self._left.statistics, strict=False):
             each.data.copy_(then)  # through `.data`, since the operator itself increments no version
         # Autograd makes the returned tensor part of the recompute's graph, and the region may change it in place.

@@ -20,7 +20,6 @@ from memscale.core import internals
 from memscale.policies import Move, Policy, Recompute, Site, Verdict, batch_dims
 from memscale.regions import (
     OperatorWatch,
-    counted_states,
     is_stand_in,
     is_unrecorded,
     memory_of,
@@ -154,7 +153,6 @@ class Recorder(_Watch):
         self._results: dict[int, SavedResult] = {}  # by the number of the call
         self._by_memory: dict[int, list[SavedResult]] = {}
         self._made: dict[int, _Output] = {}  # by memory
-        self._states: list[torch.Tensor] = []  # of random generators; a simulation counts their bytes
         self._replayed = Results([], [], [])
 
     def __enter__(self) -> Recorder:
@@ -200,8 +198,6 @@ class Recorder(_Watch):
         saved = SavedResult(op, call, tier, result, left, self._alias)
         if saved.outputs:  # the result may be a number of Python
             self._results[call] = saved
-            if left.random:
-                self._states += counted_states([state for _, state in left.random])
             for output in saved.outputs:
                 self._by_memory.setdefault(memory_of(output), []).append(saved)
 
@@ -269,7 +265,8 @@ class Recorder(_Watch):
         last = self._marks[-1] if self._marks else 0
         # A change that no operator made (by NumPy, in an autograd.Function with `mark_dirty`) shows in versions alone.
         results = [result for call, result in self._results.items() if call < last and not result.is_changed]
-        del self._states[sum(result.forget_unmoved(moved) for result in results) :]
+        for result in results:
+            result.forget_unmoved(moved)
         self._by_memory.clear()
         self._made.clear()
         self._results.clear()
