@@ -120,7 +120,7 @@ def _default_row() -> Any:
     return _new_row(torch.default_generator)
 
 
-def _new_row(generator: torch.Generator) -> Any:
+def _new_row(generator: Any) -> Any:
     start = _start_of_state() if generator.device.type == "cpu" else None
     return None if start is None else _Row.from_address(generator._cdata + start)
 
@@ -132,7 +132,7 @@ def _start_of_state() -> int | None:
     The place is found in a new generator, and used only if the bytes there are those of the state, and if writing them
     back restores the state, the normal numbers included that are left of a pair.
     """
-    probe = torch.Generator("cpu")
+    probe: Any = torch.Generator("cpu")
     probe.manual_seed(_SEED)
     state = _bytes(probe.get_state())
     seed, left, _, following, *words = _HEAD.unpack_from(state)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 
-from memscale.core import CorrectnessError, interrupts_held
+from memscale.core import CorrectnessError
 
 _get_ident = threading.get_ident
 PATIENCE_SECONDS = 60.0  # of waiting for another thread, before an error
 
 
 class _RecomputeLock(AbstractContextManager[None]):
-    """A reentrant lock with a timeout, which knows the thread that holds it, and in which Ctrl-C waits.
+    """A reentrant lock with a timeout, which knows the thread that holds it.
 
     Raises:
         CorrectnessError: on entering, another thread's recompute held the lock for more than `PATIENCE_SECONDS`.
@@ -29,14 +29,6 @@ class _RecomputeLock(AbstractContextManager[None]):
         self.thread = 0  # the identifier of the thread that holds the lock; 0 for none
 
     def __enter__(self) -> None:
-        interrupts_held.__enter__()
-        try:
-            self._acquire()
-        except BaseException:
-            interrupts_held.__exit__()
-            raise
-
-    def _acquire(self) -> None:
         if not self._lock.acquire(timeout=PATIENCE_SECONDS):
             raise CorrectnessError(
                 f"a recompute waited {PATIENCE_SECONDS:.0f} s for a recompute in another thread. Only one can run at "
@@ -50,7 +42,6 @@ class _RecomputeLock(AbstractContextManager[None]):
         if not self._depth:
             self.thread = 0
         self._lock.release()
-        interrupts_held.__exit__()
 
 
 #: The context that excludes the recomputes of other threads while its body runs.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from memscale.core import CorrectnessError, pytrees
+from memscale.core import CorrectnessError, interrupts_held, pytrees
 from memscale.regions.alias_groups import Name
 from memscale.regions.captures import Captures
 from memscale.regions.hidden_changes import memory_of
@@ -60,7 +60,11 @@ class Replay:
         snapshot = self._snapshot
         recompute_lock.__enter__()
         try:
-            if not self._refused and snapshot.is_present():
+            is_present = not self._refused and snapshot.is_present()
+            if not is_present or snapshot.environment.is_drawn:
+                interrupts_held.__enter__()
+                self._around.append(interrupts_held)
+            if is_present:
                 self._was_current = True
                 if snapshot.environment.enter(self._undo):
                     self._watch(_ChangedWatch({}, self._made))
