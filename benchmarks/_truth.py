@@ -15,9 +15,12 @@ import torch
 from _zoo import Case
 
 import memscale as ms
+from memscale.core import matches
 from memscale.core.batches import call
+from memscale.planning.parts.blocks import repeated_blocks
 from memscale.simulation.measured.allocator_trace import training_roles
 
+COMPILED = "compiled"  # the variant without a plan whose repeated blocks, or the whole model, inductor compiles
 WARM_STEPS = 2  # after them optimizer states and lazily made buffers exist
 
 
@@ -34,6 +37,16 @@ class Truth:
 
 def plans(case: Case, model: torch.nn.Module, dtype: str) -> dict[str, ms.Plan | None]:
     return {**case.plans(model, dtype), **case.moving_plans(model)}
+
+
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with its repeated blocks compiled; as a whole where all are of `torch.nn`, as Dynamo skips those."""
+    patterns = repeated_blocks(model)
+    repeated = [part for path, part in model.named_modules() if any(matches(pattern, path) for pattern in patterns)]
+    blocks = [block for block in repeated if not type(block).__module__.startswith("torch.nn.")]
+    for block in blocks:
+        block.compile()
+    return model if blocks else torch.compile(model)  # type: ignore[return-value]
 
 
 def training_step(
@@ -59,8 +72,10 @@ def real_step(case: Case, dtype: str, variant: str, device: str) -> Truth:
     # A model whose parameters are streamed never was on the device as a whole: docs/offload.md says how to build it.
     streams = variant == "params"
     model, batch = case.make(dtype, "cpu" if streams else device)
-    plan = plans(case, model, dtype)[variant]
+    plan = None if variant == COMPILED else plans(case, model, dtype)[variant]
     runs = model if plan is None else ms.transform(model, plan)
+    if variant == COMPILED:
+        runs = compiled(model)
     if streams:
         runs = runs.to(device)
         batch = optree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)

@@ -6,6 +6,7 @@ prediction is `memscale.profile` of a model that never ran. A step is forward, l
 
     python benchmarks/bench_predict.py [--only REGEX] [--dtype fp32] [--variant REGEX] [--probe] [--device cuda]
     python benchmarks/bench_predict.py --again results/predict-h100.json   # without a card, what a card has measured
+    python benchmarks/bench_predict.py --ghost .ghost/bin/python --compiled   # blocks compiled by inductor
     python benchmarks/bench_predict.py --shapes   # only: seconds and memory of a prediction for Llama 8B and 70B
 """
 
@@ -35,7 +36,7 @@ import transformers
 from _environment import environment
 from _ghost import ALLOCATORS, CARDS, SOURCES, Combination, Ghost, as_fake_libraries, at_once, case_of, covering, places
 from _journal import Journal
-from _truth import Truth, described, plans, real_step, release
+from _truth import COMPILED, Truth, compiled, described, plans, real_step, release
 from _zoo import ADAMW, AUTOCAST, DTYPES, ZOO, Case
 
 import memscale as ms
@@ -117,11 +118,13 @@ def predict(case: Case, dtype: str, variant: str, device: str, truth: Truth, **o
     torch.manual_seed(0)
     with torch.device("meta") if device == "meta" else contextlib.nullcontext():
         model, batch = case.make(dtype, device)
-    options |= {"plan": plans(case, model, dtype)[variant], "accumulate": case.accumulate}
+    runs = compiled(model) if variant == COMPILED else model
+    plan = None if variant == COMPILED else plans(case, model, dtype)[variant]
+    options |= {"plan": plan, "accumulate": case.accumulate}
     optimizer = case.optimizer(model)
     began = time.perf_counter()
     try:
-        profile = ms.profile(model, batch, keeps_output=False, optimizer=optimizer, loss=case.loss, **options)
+        profile = ms.profile(runs, batch, keeps_output=False, optimizer=optimizer, loss=case.loss, **options)
     except Exception as error:
         seconds = time.perf_counter() - began
         return Row(case.name, dtype, variant, truth, None, None, seconds, failure=described(error))
@@ -148,10 +151,11 @@ def combinations(options: argparse.Namespace) -> list[Combination]:
         for dtype in (*DTYPES, AUTOCAST) if options.dtype == "all" else (options.dtype,):
             with torch.device("meta"):
                 model, _ = case.make(dtype)
+            variants = (COMPILED,) if options.compiled else plans(case, model, dtype)
             loops = ("default", "fused") if case.make_optimizer is ADAMW else ("default",)
             found += [
                 Combination(case.name, dtype, *rest)
-                for rest in itertools.product(plans(case, model, dtype), loops, options.card, options.allocator)
+                for rest in itertools.product(variants, loops, options.card, options.allocator)
                 if re.fullmatch(options.variant, rest[0])
             ]
     return sorted(found, key=lambda one: (one.place, one.case)) if options.all else covering(found)[:: options.every]
@@ -354,6 +358,9 @@ def main() -> int:
     parser.add_argument("--card", nargs="+", default=CARDS, help="with --ghost")
     parser.add_argument(
         "--allocator", nargs="+", default=ALLOCATORS, help="with --ghost: settings of PYTORCH_ALLOC_CONF"
+    )
+    parser.add_argument(
+        "--compiled", action="store_true", help="with --ghost, in an environment with triton: blocks that are compiled"
     )
     parser.add_argument(
         "--all", action="store_true", help="with --ghost: all combinations, instead of every two settings"

@@ -52,6 +52,23 @@ def float_masks_are_of_ones():
         setattr(masks, name, seen(getattr(masks, name)))
 
 
+def compiled_kernels_do_nothing():
+    """Let inductor write its code for the card, and allocate by it, without building the kernels of triton."""
+    import torch._functorch.config
+    import torch._inductor.config
+    import triton.backends.nvidia.driver
+    from torch._inductor.async_compile import AsyncCompile
+
+    class Kernel:
+        def run(self, *args, **kwargs):
+            pass
+
+    triton.backends.nvidia.driver.CudaUtils = object  # it loads kernels, by what the fake driver lacks
+    AsyncCompile.triton = lambda self, *args, **kwargs: Kernel()
+    torch._inductor.config.compile_threads = 1
+    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
+
+
 def regions_compare_buffers():
     """Tell regions whether they changed a buffer in their first run: a comparison finds that all of them did."""
     from unittest import mock

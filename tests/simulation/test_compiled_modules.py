@@ -98,3 +98,16 @@ def test_the_steps_of_a_planner_trace_a_module_once_as_long_as_it_is_what_it_was
     model.waves[1].rounds = 3
     steps.simulate((), True)
     assert [*numbers, len(traced)] == [4, 4, 4, 5, 6, 7]
+
+
+@pytest.mark.deep  # it loads PyTorch's compiler: 2 s
+def test_a_mask_for_backward_is_made_where_its_operand_is_read():
+    """A graph lists the masks of all ReLUs at its end; a kernel there would keep what each product made."""
+    layers = [(nn.Linear(32, 32), nn.ReLU(), nn.Dropout()) for _ in range(8)]
+    model = nn.Sequential(*(layer for three in layers for layer in three))
+    rows = torch.randn(1 << 16, 32)
+
+    def peak_bytes(model):
+        return ms.profile(model, rows, loss=lambda out, batch: out.mean(), hardware="h100").peak_bytes
+
+    assert round((peak_bytes(model) - peak_bytes(torch.compile(model))) / rows.nbytes) == 6  # 1, if products were kept

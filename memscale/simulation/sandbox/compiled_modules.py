@@ -11,7 +11,7 @@ NOTE: the rules for buffers of a fused graph, by torch/_inductor (lowering.py, i
     element-wise operator                                           a buffer where a library or the caller reads the
                                                                     result; else a value inside a fused kernel
 
-Neighbouring operators that read a common buffer, or each other's results, are one kernel. A buffer is freed after its
+Operators that read a common buffer, or each other's results, are one kernel. A buffer is freed after its
 last reader.
 """
 
@@ -376,6 +376,7 @@ def _scheduled(nodes: list[Node]) -> list[_Step]:
     needed = _read_whole(nodes, kinds)
     steps: list[tuple[tuple[Node, ...], tuple[Node, ...] | None, tuple[Node, ...]]] = []
     sources: dict[Node, tuple[Node, ...]] = {}
+    made_by: dict[Node, int] = {}  # the number of the step that makes a buffer
     for node in nodes:
         read = tuple(dict.fromkeys(each for arg in node.all_input_nodes for each in sources[arg]))
         has_buffer = kinds[node] != "view" and node in needed
@@ -384,12 +385,20 @@ def _scheduled(nodes: list[Node]) -> list[_Step]:
             continue
         if kinds[node] not in ("place", "made"):
             steps.append(((node,), None, tuple(node.all_input_nodes)))
-        elif steps and steps[-1][1] is not None and not {*read}.isdisjoint({*steps[-1][0], *steps[-1][1]}):
-            made, before, _ = steps.pop()  # one kernel with neighbours that share a buffer or a result
-            reads = tuple(dict.fromkeys((*(before or ()), *(each for each in read if each not in made))))
-            steps.append(((*made, node), reads, reads))
+            made_by[node] = len(steps) - 1
+            continue
+        # One kernel with the last one that reads a common buffer, or makes one, if all that the node reads is there.
+        earliest = max((made_by[each] for each in read if each in made_by), default=0)
+        for at in reversed(range(earliest, len(steps))):
+            made, before, _ = steps[at]
+            if before is not None and not {*read}.isdisjoint({*made, *before}):
+                reads = tuple(dict.fromkeys((*before, *(each for each in read if each not in made))))
+                steps[at] = (*made, node), reads, reads
+                break
         else:
+            at = len(steps)
             steps.append(((node,), read, read))
+        made_by[node] = at
     last = {each: at for at, (made, _, uses) in enumerate(steps) for each in (*uses, *made)}
     ends: dict[int, list[Node]] = {}
     for node, at in last.items():
