@@ -94,10 +94,14 @@ class Cut:
         dims = {}
         for index, (leaf, dim) in enumerate(zip(self.leaves, wanted, strict=True)):
             if isinstance(leaf, torch.Tensor) and dim is not None:
-                if not -leaf.dim() <= dim < leaf.dim():
-                    raise TransformError(f"{how!r}: dimension {dim} is out of range for shape {list(leaf.shape)}")
-                dims[index] = dim % leaf.dim()
+                dims[index] = _in_range(how, dim, leaf)
         return dims
+
+
+def _in_range(how: Cutting, dim: int, leaf: torch.Tensor) -> int:
+    if not -leaf.dim() <= dim < leaf.dim():
+        raise TransformError(f"{how!r}: dimension {dim} is out of range for shape {list(leaf.shape)}")
+    return dim % leaf.dim()
 
 
 def broadcast(dims: Any, tree: Any, into: list[Any]) -> None:
@@ -178,7 +182,7 @@ class Joined:
             wanted: list[Any] = []
             broadcast(self._how.out_dims, output, wanted)
             return {
-                i: d % max(1, leaves[i].dim())
+                i: _in_range(self._how, d, leaves[i])
                 for i, d in enumerate(wanted)
                 if d is not None and isinstance(leaves[i], torch.Tensor)
             }

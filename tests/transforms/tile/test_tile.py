@@ -228,6 +228,13 @@ REFUSALS = {
     "in_dims None": (tile(chunks=2, in_dims=None), scalar, 1, r"found no tensor argument to cut; give one a dimension"),
     "dim": (tile(chunks=2, dim=2), scalar, 1, r"tile\(dim=2\) is out of range for the first tensor argument, of shape"),
     "in_dims out of range": (tile(chunks=2, in_dims=5), scalar, 1, r"dimension 5 is out of range for shape \[6, 4\]"),
+    "out_dims out of range": (
+        tile(chunks=2, out_dims=5),
+        torch.sin,
+        1,
+        r"dimension 5 is out of range for shape \[3, 4\]",
+    ),
+    "out_dims of a scalar": (tile(chunks=2, out_dims=0), scalar, 1, r"dimension 0 is out of range for shape \[\]"),
     "sizes": (tile(chunks=2, in_dims=(0, 1)), torch.add, 2, r"would cut tensors of sizes \[4, 6\] along"),
     "count": (tile(chunks=2, in_dims=(0,)), torch.add, 2, r"in_dims has 1 entries for 2 positional arguments"),
     "structure": (tile(chunks=2, in_dims=((0, 0),)), scalar, 1, r"dimensions \(0, 0\) do not match the structure"),
