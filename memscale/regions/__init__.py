@@ -17,7 +17,7 @@ from memscale.regions.hidden_changes import (
 from memscale.regions.kinds import CONSTANT
 from memscale.regions.modes import dispatch_modes
 from memscale.regions.randomness import restore_state, state_of
-from memscale.regions.recompute_lock import PATIENCE_SECONDS, in_recompute, wait_for_recomputes
+from memscale.regions.recompute_lock import PATIENCE_SECONDS, in_recompute, recompute_lock, wait_for_recomputes
 from memscale.regions.replay import Replay
 from memscale.regions.saved_tensors import (
     PacksSeveral,

@@ -8,7 +8,7 @@ other threads wait meanwhile. Code outside of regions does not wait, and sees th
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from typing import Any
 
 from memscale.core import CorrectnessError
 
@@ -16,45 +16,46 @@ _get_ident = threading.get_ident
 PATIENCE_SECONDS = 60.0  # of waiting for another thread, before an error
 
 
-class _RecomputeLock(AbstractContextManager[None]):
-    """A reentrant lock with a timeout, which knows the thread that holds it.
+class _RecomputeLock:
+    """A reentrant lock, to be held by ``with recompute_lock.lock`` after `wait`: an interrupt then leaves it free.
 
-    Raises:
-        CorrectnessError: on entering, another thread's recompute held the lock for more than `PATIENCE_SECONDS`.
+    Attributes:
+        lock: the lock.
+        thread: the identifier of the thread that recomputes, by which others see that they must wait; 0 for none.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
-        self.thread = 0  # the identifier of the thread that holds the lock; 0 for none
+        self.lock = threading.RLock()
+        self.thread = 0
 
-    def __enter__(self) -> None:
-        if not self._lock.acquire(timeout=PATIENCE_SECONDS):
+    def wait(self) -> None:
+        """Waits until no other thread recomputes.
+
+        Raises:
+            CorrectnessError: another thread held the lock for more than `PATIENCE_SECONDS`.
+        """
+        if self.thread in (0, _get_ident()):
+            return
+        if not self.lock.acquire(timeout=PATIENCE_SECONDS):
             raise CorrectnessError(
                 f"a recompute waited {PATIENCE_SECONDS:.0f} s for a recompute in another thread. Only one can run at "
                 "a time, since it restores old state of modules; run the two backwards one after the other"
             )
-        self.thread = _get_ident()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self.thread = 0
-        self._lock.release()
+        self.lock.release()
 
 
-#: The context that excludes the recomputes of other threads while its body runs.
+#: The lock that excludes the recomputes of other threads.
 recompute_lock = _RecomputeLock()
 
 
 def wait_for_recomputes() -> None:
     """Waits until no other thread recomputes. Called in a forward before the state of a region is read."""
-    if recompute_lock.thread not in (0, _get_ident()):
-        with recompute_lock:
-            pass
+    recompute_lock.wait()
+
+
+_is_owned: Any = recompute_lock.lock._is_owned  # type: ignore[attr-defined]
 
 
 def in_recompute() -> bool:
     """Whether this thread is recomputing, so that modules may hold the old state of a forward."""
-    return recompute_lock.thread == _get_ident()
+    return bool(_is_owned())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,6 +28,8 @@ from memscale.regions.unrecorded import copies_ahead, unrecorded
 
 class Replay:
     """A context that restores the state of `snapshot` for a rerun, and the present state at its end.
+
+    To be entered with `recompute_lock.lock` held.
 
     Entering returns, by argument index, new tensors for the arguments that the region changes and also reaches by other
     names; these names get views of the same new memory.
@@ -54,11 +57,12 @@ class Replay:
         self._around: list[AbstractContextManager[Any]] = []
         self._undo: list[Callable[[], Any]] = []
         self._present: list[tuple[StateSlot, Content]] = []  # to be restored at the end
+        self._thread = 0  # the thread that was recomputing before: this one around a nested recompute
         self._was_current = False  # whether nothing had changed since the snapshot
 
     def __enter__(self) -> dict[int, torch.Tensor]:
         snapshot = self._snapshot
-        recompute_lock.__enter__()
+        self._thread, recompute_lock.thread = recompute_lock.thread, threading.get_ident()
         try:
             is_present = not self._refused and snapshot.is_present()
             if not is_present or snapshot.environment.is_drawn:
@@ -119,7 +123,7 @@ class Replay:
                 for context in reversed(self._around):
                     context.__exit__(*error)
             finally:
-                recompute_lock.__exit__()
+                recompute_lock.thread = self._thread
 
     def _old_values(self) -> dict[Name, torch.Tensor]:
         """Returns the old values of tensors that the region changes in place; for the last rerun without a clone."""

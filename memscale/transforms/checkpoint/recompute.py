@@ -32,6 +32,7 @@ from memscale.regions import (
     memory_of,
     never_compiled,
     on_backward_behind,
+    recompute_lock,
     recomputing,
     restore,
     unrecorded,
@@ -280,7 +281,11 @@ class _Frame:
             is_plain = self._inputs is None and self._concluded and snapshot.are_arguments_unchanged()
             found = None if is_plain else self._values(refused, fresh)
             rerun = _Rerun(self._seen, live, fresh, streams)
-            with Replay(snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared:
+            wait_for_recomputes()
+            with (
+                recompute_lock.lock,
+                Replay(snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
+            ):
                 if found is not None and shared:
                     found = dict(sorted((found | shared).items()))
                 self._run_again(rerun, found, shared)
