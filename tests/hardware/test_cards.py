@@ -48,6 +48,26 @@ def test_a_row_is_possible(card):
     assert 0.9 * 1024 * GIB_ON_THE_BOX[card.name] < card.memory_mib <= 1024 * GIB_ON_THE_BOX[card.name]
 
 
+def test_figures_of_an_h100_and_an_rtx_4090():
+    # From the white papers: dense, and accumulated in float32.
+    h100, rtx = Hardware.named("h100"), Hardware.named("rtx-4090")
+    assert h100.flops_per_second == {"float64": 66.9e12, "float32": 66.9e12, "tfloat32": 494.7e12, "float16": 989.4e12,
+                                     "bfloat16": 989.4e12, "int8": 1978.9e12, "float8_e4m3fn": 1978.9e12}  # fmt: skip
+    assert (h100.bandwidth_bytes_per_second, h100.peer_bytes_per_second) == (3352e9, 450e9)
+    assert (h100.host_to_device_bytes_per_second, h100.device_to_host_bytes_per_second) == (63e9, 63e9)
+    assert (h100.capability, h100.memory_bytes, h100.name) == ((9, 0), 81082 * MIB, "NVIDIA H100 80GB HBM3")
+    assert (rtx.flops_per_second["bfloat16"], rtx.flops_per_second["float8_e4m3fn"]) == (165.2e12, 330.3e12)
+    assert (rtx.peer_bytes_per_second, rtx.capability) == (None, (8, 9))
+    assert not h100.measured
+
+
+def test_cards_of_amd_have_no_cuda_capability_and_float8_of_their_own():
+    card = Hardware.named("mi300x")
+    assert card.capability is None
+    assert "float8_e4m3fnuz" in card.flops_per_second
+    assert "float8_e4m3fn" not in card.flops_per_second
+
+
 @pytest.mark.parametrize(
     ("name", "card"),
     [("h100", "h100"), ("H100-SXM", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("H100 PCIe", "h100-pcie"),

@@ -48,6 +48,26 @@ def part_of(how, weight):
     return optimizer, part
 
 
+def test_every_float32_survives_its_two_halves():
+    random = torch.Generator().manual_seed(0)
+    found = torch.randint(-(2**31), 2**31 - 1, (2**14,), generator=random, dtype=torch.int32)
+    found[0] = 2**31 - 1  # not a number, with the largest bits
+    found = found.view(torch.float32)
+    found[1:8] = torch.tensor([0.0, -0.0, 3.4e38, -3.4e38, 1e-45, torch.inf, -torch.inf])
+    weight = nn.Parameter(torch.zeros(2**14, dtype=torch.bfloat16))
+    optimizer, part = part_of(EXACT, weight)  # which the part does not keep
+    part.narrow(weight, torch.detach, found)
+    back, is_number = part.widened(weight, torch.detach), ~found.isnan()
+    assert bits(back[is_number]) == bits(found[is_number])
+    assert bits(weight.detach()[is_number]) == bits(nearest(found)[is_number])
+    assert back[~is_number].isnan().all()
+    assert weight[~is_number].isnan().all()
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0].zero_()  # by somebody who knows nothing of the other half
+    changed = part.widened(weight, torch.detach)
+    assert (changed.abs() < 1e-40).all()
+
+
 def test_chance_is_fair_and_leaves_what_bfloat16_can_say():
     few = torch.tensor([1.0, 1.0 + 2.0**-9, 1.0 + 3 * 2.0**-10, -3.3, 1e-3, torch.inf, -torch.inf, torch.nan])
     weight = nn.Parameter(torch.zeros(8, 20000, dtype=torch.bfloat16))

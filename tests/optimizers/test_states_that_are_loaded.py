@@ -1,14 +1,26 @@
 """States that come from a plain optimizer, or go to a file, under transforms that keep them each in its own way."""
 
+import copy
+import io
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 import memscale as ms
 from memscale.optimizers import on_host, quantized
+from tests.support.coverings import pairwise
 from tests.support.optimizers import numbers
 
+SMALL = ms.quantize_states(block=64)
 DISK = ms.offload_states(tier="disk")
+# What the first is around the second changes nothing of the second's numbers.
+COMPOSED = {
+    f"{outer!r} {inner!r}": (outer, inner)
+    for outer in (DISK, ms.compose(ms.step_in_backward(), ms.offload_states()))
+    for inner in (SMALL, ms.compensate_rounding(), ms.compose(SMALL, ms.round_stochastically()))
+}
 MAKERS = {
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
@@ -40,6 +52,36 @@ def train(model, optimizer, steps):
         model(x.to(model.scale.dtype)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def taken_over(make, how, dtype, *, loads):
+    """A plain optimizer's training that goes on under `how`: what it is made of, or what it loads from a file."""
+    model = Scaled(dtype)
+    optimizer = make(model.parameters())
+    train(model, optimizer, [0, 1])
+    if loads:
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = how(make(model.parameters()))
+        optimizer.load_state_dict(saved)
+    else:
+        optimizer = how(optimizer)
+    train(model, optimizer, [2, 3])
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("how", "maker", "loads"), pairwise(itertools.product(COMPOSED, MAKERS, [False, True])))
+def test_training_goes_on_from_a_plain_optimizer_to_the_same_numbers_wherever_states_are(how, maker, loads):
+    (outer, inner), make = COMPOSED[how], MAKERS[maker]
+    expected = numbers(*taken_over(make, inner, torch.bfloat16, loads=loads))
+    model, optimizer = taken_over(make, ms.compose(outer, inner), torch.bfloat16, loads=loads)
+    assert numbers(model, optimizer) == expected
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    del optimizer  # or both would step
+    plain = make(model.parameters())
+    plain.load_state_dict(torch.load(file))  # in bfloat16 again, with which it steps
+    train(model, plain, [4])
 
 
 def test_an_optimizer_that_is_under_it_for_a_while_steps_on_by_itself():

@@ -395,3 +395,25 @@ def test_a_card_without_units_for_what_autocast_computes_in_is_planned_for():
 
     engine = ms.DecisionEngine(Autocast(64, 64), torch.ones(64, 64), loss=_loss, hardware="t4")
     assert engine.plain.step_seconds > 0
+
+
+@pytest.mark.deep
+def test_after_the_last_second_a_plan_that_takes_few_simulations_is_tried(monkeypatch, tmp_path):
+    step = _step(model := _mlps(2), torch.ones(512, 64))
+    monkeypatch.setenv("MEMSCALE_CACHE", "")
+    whole = ms.DecisionEngine(model, **step)
+    smallest = whole.smallest().evidence.planned.taken_bytes
+    monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))
+    engine = ms.DecisionEngine(model, **step)
+    cut = engine.plan(smallest + 2**19, seconds=0)
+    assert cut.evidence.planned.taken_bytes <= smallest + 2**19
+    assert cut.evidence.notes[0].startswith("stopped after 0 s (seconds= or --seconds allows more): the fastest")
+    assert engine.simulations < whole.simulations
+    with pytest.raises(
+        ms.BudgetError, match=r"was found: stopped after 0 s \(seconds= .* allows more\)\n  the smallest"
+    ):
+        engine.plan(smallest // 2, seconds=0)
+    # An answer that was cut short is not kept for others, and what the engine says after it is what any other says.
+    assert not list(tmp_path.rglob("plans/*"))
+    monkeypatch.setenv("MEMSCALE_CACHE", "")
+    assert engine.plan("3MiB").to_json() == ms.DecisionEngine(model, **step).plan("3MiB").to_json()

@@ -150,6 +150,62 @@ def test_an_entry_that_says_something_else_is_planned_again():
     assert asked.known, "the last one has put it right"
 
 
+# -- the key -----------------------------------------------------------------------------------------------------------
+
+
+def key(**fields):
+    return ms.DecisionEngine(**step(**fields)).about()
+
+
+def _changed(change):
+    made = model()
+    change(made)
+    return {"made": made}
+
+
+def _tie(made):
+    made[1].up.weight = made[0].up.weight
+
+
+def _adamw(**options):
+    made = model()
+    return {"made": made, "optimizer": torch.optim.AdamW(made.parameters(), **options)}
+
+
+#: What is different, and a part of the key that shows the difference.
+DIFFERENT = {
+    "the class": (lambda: _changed(lambda made: made[0].__setattr__("act", nn.ReLU())), "model"),
+    "an operator": (lambda: {"made": model(scale=torch.ones(()))}, "step"),
+    "a dtype": (lambda: {"made": model().bfloat16(), "batch": torch.ones(512, 64, dtype=torch.bfloat16)}, "model"),
+    "a frozen parameter": (lambda: _changed(lambda made: made[0].up.weight.requires_grad_(False)), "model"),
+    "a tied weight": (lambda: _changed(_tie), "model"),
+    "rows": (lambda: {"batch": torch.ones(256, 64)}, "batch"),
+    "its strides": (lambda: {"batch": torch.ones(64, 512).t()}, "batch"),
+    "no optimizer": (lambda: {"optimizer": None}, "optimizer"),
+    "its loop": (lambda: _adamw(foreach=False), "optimizer"),
+    "the loss": (lambda: {"loss": lambda output, _: output.abs().mean()}, "step"),
+    "a cap": (lambda: {"config": ms.Config(max_cpu_offload_gb=1)}, "config"),
+    "a loop": (lambda: {"accumulate": 2}, "requested"),
+}
+
+
+@pytest.mark.parametrize(("make", "part"), DIFFERENT.values(), ids=DIFFERENT)
+def test_the_key_tells_differences(make, part):
+    one, other = key(), key(**make())
+    assert part in {name for name in one if one[name] != other[name]}
+
+
+def test_the_key_is_the_same_for_the_same_step():
+    assert key() == key()
+    assert key() == key(**(_adamw(lr=0.1, fused=True))), "a rate changes no size"
+
+
+def test_settings_of_the_process_are_in_the_key():
+    one = key()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert key()["step"] != one["step"]
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 

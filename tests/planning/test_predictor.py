@@ -6,12 +6,15 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import memscale as ms
 from memscale.core import wrapped
 from memscale.core.units import budget_bytes
+from memscale.planning.prediction.largest import largest_fitting
 from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk
 from memscale.planning.remedies import summary
 from memscale.simulation.measured.allocator_trace import measure, training_roles
@@ -324,6 +327,38 @@ def test_a_plan_and_accumulation_count_in_the_largest_batch():
     expected_bytes = truth(ms.transform(model, plan), doubled, parts=2) - doubled.nbytes + doubled.nbytes // 2
     assert fit.peak_bytes == expected_bytes
     assert fit.n > 1.5 * ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(6 * MIB)).largest(rows).n
+
+
+def search(peak, capacity, at_least=1, at_most=2**20):
+    asked = []
+
+    def counted(n):
+        assert at_least <= n <= at_most
+        asked.append(n)
+        return peak(n)
+
+    n, peaks = largest_fitting(counted, capacity, at_least=at_least, at_most=at_most)
+    assert asked == list(peaks)  # none twice
+    return n, len(asked)
+
+
+lines = st.tuples(st.integers(0, 10**6), st.integers(0, 10**4), st.integers(0, 9))
+
+
+@given(
+    st.lists(lines, min_size=1, max_size=3),
+    st.sampled_from([1, 512, 10**5]),
+    st.integers(0, 10**9),
+    st.integers(1, 5000),
+)
+def test_the_search_finds_the_boundary_of_any_peak_that_does_not_fall(parts, granule, capacity, at_most):
+    def peak(n):
+        return -(-max(base + slope * n + bend * n * n for base, slope, bend in parts) // granule) * granule
+
+    n, asked = search(peak, capacity, at_most=at_most)
+    fitting = sum(peak(n) <= capacity for n in range(1, at_most + 1))
+    assert (n or 0) == fitting
+    assert asked <= 2 * at_most.bit_length() + 8
 
 
 # -- nothing is changed, and bad input ---------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import memscale as ms
 from memscale.planning import Confirmation
 from memscale.planning.tuning import tuner
-from memscale.planning.tuning.rates import TOLERANCE
+from memscale.planning.tuning.rates import TOLERANCE, Pace, fastest_size
 from tests.support.checks import bits
 
 BOX = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**36)
@@ -89,6 +91,30 @@ def test_the_fastest_is_the_fastest_of_all(every):
     for trial in best.trials:
         assert trial.size not in plans or trial.fits == (plans[trial.size] is not None)
         assert not trial.fits or trial.taken_bytes <= BUDGET
+
+
+@st.composite
+def curves(draw):
+    """Plans add more and more to steps whose time grows evenly; beyond some size nothing fits."""
+    fixed, each = draw(st.floats(0.0, 50.0)), draw(st.floats(0.01, 2.0))
+    added, total = [], 0.0
+    steps = draw(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=60))
+    for more in steps:
+        total += more if draw(st.booleans()) else 0.0
+        added.append(total)
+    return {n + 1: Pace(n + 1, fixed + each * (n + 1), fixed + each * (n + 1) + more) for n, more in enumerate(added)}
+
+
+@given(curves(), st.integers(0, 20))
+def test_no_size_is_beyond_the_bound(curve, most):
+    ends = {size: curve[size] for size in {1, max(curve)}}
+    found, bound = fastest_size(curve.__getitem__, ends, most=most)
+    best = max(each.rate for each in curve.values())
+    assert best <= bound * (1 + 1e-9)
+    assert len(found) <= most + 2
+    seen = max(each.rate for each in found.values())
+    if len(found) < most + len(ends):
+        assert best <= seen * (1 + TOLERANCE + 1e-9)
 
 
 @pytest.mark.deep

@@ -112,7 +112,73 @@ def test_bytes_that_the_cpu_wrote_come_in_and_those_that_go_out_are_the_cpus_to_
         backend.free(buffer, after=[arrived, left])
 
 
+@pytest.mark.parametrize("make", [fake_cuda, lazy])
+def test_nothing_but_synchronize_lets_a_copy_happen(tmp_path, monkeypatch, make):
+    """On devices that do only what somebody waits for, the array shows whether anybody did."""
+    backend, _ = make(tmp_path, monkeypatch)
+    buffer, tensor = mapped(backend, 5000, "pinned")
+    tensor.fill_(1)
+    source = torch.full((5000,), 7, dtype=torch.uint8)
+    event = backend.copy(source, buffer, "out", after=[backend.record()])
+    assert tensor.unique().tolist() == [1]
+    assert not event.done()
+    backend.synchronize(event)
+    assert tensor.unique().tolist() == [7]
+
+
 # ------------------------------------------------------------------------------------------ how long it is there
+
+
+def test_a_tensor_made_of_it_has_its_own_storage_and_keeps_it(backend):
+    backend, _ = backend
+    for tier in backend.tiers:
+        buffer = backend.allocate(5000, tier)
+        array = backend.map(buffer)
+        alive, tensor = weakref.ref(array), torch.from_numpy(array)
+        del array
+        assert alive() is not None
+        assert tensor.untyped_storage().nbytes() == 5000
+        tensor.fill_(5)
+        part = tensor.view(torch.int32)[100:]
+        del tensor
+        gc.collect()
+        assert part.unique().tolist() == [0x05050505]
+
+
+def test_a_place_that_was_given_back_serves_again(backend):
+    """Mapped, then not, then mapped again; what was there before does not come back."""
+    backend, device = backend
+    for tier in backend.tiers:
+        for _ in range(2):
+            buffer, tensor = mapped(backend, 3 * MIB, tier)
+            tensor.copy_(noise(3 * MIB))
+            found, event = load(backend, buffer, device)
+            assert torch.equal(found, tensor)
+            backend.free(buffer, after=[event])
+            tensor.fill_(9)  # the last that is done with it before the copy out of another goes to the same place
+            del tensor
+            buffer, source = backend.allocate(3 * MIB, tier), noise(3 * MIB, device)
+            left = backend.copy(source, buffer, "out", after=[backend.record()])
+            backend.wait(left)
+            found, event = load(backend, buffer, device)
+            assert torch.equal(found, source.cpu())
+            backend.free(buffer, after=[left, event])
+
+
+def test_mapping_takes_no_room_and_freeing_gives_all_of_it_back(backend):
+    backend, _ = backend
+    counts = []
+    for is_mapped in (False, True, True):
+        held = []
+        while (buffer := backend.allocate(4 * MIB, "auto")) is not None:
+            held.append((buffer, backend.map(buffer) if is_mapped else None))
+        counts.append([buffer.tier for buffer, _ in held])
+        for buffer, array in held:
+            if is_mapped:
+                array[:] = 1
+            backend.free(buffer, after=[])
+    # The budget of RAM is twice the cap of what is pinned, so pageable memory gets the other half.
+    assert counts == [[tier for tier in backend.tiers for _ in range(10)]] * 3
 
 
 @pytest.mark.parametrize("make", REAL)

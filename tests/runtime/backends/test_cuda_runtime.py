@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,6 +124,28 @@ def test_several_tensors_go_to_one_buffer_one_behind_the_other(cupy, tmp_path, t
     backend.free(buffer, after=[out, back])
 
 
+def test_events_say_when_they_are_done_and_when_that_was(backend):
+    backend, device = backend
+    for tier in backend.tiers:
+        before = backend.clock()
+        buffer, source = backend.allocate(100, tier), noise(100, device)
+        event = backend.copy(source, buffer, "out", after=[backend.record()])
+        backend.wait(event)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert event.done()
+        begin, end = event.span()
+        # A device's own clock is about as good as this.
+        assert before - 1e-3 <= begin <= end <= backend.clock() + 1e-3
+        mark = backend.record()
+        backend.wait(mark)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert mark.done()
+        assert mark.error() is None
+        backend.free(buffer, after=[event])
+
+
 def test_a_full_tier_passes_on_to_the_next_and_the_last_to_none(backend):
     backend, _ = backend
     held = []
@@ -156,6 +179,55 @@ def test_the_default_stream_is_that_of_the_backends_device(cupy, tmp_path):
     assert cupy.device() == 0
     calls = [call for call in cupy.log if call[0] in ("record", "wait")]
     assert calls == [("record", "the default of 1"), ("wait", "the default of 1")] * 2
+
+
+def test_pinned_memory_is_exact_registered_once_and_for_all_devices(cupy, tmp_path):
+    backend = backend_on(tmp_path, pinned_bytes=100 * 4096)
+    held = [backend.allocate(nbytes, "pinned") for nbytes in (5, 4096, 100_000)]
+    assert [call for call in cupy.log if call[0] == "register"] == [("register", 100 * 4096, 1)]
+    assert {buffer.tier for buffer in held} == {"pinned"}
+    for buffer in held:
+        backend.free(buffer, after=[])
+    # The next step is like the last: the slab shrinks to what that held.
+    assert backend.allocate(100, "pinned").tier == "pinned"
+    assert [call for call in cupy.log if call[0] != "copy"][-2:] == [
+        ("unregister", 100 * 4096),
+        ("register", (512 + 4096 + 100_352 + 4095) // 4096 * 4096, 1),
+    ]
+
+
+def test_what_the_system_does_not_pin_is_pageable_and_then_on_disk(cupy, tmp_path):
+    cupy.pin_limit_bytes = 0
+    shared = budget(100_000)
+    backend = backend_on(tmp_path, budget=shared)
+    held = [backend.allocate(40_000, "auto") for _ in range(3)]
+    assert [buffer.tier for buffer in held] == ["pageable", "pageable", "disk"]
+    assert shared.reserved_bytes <= 100_000
+    assert cupy.registered == {}
+    high_water = {tier: use.high_water_bytes for tier, use in backend.usage().items()}
+    assert high_water == {"pinned": 0, "pageable": 80_000, "disk": 40_960}
+
+
+def test_what_is_freed_on_disk_serves_again_only_when_its_copies_are_done(cupy, tmp_path):
+    backend = backend_on(tmp_path, disk_bytes=8192)
+    buffer, copy = backend.allocate(8192, "disk"), SimpleNamespace(done=lambda: is_done)
+    backend.free(buffer, after=[copy])
+    is_done = False
+    assert backend.allocate(8192, "disk") is None
+    is_done = True
+    assert backend.allocate(8192, "disk") is not None
+
+
+def test_the_budget_counts_pinned_memory_and_gets_it_back(cupy, tmp_path):
+    shared = budget(600_000)
+    first = backend_on(tmp_path, budget=shared, pinned_bytes=400_000, disk_bytes=0)
+    second = backend_on(tmp_path, budget=shared, pinned_bytes=400_000, disk_bytes=0)
+    buffers = [backend.allocate(350_000, "auto") for backend in (first, second)]
+    assert [buffer and buffer.tier for buffer in buffers] == ["pinned", None]
+    first.free(buffers[0], after=[])
+    first.allocate(1, "auto")  # what was more than a step needs goes
+    assert shared.reserved_bytes == 352_256
+    assert second.allocate(240_000, "auto") is not None
 
 
 _host_tiers_disk = host_tiers.DiskSlab

@@ -13,8 +13,10 @@ from torch import nn
 import memscale as ms
 from memscale.runtime import Runtime
 from memscale.runtime.backends.cuda import CudaBackend
+from memscale.runtime.engine import entry, loader, transfers
 from memscale.runtime.engine.offload_engine import Engine
 from memscale.runtime.storage.budget import HostBudget
+from tests.runtime.engine.test_adversarial_device import mutate
 from tests.support.fake_cuda import FakeCupy
 from tests.support.schedules import Program, results
 
@@ -202,6 +204,37 @@ def test_random_programs_whose_streams_change_at_every_step(tmp_path, monkeypatc
         assert races_of(seed, tmp_path, monkeypatch) == [], f"case {seed}"
 
 
+COPIES = transfers.Transfers
+MUTANTS = {
+    "what leaves is ordered by whichever stream is current": [("_copy_out", "owners=entry.streams", "owners=None")],
+    "whichever stream is current waits before memory is freed": [
+        (COPIES, "release", "in copy.owners", "in (self._backend.compute_stream(),)")
+    ],
+    "nobody waits before memory is freed": [(COPIES, "release", "self._follow(copy, stream)", "pass")],
+    "only the first stream that fetches waits": [(COPIES, "_follow", "stream not in copy.behind", "not copy.behind")],
+    "memory is used on another stream unsaid": [(COPIES, "arrive", "self._backend.lend(memory)", "pass")],
+    "a load does not wait for what its memory was used for": [
+        (loader.Loader, "load", "after = [self._backend.record()]", "after = []")
+    ],
+    "a slot is reused while a load that one stream has waited for still reads it": [
+        (entry.Entry, "copies", "(self.departure, self.arrival)", "(self.departure,)")
+    ],
+}
+
+
+def notices(races, seed, tmp_path, monkeypatch):
+    try:
+        return races(seed, tmp_path, monkeypatch) != []
+    except AssertionError:  # not even the results are right
+        return True
+
+
+@pytest.mark.parametrize("edits", MUTANTS.values(), ids=MUTANTS)
+def test_random_programs_notice_the_mutant(edits, tmp_path, monkeypatch):
+    mutate(monkeypatch, edits)
+    assert any(notices(races_of, seed, tmp_path, monkeypatch) for seed in range(50))
+
+
 # ------------------------------------------------------------------------------------------------- parameters
 
 
@@ -254,3 +287,11 @@ def streamed_races_of(seed, tmp_path, monkeypatch):
 def test_parameters_on_streams_that_change_at_every_region(tmp_path, monkeypatch):
     for seed in range(20):
         assert streamed_races_of(seed, tmp_path, monkeypatch) == [], f"case {seed}"
+
+
+@pytest.mark.parametrize(
+    "mutant", ["whichever stream is current waits before memory is freed", "memory is used on another stream unsaid"]
+)
+def test_parameters_notice_the_mutant(mutant, tmp_path, monkeypatch):
+    mutate(monkeypatch, MUTANTS[mutant])
+    assert any(notices(streamed_races_of, seed, tmp_path, monkeypatch) for seed in range(20))

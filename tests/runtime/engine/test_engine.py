@@ -291,6 +291,38 @@ def test_a_few_integers_stay_where_they_are():
     assert (engine._moved, engine._by_storage) == ({}, {})
 
 
+def test_one_that_changed_in_place_does_not_blame_its_companions():
+    engine = together(NBYTES)
+    tensor = torch.ones(4)
+    changed, unchanged = engine.stash(tensor), engine.stash(torch.ones(5))
+    tensor.add_(1)
+    del tensor
+    engine.look_again()
+    assert changed.entry is unchanged.entry
+    assert bits(engine.fetch(unchanged)) == bits(torch.ones(5))
+    with pytest.raises(ms.CorrectnessError, match=r"float32\[4\], is at version 1"):
+        engine.fetch(changed)
+
+
+def test_without_room_or_after_a_failure_all_of_them_stay():
+    full = together(NBYTES, pinned=64)
+    handles = [full.stash(torch.ones(16)), full.stash(torch.zeros(16)), full.stash(torch.ones(64))]
+    with pytest.warns(RuntimeWarning, match="no tier of"):
+        full.look_again()
+    assert [float(full.fetch(handle).sum()) for handle in handles] == [16.0, 0.0, 64.0]
+    assert full.stats().by_region == {"": {"no room": 384}}
+    failures = [OSError(28, "No space left on device")]
+    device = AdversarialDevice(lambda n: 0, {"disk": 1 << 16}, fails=lambda: failures[0], together_bytes=NBYTES)
+    broken = CheckedEngine(Checked(device), depth=0)
+    handles = [broken.stash(torch.ones(16)), broken.stash(torch.zeros(16))]
+    with pytest.warns(RuntimeWarning, match="the copy failed"):
+        broken.look_again()
+    assert [float(broken.fetch(handle).sum()) for handle in handles] == [16.0, 0.0]
+    assert broken.stats().by_region == {"": {"moved": 0, "no room": 128}}
+    handles.clear()
+    assert broken.backend.finish() == []
+
+
 # ------------------------------------------------------------------------------------------- other backends, reports
 
 

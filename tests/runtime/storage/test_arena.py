@@ -156,6 +156,22 @@ class AnArena(RuleBasedStateMachine):
 TestArena = AnArena.TestCase
 
 
+def test_an_event_that_fails_loses_no_block():
+    class Fails(Event):
+        def done(self):
+            if not self.happened:
+                raise RuntimeError("the device is gone")
+            return True
+
+    arena, event = arena_of(Slabs(), cap_bytes=32 * KIB), Fails()
+    arena.give(arena.take(32 * KIB), after=[event])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            arena.take(32 * KIB)
+    event.happened = True
+    assert arena.take(32 * KIB) is not None
+
+
 def test_giving_back_inside_the_arena_itself_does_not_lock_it():
     """A finalizer may run at any moment, in the thread that holds the lock too."""
     slabs = Slabs()

@@ -5,14 +5,16 @@ import gc
 import os
 import stat
 import threading
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memscale.core import machine
-from memscale.core.errors import RuntimeUnavailable
+from memscale.core.errors import CorrectnessError, RuntimeUnavailable
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
 from memscale.runtime.storage.disk import DiskSlab, DiskTierError, DiskTierFull, FileIO
@@ -298,6 +300,13 @@ def test_a_host_whose_disk_is_full_keeps_its_tensors(monkeypatch):
     assert HostBackend().allocate(1, "disk") is None
 
 
+def test_what_was_not_written_cannot_be_read(make):
+    slab = make()
+    extent = slab.reserve(5000)
+    with pytest.raises(CorrectnessError, match="5000 bytes are read from the disk tier where 0 were written"):
+        slab.read(extent, noise(5000)).result()
+
+
 class Held(FileIO):
     """Transfers wait for a gate."""
 
@@ -326,6 +335,23 @@ def test_an_extent_freed_while_it_is_read_is_reused_only_afterwards(make):
     reading.result()
     assert torch.equal(into, source)
     assert slab.reserve(2 * PAGE_BYTES) is not None
+
+
+def test_a_transfer_lets_go_of_its_tensor(make):
+    for io in (FileIO(), Faulty(write=["EIO"])):
+        slab, source = make(io), noise(100)
+        extent, alive = slab.reserve(100), weakref.ref(source)
+        future = slab.write(source, extent)
+        del source
+        if future.exception() is not None:
+            del future
+        assert alive() is None  # at once, and with no help of the garbage collector
+        into = noise(100)
+        alive, future = weakref.ref(into), slab.read(extent, into)
+        del into
+        assert future.exception() is None or isinstance(io, Faulty)
+        del future
+        assert alive() is None
 
 
 def test_a_slab_that_is_dropped_closes_its_file_after_its_last_transfer(tmp_path):
@@ -367,9 +393,88 @@ def test_a_directory_in_ram_is_not_taken_by_itself_and_warned_of(monkeypatch, tm
         DiskSlab(cap_bytes=CAP)
 
 
+# ------------------------------------------------------------------------------------------- used in place
+
+
 def mapped(slab, nbytes):
     extent = slab.reserve(nbytes)
     return extent, torch.from_numpy(slab.map(extent))
+
+
+class Mapless(FileIO):
+    """After `armed`, all that goes past the page cache fails."""
+
+    armed = False
+
+    def write(self, descriptor, buffers, offset):
+        assert not self.armed, "a mapped extent was written past its mapping"
+        return super().write(descriptor, buffers, offset)
+
+    def read(self, descriptor, buffers, offset):
+        assert not self.armed, "a mapped extent was read past its mapping"
+        return super().read(descriptor, buffers, offset)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_transfers_of_a_mapped_extent_are_copies_of_its_memory(make, is_held):
+    """Also when nobody holds the array any more: what was written in place may be in the page cache only."""
+    slab = make(Mapless(), cap_bytes=16 * 1024**2)
+    for nbytes in [*SIZES, 9 * 1024**2 + 1]:
+        extent, tensor = mapped(slab, nbytes)
+        source, into = noise(nbytes, shift=1), noise(nbytes, shift=3)
+        tensor.copy_(source)
+        if not is_held:
+            del tensor
+            gc.collect()
+        slab.read(extent, into).result()
+        assert torch.equal(into, source)
+        source = noise(nbytes)
+        assert slab.write(source, extent).result() is extent
+        slab.read(extent, into).result()
+        assert torch.equal(into, source)
+        if is_held:
+            assert torch.equal(tensor, source)
+        slab.free(extent)
+
+
+def test_a_mapping_goes_with_the_last_array_of_it(make):
+    slab = make()
+    extent, tensor = mapped(slab, 5000)
+    part = tensor.numpy()[10:20].view(np.uint16)[1:]
+    mapping = extent._mapping
+    del tensor
+    gc.collect()
+    assert mapping() is not None
+    address = mapping()._address
+    assert is_mapped(address)
+    del part
+    gc.collect()
+    assert mapping() is None
+    assert not is_mapped(address)
+
+
+def is_mapped(address):
+    with open("/proc/self/maps") as maps:
+        spans = [[int(number, 16) for number in line.split()[0].split("-")] for line in maps]
+    return any(start <= address < stop for start, stop in spans)
+
+
+def test_a_transfer_holds_the_mapping_until_it_is_done(make):
+    slab, gate = make(threads=1), threading.Event()
+    extent, tensor = mapped(slab, 5000)
+    source, mapping = noise(5000), extent._mapping
+    waiting = slab._copy_pool.submit(lambda: gate.wait(30))
+    future = slab.write(source, extent)
+    del tensor
+    gc.collect()
+    assert mapping() is not None
+    gate.set()
+    assert future.result() is extent
+    assert waiting.result()
+    del future
+    assert mapping() is None  # at once, and with no help of the garbage collector
+    slab.read(extent, into := noise(5000)).result()
+    assert torch.equal(into, source)
 
 
 def test_a_part_without_blocks_is_not_mapped(make):

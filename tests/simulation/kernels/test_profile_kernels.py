@@ -184,3 +184,16 @@ def test_a_draw_is_not_asked_for():
     torch.manual_seed(0)
     CpuScratch(probe=False).nbytes(aten.multinomial.default, (torch.ones(50), 3), {}, 0)
     assert torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (1, 48, 48), (3, 48, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
+def test_a_matrix_exponential_takes_what_large_numbers_need(shape, dtype):
+    taken = {}
+    for norm in (1e-9, 0.1, 1.0, 30.0):
+        matrices = torch.eye(48).expand(shape).to(dtype) * norm
+        result = []
+        taken[norm] = ms.measure(lambda: result.append(torch.linalg.matrix_exp(matrices))).growth_bytes  # noqa: B023
+    taken_at_most = matrices.nbytes + CpuScratch(probe=False).nbytes(aten.linalg_matrix_exp.default, (matrices,), {}, 0)
+    assert max(taken.values()) == taken[30.0] <= 1.001 * taken_at_most
+    assert taken_at_most <= 1.001 * taken[30.0]

@@ -1,5 +1,7 @@
 """The seconds of a step's parts, by running them: what is one part, which runs count, and what is left alone."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -105,6 +107,24 @@ def test_the_callers_tensors_and_random_numbers_are_left_alone():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_the_indices_of_the_batch_are_the_callers(programs):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 8)
+
+        def forward(self, tokens):
+            return self.table(tokens)
+
+    tokens = torch.arange(40).view(4, 10)
+    profiled(Words(), tokens)
+    (looked_up,) = [
+        program for program in programs if any(call.run.name() == "aten::embedding" for call in program.calls)
+    ]
+    given = [tensor for tensor in looked_up.inputs({}).values() if tensor.dtype is torch.int64]
+    assert [torch.equal(tensor.flatten(), tokens.flatten()) for tensor in given] == [True]
+
+
 @torch.library.custom_op("memscale_part_times::picky", mutates_args=())
 def picky(x: torch.Tensor) -> torch.Tensor:
     if x.sum() > 0:
@@ -126,3 +146,14 @@ def test_a_part_that_cannot_run_is_named_and_takes_what_the_others_take():
     assert profile.notes == ("1 could not be measured: RuntimeError: takes no such numbers",)
     (refused,) = [each for each in profile.schedule.operators if "picky" in each.name]
     assert 0 < refused.seconds < profile.step_seconds
+
+
+def test_the_cache_is_checked(tmp_path, programs):
+    model = nn.Sequential(Block())
+    profiled(model)
+    (path,) = (tmp_path / "parts").iterdir()
+    entry = json.loads(path.read_text())
+    path.write_text(json.dumps(entry | {"body": entry["body"].replace("[", "{")}))
+    del programs[:]
+    assert profiled(model).step_seconds > 0
+    assert programs  # a damaged file is no measurement

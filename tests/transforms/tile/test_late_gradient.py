@@ -82,6 +82,15 @@ def test_the_same_bits(made, at_once):
     assert torch.equal(found, wanted["embed.weight"])
 
 
+def test_it_adds_to_what_is_there(at_once):
+    fit, _, ids = pair()
+    other = ids.flip(0)
+    one, two = (at_once(fit, lambda ids=each: loss(fit, ids))["embed.weight"] for each in (ids, other))
+    loss(fit, ids).backward()
+    loss(fit, other).backward()
+    assert torch.equal(fit.embed.weight.grad, one + two)
+
+
 def test_another_tensor_keeps_its_own_gradient(made, at_once):
     """Both terms of a sum get one gradient from autograd, the same tensor."""
     fit, _, ids = pair()
@@ -98,6 +107,32 @@ def test_another_tensor_keeps_its_own_gradient(made, at_once):
     assert made
     assert torch.equal(weight.grad, wanted)
     assert torch.equal(noise.grad, wanted_noise)
+
+
+def test_a_weight_that_is_frozen_before_backward(at_once):
+    fit, _, ids = pair()
+    wanted = at_once(fit, lambda: loss(fit, ids))
+    value = loss(fit, ids)
+    fit.embed.weight.requires_grad_(False)
+    value.backward()
+    assert all(torch.equal(parameter.grad, wanted[name]) for name, parameter in fit.body.named_parameters("body"))
+
+
+@pytest.mark.parametrize(
+    ("how", "repeats", "waits"),
+    [
+        ({"tied": False}, 1, 0),
+        pytest.param({}, CLASSES // ROWS, 0, marks=pytest.mark.deep),  # the hidden states are no smaller
+        ({"bias": True}, 1, 0),  # whose gradient comes from the same blocks
+        ({"chunks": 2}, 2, 0),  # the logits of a block are twice as large
+        ({"chunks": 3}, 2, 1),
+    ],
+    ids=["untied", "a small weight", "with bias", "large logits", "small logits"],
+)
+def test_where_it_waits(how, repeats, waits, made):
+    fit, _, ids = pair(**how)
+    loss(fit, ids.repeat(repeats)).backward()
+    assert len(made) == waits
 
 
 @pytest.mark.parametrize("when", ["before", "forward", "backward"])
