@@ -5,7 +5,8 @@ NOTE
 2. The solver chooses the fastest candidates whose bytes add up to a limit (`Chooser.fastest`). The limits are those of
    one grid, `_STEP` apart, which is the same for every budget.
 3. The whole step of a choice is simulated. Its bytes differ from their sum by a few percent, and the limit moves by as
-   much, a few times for each set of techniques (`Effort`). The fastest simulated step within the budget is the answer.
+   much, a few times for each set of techniques (`Effort`). A choice is not simulated if a step near to it shows that it
+   takes too much. The fastest simulated step within the budget is the answer.
 
 A choice depends on the limit alone, and a limit is taken at the grid's coarsest point in the range that may be right.
 So searches for two budgets mostly simulate the same steps until a step fits the larger budget alone; from there the
@@ -19,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -52,6 +54,7 @@ _STEP, _RANGE = 2e-3, {False: 0.0, True: 0.02}
 # of a smaller limit may take more bytes, so that a search by bytes alone passes over faster steps that fit.
 _COARSE = 64
 # A step that uses the share `_USED` of the budget is the answer, unless the rest may save the share `_WORTH` of time.
+# Of a step with many operators, any that fits is the answer on that condition.
 _USED, _WORTH = 0.99, 0.01
 # Share by which a choice must be estimated to be faster to be simulated: `_FASTER` (less is within the solver's gap),
 # and `_OTHERS` for a choice of another set of techniques.
@@ -59,6 +62,9 @@ _FASTER, _OTHERS = 1e-3, 5e-3
 # Multiple of the budget, or of the smallest step: a choice with a larger estimate is not simulated, by whether the
 # choice moves bytes, whose costs add up less exactly.
 _HARDLY = {False: 1.05, True: 1.25}
+# A simulated step is near to a choice if it differs in at most the share `_NEAR` of the parts that the choice changes.
+# The multiple of the budget from which on a choice that is expected to take more is not simulated.
+_NEAR, _SURELY = 0.5, 1.01
 # A step that takes at most this multiple of the lower bound is the smallest.
 _LEAST = 1.005
 # Share of the step as written: the most that the allocator is estimated to reserve beyond the allocated bytes.
@@ -242,7 +248,7 @@ class Search:
             if may_be_faster(self._least(among).assignment):
                 tried |= self._small_ones(among)
         for alike in self._alike:
-            if may_be_faster(alike):
+            if may_be_faster(alike) and not self._excess(alike, tried, safe_bytes):
                 tried[alike] = self.prove(alike)
         self._correct(safe_bytes, tried, below_seconds)
         # If no plan leaves the margin free, a plan that fits without the margin is the answer.
@@ -352,6 +358,26 @@ class Search:
         """Returns whether a step may take at most `safe_bytes`, though its estimate is larger by a usual error."""
         return self._chooser.held_bytes(assignment) <= _HARDLY[self._moves(assignment)] * safe_bytes
 
+    def _excess(self, assignment: Assignment, tried: Mapping[Assignment, Proven], safe_bytes: int) -> float:
+        """Returns by what factor the step of a choice exceeds `safe_bytes`, as far as a simulated step shows; else 0.
+
+        The estimates of two choices that differ in few parts are wrong by about as many bytes, such as those that the
+        allocator reserves beside the same blocks. So the nearest simulated step tells what the choice takes. Of a step
+        with few operators all choices are simulated: the result is 0.
+        """
+        if self._effort.is_short:
+            return 0.0
+
+        def apart(other: Assignment) -> int:
+            return sum(map(operator.ne, other, assignment))
+
+        near = min(tried, key=apart)
+        if near != assignment and (near == self.costs.as_it_is or apart(near) > _NEAR * apart(self.costs.as_it_is)):
+            return 0.0
+        held_bytes = self._chooser.held_bytes
+        excess = (held_bytes(assignment) + tried[near].taken_bytes - held_bytes(near)) / safe_bytes
+        return excess if excess > (1 if near == assignment else _SURELY) else 0.0
+
     def prove(self, assignment: Assignment) -> Proven:
         """Returns an assignment with its simulated step."""
         if assignment not in self._proofs:
@@ -431,6 +457,10 @@ class Search:
             if not is_faster(choice.assignment):
                 fits = at  # only limits above may have a faster choice
                 continue
+            if excess := self._excess(choice.assignment, tried, safe_bytes):
+                held = chooser.held_bytes(choice.assignment)
+                over, aim = max(at, self._at(held) - 1), held / excess
+                continue
             if rounds == 0 or self._count(tried) > most:
                 break
             rounds -= 1
@@ -441,7 +471,8 @@ class Search:
                 aim *= 1 + width  # the next choice may be smaller than its estimate by `width`
                 rest = self._choice(max(over + 1, self._at(aim)), among).assignment
                 worth = 1 - chooser.seconds(rest) / chooser.seconds(choice.assignment)
-                if worth < (_WORTH if found.taken_bytes >= _USED * safe_bytes else _FASTER):
+                enough = found.taken_bytes >= _USED * safe_bytes or not self._effort.is_short
+                if worth < (_WORTH if enough else _FASTER):
                     break
                 continue
             over = max(at, self._at(held) - 1)  # limits down to `held` have the same choice
@@ -466,15 +497,17 @@ class Search:
             chooser = Chooser(self.costs, self._link)
             best.correct(chooser)
             choice = chooser.fastest(safe_bytes, among)
-            while choice is not None and choice.assignment in tried:
-                # Below a choice that is known not to fit, another may: a larger budget tries what a smaller one finds.
-                if tried[choice.assignment].taken_bytes <= safe_bytes:
-                    choice = None
-                else:
-                    choice = chooser.fastest((1 - _STEP) * chooser.held_bytes(choice.assignment), among)
-            if choice is None or chooser.seconds(choice.assignment) >= (1 - _OTHERS) * min(below, best.seconds):
+            # Below a choice that does not fit, another may: a larger budget tries what a smaller one finds.
+            while choice is not None:
+                known, excess = tried.get(choice.assignment), self._excess(choice.assignment, tried, safe_bytes)
+                if not excess and (known is None or known.taken_bytes <= safe_bytes):
+                    break
+                share = min(1 - _STEP, 1 / (excess or 1.0))
+                choice = chooser.fastest(share * chooser.held_bytes(choice.assignment), among)
+            if choice is None or choice.assignment in tried:
                 continue
-            tried[choice.assignment] = self.prove(choice.assignment)
+            if chooser.seconds(choice.assignment) < (1 - _OTHERS) * min(below, best.seconds):
+                tried[choice.assignment] = self.prove(choice.assignment)
 
     @property
     def _reserves(self) -> bool:

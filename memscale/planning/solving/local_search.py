@@ -34,6 +34,7 @@ class LocalSearch:
         seconds: [candidate] seconds that the candidate adds to the step.
         held: [candidate, interval] bytes that the candidate holds, in MiB.
         together: [interval] bytes that are freed once any part streams, in MiB.
+        matter: the intervals at which some choice can have its peak.
         streams: [candidate] whether the candidate streams parameters.
         out_bytes: [candidate] bytes that the candidate moves off the device.
         cap_bytes: the most bytes that all parts together may move; None is no limit.
@@ -45,6 +46,7 @@ class LocalSearch:
     seconds: Floats
     held: Floats
     together: Floats
+    matter: list[int]
     streams: npt.NDArray[np.bool_]
     out_bytes: Floats
     cap_bytes: int | None
@@ -81,8 +83,7 @@ class LocalSearch:
             numbers = self._counted(shares.sum(axis=0), self.streams[columns[0]], len(rows))
             chosen[rows] += sorted(numbers, key=self._places(rows).__getitem__)
         part_of = np.repeat(np.arange(len(starts)), np.diff(self.offsets))
-        matter = _intervals_that_matter(self.held, self.together)
-        held, together, seconds = self.held[:, matter], self.together[matter], self.seconds
+        held, together, seconds = self.held[:, self.matter], self.together[self.matter], self.seconds
         for _ in range(_MOST_SWAPS * len(chosen)):
             over = held[chosen].sum(axis=0) - limit - together * self.streams[chosen].any()
             excess = float(np.maximum(0.0, over).sum())
@@ -125,8 +126,7 @@ class LocalSearch:
         """
         # Swaps are between candidates that move the same bytes, so that `together` and the cap stay fulfilled.
         limits = limit + self.together * self.streams[self.columns(assignment)].any()
-        matter = _intervals_that_matter(self.held, self.together)
-        held, limits = self.held[:, matter], limits[matter]
+        held, limits = self.held[:, self.matter], limits[self.matter]
         seconds, moves = self.seconds, self.out_bytes
         part_of = np.repeat(np.arange(len(assignment)), np.diff(self.offsets))
         chosen = np.array(self.columns(assignment))
@@ -170,13 +170,13 @@ class LocalSearch:
         return {number: ("stream" in menu[number].techniques, number == 0, number) for number in range(len(menu))}
 
 
-def _intervals_that_matter(held: Floats, together: Floats) -> list[int]:
+def intervals_that_matter(held: Floats, together: Floats) -> list[int]:
     """Returns the intervals at which some choice can have its peak, for `held` [candidate, interval].
 
     An interval is left out if another interval holds at least as much for every candidate, with `together` and without.
     """
     kept: list[int] = []
-    columns = held.T
+    columns = np.ascontiguousarray(held.T)
     for at in np.argsort(-columns.sum(axis=1), kind="stable").tolist():
         if not any((columns[other] >= columns[at]).all() and together[other] <= together[at] for other in kept):
             kept.append(at)

@@ -12,12 +12,13 @@ of the costs is wrong; `correct` takes over the difference, and the next program
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from memscale.planning.solving.local_search import INTEGRAL, LocalSearch
+from memscale.planning.solving.local_search import INTEGRAL, LocalSearch, intervals_that_matter
 from memscale.planning.solving.program import GAP, Floats, Program
 from memscale.planning.trials.costs import Assignment, Bytes, Costs
 from memscale.planning.trials.trial_rows import MOVES
@@ -160,6 +161,7 @@ class Chooser:
         # A candidate for the rest of the model that no step has shown yet gets the correction of this step.
         for number in {*range(len(self.extra_bytes)), assignment[-1]} - (self._shown - {assignment[-1]}):
             self.extra_bytes[number] = held_bytes - self.costs.held_bytes(assignment)
+        self.__dict__.pop("_matter", None)
         columns = self._columns(assignment)
         if thought := float(self._moving[columns].sum()) + self._lacks_seconds(columns):
             shown = step_seconds - float(part_seconds.sum()) - self.costs.fixed_seconds
@@ -245,10 +247,16 @@ class Chooser:
             self._seconds,
             self._held_now(),
             self._together,
+            self._matter,
             self._streams,
             self._out,
             None if self.link is None else self.link.cap_bytes,
         )
+
+    @functools.cached_property
+    def _matter(self) -> list[int]:
+        """Returns the intervals at which some choice can have its peak by the corrected costs."""
+        return intervals_that_matter(self._held_now(), self._together)
 
     def _held_now(self) -> Floats:
         """Returns [candidate, interval] the corrected bytes that the candidate holds, in MiB."""

@@ -175,8 +175,9 @@ class TrialSteps:
                 self._try(half, done, rejected)
             return
         tried = {row: candidate for row, (_, candidate) in chosen.items()}
+        shown = attribute(found, self.paths)
         for row, key in chosen.items():
-            done[key] = Trial(row, attribute(found, self.paths), tried, self.base)
+            done[key] = Trial(row, shown, tried, self.base)
 
     def _found(self, rules: Rules, chosen: Mapping[int, tuple[object, Candidate]]) -> Trace:
         """Returns the trace of the step with `rules`.
