@@ -168,11 +168,6 @@ class Environment:
             torch.set_autocast_dtype(kind, dtype)
 
     @property
-    def is_drawn(self) -> bool:
-        """Whether a recompute sets a random generator back."""
-        return bool(self._random) or self._host is not None
-
-    @property
     def moved(self) -> list[Any]:
         """Returns, after `conclude`, the PyTorch generators that the region drew from and the user's own generators."""
         return [generator for generator, _ in self._random]

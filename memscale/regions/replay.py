@@ -65,7 +65,7 @@ class Replay:
         self._thread, recompute_lock.thread = recompute_lock.thread, threading.get_ident()
         try:
             is_present = not self._refused and snapshot.is_present()
-            if not is_present or snapshot.environment.is_drawn:
+            if not is_present:
                 interrupts_held.__enter__()
                 self._around.append(interrupts_held)
             if is_present:
@@ -112,18 +112,25 @@ class Replay:
 
     def __exit__(self, *error: Any) -> None:
         try:
-            for step in reversed(self._undo):
-                step()
-            if self._present:
-                _write_back(self._present)
-            if self._was_current and not self._snapshot.captures.is_current():
-                _write_back(_contents(self._snapshot.captures))
+            self._restore()
+        except KeyboardInterrupt:  # between two steps
+            self._restore()
+            raise
         finally:
             try:
                 for context in reversed(self._around):
                     context.__exit__(*error)
             finally:
                 recompute_lock.thread = self._thread
+
+    def _restore(self) -> None:
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+        if self._present:
+            _write_back(self._present)
+        if self._was_current and not self._snapshot.captures.is_current():
+            _write_back(_contents(self._snapshot.captures))
 
     def _old_values(self) -> dict[Name, torch.Tensor]:
         """Returns the old values of tensors that the region changes in place; for the last rerun without a clone."""
