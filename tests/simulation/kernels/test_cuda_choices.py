@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memscale as ms
+from memscale.simulation.kernels.kernels import uses_cublaslt
 from tests.support.kernels import scratch_bytes
 
 MIB = 1 << 20
@@ -98,6 +99,21 @@ def test_cublaslt_has_a_workspace_of_its_own_where_pytorch_gives_it_one(monkeypa
     assert "cuBLASLt" not in workspaces(without, batch)
     monkeypatch.setenv("DISABLE_ADDMM_CUDA_LT", "1")
     assert "cuBLASLt" not in workspaces(with_bias, batch)
+
+
+@pytest.mark.parametrize(
+    ("bias", "left", "right", "dtype", "goes"),
+    [
+        ((8,), (4, 6), (6, 8), torch.float32, True),
+        ((8,), (4, 6), (6, 8), torch.complex64, False),
+        ((4, 8), (4, 6), (6, 8), torch.float32, False),
+        ((8,), (1, 6), (6, 8), torch.float32, False),
+        ((1,), (4, 6), (6, 8), torch.float32, False),
+    ],
+)
+def test_products_that_go_to_cublaslt(bias, left, right, dtype, goes):
+    args = [torch.empty(shape, dtype=dtype, device="meta") for shape in (bias, left, right)]
+    assert uses_cublaslt("aten.addmm.default", args, environ={}) is goes
 
 
 class Attention(nn.Module):
