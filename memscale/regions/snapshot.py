@@ -51,6 +51,7 @@ class RegionEffects(NamedTuple):
         host_random: whether it draws from Python's or NumPy's generator.
         drew: whether it draws from PyTorch's generators, also where it restores their state itself, as `fork_rng` does.
         goes_behind: whether it runs a backward that goes on behind its arguments.
+        uses_several_streams: whether it uses several streams of one CUDA device.
     """
 
     changed: frozenset[LastingName | int]
@@ -58,6 +59,7 @@ class RegionEffects(NamedTuple):
     host_random: bool
     drew: bool
     goes_behind: bool
+    uses_several_streams: bool = False
 
     @classmethod
     def of_all(cls, several: Iterable[RegionEffects]) -> RegionEffects:

@@ -173,7 +173,9 @@ class _Frame:
         self._mode: Any = (captures.flags, len(tensors), *map(_kind_of, direct))
         effects = learned.effects.get(self._mode) or learned.effects_in(self._mode)
         self.snapshot = Snapshot(captures, tensors, effects, holds_arguments=is_plain)
-        self.streams = Streams(self.snapshot.environment.devices)
+        self.streams = Streams(
+            self.snapshot.environment.devices, watches=effects is None or effects.uses_several_streams
+        )
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[_Seen] = []
         self._concluded = self.is_released = False
@@ -192,7 +194,7 @@ class _Frame:
         except RuntimeError:
             seen.append(_saved_nested(tensor))
         streams = self.streams
-        if streams.are_seen and not (
+        if streams.watches and not (
             tensor.get_device() == streams.index and streams.current(streams.index) == streams.handle
         ):
             streams.see(tensor)
@@ -209,6 +211,7 @@ class _Frame:
             self._learned.effects.clear()  # the next run is watched, and copies all state
             raise
         if effects is not None:
+            effects = effects._replace(uses_several_streams=self.streams.are_several)
             self._learned.learn(self._mode, effects, snapshot)
         if self.recorder is not None:
             self.recorder.conclude(snapshot.environment.moved)
@@ -442,7 +445,7 @@ class _Rerun:
         index = self.count
         self.count = index + 1
         streams = self.streams
-        if streams.are_seen and not (
+        if streams.watches and not (
             tensor.get_device() == streams.index and streams.current(streams.index) == streams.handle
         ):
             streams.see(tensor)
