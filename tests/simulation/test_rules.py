@@ -1,4 +1,4 @@
-"""What is known of operators stands in `memscale/simulation/rules`: the other tables that have operators for keys."""
+"""What is known of operators stands in `memscale/simulation/rules`, and no other table has operators for keys."""
 
 import ast
 from pathlib import Path
@@ -8,11 +8,6 @@ import torch
 import memscale
 
 ROOT = Path(memscale.__file__).parent
-
-# What is left. The list only shrinks.
-LEFT = {
-    "simulation/kernels/cuda_fused.py": {"FUSED"},  # functions of Python, which take the place of others
-}
 
 # Of devices and of networks, which some operators are called like.
 NO_OPERATORS = {"cpu", "cuda", "lstm"}
@@ -49,4 +44,4 @@ def tables():
 
 
 def test_no_other_table_has_operators_for_keys():
-    assert tables() == LEFT
+    assert tables() == {}

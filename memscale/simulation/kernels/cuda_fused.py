@@ -15,8 +15,7 @@ Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp of PyTorch 2.12 to 2
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -27,21 +26,11 @@ from torch._prims_common import suggest_memory_format
 
 from memscale.core import OpOverload, pytrees
 from memscale.simulation.process.process_state import all_patched
-from memscale.simulation.rules.norms import normalises_by_cudnn
+from memscale.simulation.rules.norms import RMS_NORM, normalises_by_cudnn
+from memscale.simulation.rules.registry import RULES, rule_of
 from memscale.simulation.rules.rule import AUTOCAST, without_autocast
 
 aten = torch.ops.aten
-
-_RMS_NORM = aten._fused_rms_norm.default
-_LSTM_CELL = aten._thnn_fused_lstm_cell.default
-_GRU_CELL = aten._thnn_fused_gru_cell.default
-
-_key = torch._C.DispatchKey
-# The dispatch keys of a device tensor under a Python mode. Before torch 2.12 the mode needs PythonTLSSnapshot too.
-_AS_ON_CUDA = functools.reduce(
-    torch._C.DispatchKeySet.__or__,
-    map(torch._C.DispatchKeySet, (_key.PythonTLSSnapshot, _key.AutogradIPU, _key.Python, _key.CPU)),
-)
 
 
 @contextmanager
@@ -51,11 +40,11 @@ def _known_to_autograd() -> Iterator[None]:
     The kernel is registered for the IPU, a device that no build of PyTorch has: CPU builds lack CUDA, and no tensor of
     another thread can be on an IPU.
     """
-    if torch._C._dispatch_has_kernel_for_dispatch_key(_RMS_NORM.name(), "IPU"):  # an outer simulation registered it
+    if torch._C._dispatch_has_kernel_for_dispatch_key(RMS_NORM.name(), "IPU"):  # an outer simulation registered it
         yield
         return
     library = torch.library.Library("aten", "IMPL")
-    library.impl(_RMS_NORM, _no_kernel, "IPU")
+    library.impl(RMS_NORM, _no_kernel, "IPU")
     try:
         yield
     finally:
@@ -66,71 +55,9 @@ def _no_kernel(*args: Any) -> Any:
     raise NotImplementedError("the derivative alone is wanted")
 
 
-def _rms_norm(
-    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
-    other = weight is not None and weight.dtype != input.dtype
-    if other or input.is_complex() or suggest_memory_format(input) is not torch.contiguous_format:
-        composed: torch.Tensor = aten.rms_norm.default(input, normalized_shape, weight, eps)
-        return composed
-    normed: torch.Tensor = _RMS_NORM.redispatch(_AS_ON_CUDA, input, normalized_shape, weight, eps)[0]
-    return normed
-
-
-def lstm_cell(
-    input: torch.Tensor,
-    hx: Sequence[torch.Tensor],
-    w_ih: torch.Tensor,
-    w_hh: torch.Tensor,
-    b_ih: torch.Tensor | None = None,
-    b_hh: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``torch.lstm_cell`` of these arguments, by CUDA's fused operator."""
-    gates = torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t())
-    hy, cy, _ = _LSTM_CELL(*gates, hx[1], b_ih, b_hh)
-    return hy, cy
-
-
-def gru_cell(
-    input: torch.Tensor,
-    hx: torch.Tensor,
-    w_ih: torch.Tensor,
-    w_hh: torch.Tensor,
-    b_ih: torch.Tensor | None = None,
-    b_hh: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns ``torch.gru_cell`` of these arguments, by CUDA's fused operator."""
-    hy: torch.Tensor = _GRU_CELL(torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()), hx, b_ih, b_hh)[0]
-    return hy
-
-
-def _softmax(of: OpOverload, kernel: OpOverload) -> Callable[..., torch.Tensor]:
-    """Returns a softmax that reads float16 and writes float32 in one CUDA kernel; a CPU casts its input first.
-
-    Source: ``softmax`` and ``log_softmax`` in aten/src/ATen/native/SoftMax.cpp; bfloat16 is cast first on CUDA too.
-    """
-
-    def run(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        widens = dtype is torch.float32 and input.dtype is torch.float16
-        found: torch.Tensor = kernel(input, dim, True) if widens else of(input, dim, dtype)
-        return found
-
-    return run
-
-
-#: Maps a composite operator to the function that runs its fused kernel on the device.
-FUSED: Mapping[OpOverload, Callable[..., Any]] = {
-    aten.softmax.int: _softmax(aten.softmax.int, aten._softmax.default),
-    aten.log_softmax.int: _softmax(aten.log_softmax.int, aten._log_softmax.default),
-    aten.rms_norm.default: _rms_norm,
-    aten.lstm_cell.default: lstm_cell,
-    aten.gru_cell.default: gru_cell,
-}
-
-
 def _outside_autocast(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     def choose(*args: Any, **kwargs: Any) -> Any:
-        # Under autocast the original dispatches to `CudaAutocast`, which casts first and then calls `FUSED`.
+        # Under autocast the original dispatches to `CudaAutocast`, which casts first and then calls `below`.
         if torch.is_autocast_enabled("cuda") or not args or is_functorch_wrapped_tensor(args[0]) or "out" in kwargs:
             return original(*args, **kwargs)
         return run(*args, **kwargs)
@@ -167,7 +94,7 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return _dropout_of_module(input, p) if _has_mask(input, p, train) else _DROPOUT(input, p, train)
 
 
-_RUNS = {op.overloadpacket.__name__: run for op, run in FUSED.items()}
+_RUNS = {op.split(".")[1]: rule.fused for op, rule in RULES.items() if rule.fused is not None}
 _PATCHES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     *(
         (holder, name, _outside_autocast(getattr(torch, name), run))
@@ -182,7 +109,7 @@ _PATCHES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 
 @contextmanager
 def cuda_fused() -> Iterator[None]:
-    """Makes dropout, batch norm and the functions of `FUSED` run CUDA's operators on CPU tensors.
+    """Makes dropout, batch norm and the operators with a `fused` kernel run CUDA's operators on CPU tensors.
 
     On CUDA dropout saves a bool mask for backward (1 byte an element); on a CPU noise of the input's dtype.
 
@@ -360,9 +287,9 @@ def _from_the_last(cast: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[
 
 
 def below(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Returns the result of `op` on the cast arguments, below autocast, by its kernel in `FUSED` if it has one."""
+    """Returns the result of `op` on the cast arguments, below autocast, by its `fused` kernel if it has one."""
     with without_autocast():
-        return FUSED.get(op, op)(*args, **kwargs)
+        return (rule_of(op).fused or op)(*args, **kwargs)
 
 
 def _refused(op: OpOverload) -> Callable[..., Any]:

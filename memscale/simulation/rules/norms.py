@@ -6,12 +6,15 @@ Normalization.cu and Normalization.cuh.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
+from memscale.core import OpOverload
 from memscale.simulation.rules.layouts import ResultLayout, ordered_as, whole_storage, with_statistics
 from memscale.simulation.rules.reductions import ALL_SUM, MOMENT, reduced
 from memscale.simulation.rules.rule import (
@@ -31,6 +34,8 @@ from memscale.simulation.rules.rule import (
     passes_of_rows,
     taken,
 )
+
+aten = torch.ops.aten
 
 
 def _partial_gradients(
@@ -260,6 +265,40 @@ def _margin_gradient(grad: torch.Tensor, x: torch.Tensor, *options: Any, **named
     return x.new_empty(x.shape)
 
 
+RMS_NORM = aten._fused_rms_norm.default
+_KEY = torch._C.DispatchKey
+# The dispatch keys of a device tensor under a Python mode. Before torch 2.12 the mode needs PythonTLSSnapshot too.
+_AS_ON_CUDA = functools.reduce(
+    torch._C.DispatchKeySet.__or__,
+    map(torch._C.DispatchKeySet, (_KEY.PythonTLSSnapshot, _KEY.AutogradIPU, _KEY.Python, _KEY.CPU)),
+)
+
+
+def _fused_rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    other = weight is not None and weight.dtype != input.dtype
+    if other or input.is_complex() or suggest_memory_format(input) is not torch.contiguous_format:
+        composed: torch.Tensor = aten.rms_norm.default(input, normalized_shape, weight, eps)
+        return composed
+    normed: torch.Tensor = RMS_NORM.redispatch(_AS_ON_CUDA, input, normalized_shape, weight, eps)[0]
+    return normed
+
+
+def _fused_softmax(of: OpOverload, kernel: OpOverload) -> Callable[..., torch.Tensor]:
+    """Returns a softmax that reads float16 and writes float32 in one CUDA kernel; a CPU casts its input first.
+
+    Source: ``softmax`` and ``log_softmax`` in aten/src/ATen/native/SoftMax.cpp; bfloat16 is cast first on CUDA too.
+    """
+
+    def run(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        widens = dtype is torch.float32 and input.dtype is torch.float16
+        found: torch.Tensor = kernel(input, dim, True) if widens else of(input, dim, dtype)
+        return found
+
+    return run
+
+
 RULES = {
     "aten.native_layer_norm": OpRule(
         program=_copy_first, layout=_row_statistics, scratch="copies", time=passes_by_width((1.1, 640.0), (0.9, 400.0))
@@ -270,6 +309,7 @@ RULES = {
         layout=ordered_as(),
         time=passes_by_width((2.5, 300.0), (1.9, 90.0)),
     ),
+    "aten.rms_norm.default": OpRule(fused=_fused_rms_norm),
     "aten._fused_rms_norm": OpRule(program=_copy_first, results=_normed, time=passes(1.2, 1.2)),
     "aten._fused_rms_norm_backward": OpRule(program=_rms_norm_backward, results=_norm_gradients, time=passes(2.5, 2.0)),
     "aten.native_group_norm": OpRule(program=_group_norm, layout=ordered_as(0), time=passes(3.3, 2.1)),
@@ -279,6 +319,8 @@ RULES = {
     "aten.native_batch_norm_backward": OpRule(
         program=_batch_norm_backward, layout=_batch_gradient, batched=2, time=passes(3.5, 2.7)
     ),
+    "aten.softmax.int": OpRule(fused=_fused_softmax(aten.softmax.int, aten._softmax.default)),
+    "aten.log_softmax.int": OpRule(fused=_fused_softmax(aten.log_softmax.int, aten._log_softmax.default)),
     "aten._softmax": OpRule(program=copy_after, scratch="copies", time=passes_of_rows(1.9, 1.7)),
     "aten._log_softmax": OpRule(program=copy_after, scratch="copies", time=passes_of_rows(1.8, 1.5)),
     "aten._softmax_backward_data": OpRule(program=_softmax_backward, scratch="copies", time=passes_of_rows(2.1, 1.9)),

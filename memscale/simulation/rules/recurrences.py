@@ -366,6 +366,36 @@ def _launches(*, backward: bool) -> Time:
 
 # Recurrent cells, for recurrences without cuDNN.
 
+_LSTM_CELL = torch.ops.aten._thnn_fused_lstm_cell.default
+_GRU_CELL = torch.ops.aten._thnn_fused_gru_cell.default
+
+
+def _lstm_cell(
+    input: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ``torch.lstm_cell`` of these arguments, by CUDA's fused operator."""
+    gates = torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t())
+    hy, cy, _ = _LSTM_CELL(*gates, hx[1], b_ih, b_hh)
+    return hy, cy
+
+
+def _gru_cell(
+    input: torch.Tensor,
+    hx: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns ``torch.gru_cell`` of these arguments, by CUDA's fused operator."""
+    hy: torch.Tensor = _GRU_CELL(torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()), hx, b_ih, b_hh)[0]
+    return hy
+
 
 def _lstm_state(gates: torch.Tensor, hidden_gates: Any, cx: torch.Tensor, *biases: Any) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(gates)
@@ -426,8 +456,10 @@ RULES = {
     "aten.miopen_rnn": OpRule(flops=_flops),
     "aten.miopen_rnn_backward": OpRule(flops=_flops_backward),
     "aten._cudnn_init_dropout_state": OpRule(results=_dropout),
+    "aten.lstm_cell.default": OpRule(fused=_lstm_cell),
     "aten._thnn_fused_lstm_cell": OpRule(order=(2, 0, 1), results=_lstm_state),
     "aten._thnn_fused_lstm_cell_backward_impl": OpRule(program=_lstm_backward_program, results=_lstm_gradients),
+    "aten.gru_cell.default": OpRule(fused=_gru_cell),
     "aten._thnn_fused_gru_cell": OpRule(order=(1, 0), results=_gru_state),
     "aten._thnn_fused_gru_cell_backward": OpRule(program=_gru_backward_program, results=_gru_gradients),
     # Only oneDNN's kernel knows the size of the workspace that it keeps for backward; the fake kernel's is empty.
