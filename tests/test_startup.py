@@ -216,4 +216,4 @@ def test_without_private_names_of_pytorch_memscale_is_imported_and_each_part_say
     assert len(found) == len(USES)
     for line in found:
         assert line.startswith(f"memscale {ms.__version__} cannot do this with torch {torch.__version__} (")
-        assert "torch._C._functorch.peek_interpreter_stack (whether a transform of torch.func runs)" in line
+        assert "torch._C._functorch.get_interpreter_stack (the running transforms of torch.func)" in line

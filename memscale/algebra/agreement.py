@@ -16,12 +16,11 @@ from torch import nn
 
 from memscale.algebra.plan import Plan
 from memscale.algebra.region import Transformed, placing_in
-from memscale.core import PlanError, TransformError, assembled_in, fsdp_groups_of, simulating
+from memscale.core import PlanError, TransformError, assembled_in, fsdp_groups_of, internals, simulating
 
 # Generous: the processes synchronized just before, in the collectives of FSDP2's root or of DDP's buffers.
 _PATIENCE = timedelta(seconds=120)
 _LONGEST_PLAN = 200
-_DDP = "torch.nn.parallel.distributed"
 
 # How many models each group of ranks has compared, which makes the keys in the store unique.
 _numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
@@ -115,14 +114,16 @@ def _ranks_of(mesh: Any) -> tuple[str, tuple[int, ...]]:
     """Returns the parallelism of the model ("fsdp2" or "ddp") and its ranks; ``("", ())`` if there is neither."""
     if mesh is not None:
         return "fsdp2", tuple(mesh.mesh.flatten().tolist())
-    replica = sys.modules[_DDP].DistributedDataParallel._active_ddp_module if _DDP in sys.modules else None
+    replica = None
+    if "torch.nn.parallel.distributed" in sys.modules:
+        replica = internals.named("torch.nn.parallel.distributed.DistributedDataParallel._active_ddp_module")
     if replica is not None:
         return "ddp", tuple(sys.modules["torch.distributed"].get_process_group_ranks(replica.process_group))
     return "", ()
 
 
 def _compare(distributed: Any, ranks: tuple[int, ...], text: str) -> None:
-    store = distributed.distributed_c10d._get_default_store()
+    store = internals.named("torch.distributed.distributed_c10d._get_default_store")()
     group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
     number = next(_numbers[ranks])
     keys = {rank: f"memscale plan {group} {number} {rank}" for rank in ranks}

@@ -7,10 +7,12 @@ importing memscale (`named`). `tests/core/test_internals.py` checks the list aga
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,8 +42,10 @@ _T, _S, _R = "transforms/", "simulation", "regions"
 _ATEN, _C, _F = "torch.ops.aten.", "torch._C.", "torch._C._functorch."
 _A, _D, _FAKE = "torch._C._autograd.", "torch.utils._python_dispatch.", "torch._subclasses.fake_tensor."
 _C10D, _DDP = "torch.distributed.distributed_c10d.", "torch.nn.parallel.distributed.DistributedDataParallel."
-_CUDA = "needed in a build with CUDA only"
 _AS_WRITTEN = "a compiled module is simulated as written"
+_NO_REFUSAL = "what a compiled `cast` refuses is an AttributeError"
+_IN_A_GROUP = "a transformed model is refused in a process group"
+_PARALLEL = "`parallel=...` is refused"
 
 INTERNALS = tuple(
     Internal(*row)
@@ -77,7 +81,12 @@ INTERNALS = tuple(
         ),
         (f"{_C}_swap_tensor_impl", "swapping the contents of tensors during a profile", _S),
         ("torch._neg_view", "the negative bit of a view", "runtime"),
-        (f"{_C}_cuda_getCurrentRawStream", "the current CUDA stream", f"{_R} runtime", _CUDA),
+        (
+            f"{_C}_cuda_getCurrentRawStream",
+            "the current CUDA stream",
+            f"{_R} runtime",
+            "a card is refused at once",
+        ),
         # Operators, and who sees them.
         (
             "torch.ops.aten.add.Tensor._schema",
@@ -128,15 +137,15 @@ INTERNALS = tuple(
         (f"{_C}_dynamo.eval_frame._FrameExecStrategy", "running hooks uncompiled", _R, "hooks may be compiled"),
         (f"{_C}_dynamo.eval_frame._FrameAction", "running hooks uncompiled", _R, "hooks may be compiled"),
         # Compiled modules in a simulated step.
-        ("torch.nn.Module._call_impl", "the call that a compiled module wraps", _S, _AS_WRITTEN),
+        ("torch.nn.Module._call_impl", "the call that a compiled module wraps", _S),
         ("torch.nn.utils.stateless._reparametrize_module", "a module as a function", _S, _AS_WRITTEN),
         ("torch._inductor.decomposition.select_decomp_table", "the compiler's decompositions", _S, _AS_WRITTEN),
-        ("torch._dynamo.graph_break", "graph breaks around regions", _R, "under torch.compile only"),
+        ("torch._dynamo.graph_break", "graph breaks around regions", _R, "regions cannot be compiled: AttributeError"),
         ("torch._guards.TracingContext", "whether a compiler describes a parameter", "optimizers"),
         ("torch._dynamo.config", "constant floats", _R, "dynamic=True fails around tile()"),
         ("torch._dynamo.decorators.DynamoConfigPatchProxy", "constant floats", _R, "dynamic=True fails around tile()"),
-        ("torch._dynamo.comptime.comptime", "errors of torch.compile", f"{_T}cast", "under torch.compile only"),
-        ("torch._dynamo.exc.Unsupported", "errors of torch.compile", f"{_T}cast", "under torch.compile only"),
+        ("torch._dynamo.comptime.comptime", "errors of torch.compile", f"{_T}cast", _NO_REFUSAL),
+        ("torch._dynamo.exc.Unsupported", "errors of torch.compile", f"{_T}cast", _NO_REFUSAL),
         (
             "torch._dynamo.variables.dicts.DunderDictVariable",
             "tracing a module's attributes",
@@ -151,8 +160,7 @@ INTERNALS = tuple(
             "the hooks get the original's modules",
         ),
         # torch.func.
-        (f"{_F}peek_interpreter_stack", "whether a transform of torch.func runs", f"{_R} {_T}checkpoint"),
-        (f"{_F}get_interpreter_stack", "the running transforms of torch.func", _R),
+        (f"{_F}get_interpreter_stack", "the running transforms of torch.func", f"{_R} {_T}checkpoint"),
         (f"{_F}TransformType", "the running transforms of torch.func", _R),
         (f"{_F}is_functorch_wrapped_tensor", "torch.func's tensors", f"runtime {_S} {_T}checkpoint {_T}tile"),
         (f"{_F}is_legacy_batchedtensor", "torch.func's tensors", f"runtime {_T}tile"),
@@ -167,7 +175,7 @@ INTERNALS = tuple(
         (f"{_C}DispatchKeySet", "a card's autocast on the host", f"{_R} {_S}"),
         (f"{_C}_dispatch_tls_set_dispatch_key_included", "a card's autocast on the host", _S),
         (f"{_C}_dispatch_tls_set_dispatch_key_excluded", "a card's autocast on the host", _S),
-        (f"{_C}_ensureCUDADeviceGuardSet", "a CUDA device in a build without CUDA", _S, _CUDA),
+        (f"{_C}_ensureCUDADeviceGuardSet", "a CUDA device where there is none", _S),
         (f"{_C}_stash_obj_in_tls", "marking the threads of a simulation", "core"),
         (
             f"{_C}_remove_obj_from_tls",
@@ -180,12 +188,12 @@ INTERNALS = tuple(
         ("torch.utils._device._device_constructors", "the functions with a `device` argument", _S),
         (f"{_C}_get_sdp_priority_order", "attention's kernel", _S),
         # Several GPUs.
-        ("torch.testing._internal.distributed.fake_pg", "a fake process group", _S, "needed with parallel=... only"),
-        ("torch.distributed._register_comm_hook", "DDP's communication hooks", _S, "likewise"),
-        (f"{_C10D}_world", "a process group of the simulation alone", _S, "likewise"),
-        (f"{_C10D}_resolve_process_group", "the process group of a functional collective", _S, "likewise"),
-        (f"{_C10D}_get_default_store", "comparing the plans of processes", "algebra", "needed in a process group only"),
-        (f"{_DDP}_active_ddp_module", "the process group of a DDP model", "algebra", "likewise"),
+        ("torch.testing._internal.distributed.fake_pg", "a fake process group", _S, _PARALLEL),
+        ("torch.distributed._register_comm_hook", "DDP's communication hooks", _S, _PARALLEL),
+        (f"{_C10D}_world", "a process group of the simulation alone", _S, _PARALLEL),
+        (f"{_C10D}_resolve_process_group", "the process group of a functional collective", _S, _PARALLEL),
+        (f"{_C10D}_get_default_store", "comparing the plans of processes", "algebra", _IN_A_GROUP),
+        (f"{_DDP}_active_ddp_module", "the process group of a DDP model", "algebra", _IN_A_GROUP),
         (f"{_ATEN}mm.default._op_dk", "running FSDP2's operators as their parts", _S),
         # Measuring.
         ("torch.cuda.memory._snapshot", "a memory snapshot", "crashes", "the report lacks the snapshot"),
@@ -246,14 +254,23 @@ def needs(part: str) -> None:
     """
     _say_if_newer()
     folders = set(PARTS[part].split())
-    lacking = [
-        f"{each.name} ({each.purpose})"
-        for each in INTERNALS
-        if not each.without and folders & set(each.folders.split()) and not has(each.name)
-    ]
+    _refuse_without(part, (each for each in INTERNALS if not each.without and folders & set(each.folders.split())))
+
+
+def needs_parallel() -> None:
+    """Checks that the installed PyTorch has the private names of a simulated process group.
+
+    Raises:
+        RuntimeUnavailable: names are missing; the message lists all of them with their purpose.
+    """
+    _refuse_without("parallel=...", (each for each in INTERNALS if each.without == _PARALLEL))
+
+
+def _refuse_without(what: str, needed: Iterable[Internal]) -> None:
+    lacking = [f"{each.name} ({each.purpose})" for each in needed if not has(each.name)]
     if lacking:
         raise RuntimeUnavailable(
-            f"memscale {_own_version()} cannot do this with torch {torch.__version__} ({part}): this torch has no "
+            f"memscale {_own_version()} cannot do this with torch {torch.__version__} ({what}): this torch has no "
             f"{', '.join(lacking)}. Install a torch from {_release(OLDEST_TESTED)} to {_release(NEWEST_TESTED)}, or "
             "a newer memscale-transforms"
         )
@@ -314,12 +331,13 @@ def has(name: str) -> bool:
     (True, False)
     """
     holder, _, last = name.rpartition(".")
-    try:
-        found = _found(holder)
-    except AttributeError:
-        return False
-    # The class of a module only annotates attributes that its instances set.
-    return hasattr(found, last) or last in getattr(found, "__annotations__", ())
+    with contextlib.suppress(AttributeError):
+        _found(name)
+        return True
+    with contextlib.suppress(AttributeError):
+        # The class of a module only annotates attributes that its instances set.
+        return last in getattr(_found(holder), "__annotations__", ())
+    return False
 
 
 @functools.cache

@@ -18,7 +18,7 @@ _local = _Inside()
 
 def active() -> bool:
     """Whether a `torch.func` transform is active in this thread."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.get_interpreter_stack() is not None
 
 
 # A constant to Dynamo is correct here: Dynamo enters the transforms that it traces, and guards on the outer ones.
@@ -35,7 +35,7 @@ def is_absent() -> bool:
     return not (
         _local.inside
         or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._functorch.get_interpreter_stack() is not None
     )
 
 

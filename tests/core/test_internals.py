@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed
+import torch.testing._internal.distributed.fake_pg
 
 import memscale as ms
 from memscale.core import internals
@@ -191,6 +193,12 @@ def test_each_says_what_it_is_for_and_is_there():
     assert all(each.purpose and re.fullmatch(r"2\.\d+", each.since) for each in internals.INTERNALS)
 
 
+def test_the_documentation_says_how_many_there_are():
+    said = (Path(__file__).parents[2] / "docs/compatibility.md").read_text()
+    assert f"memscale uses {len(NAMES)} private names of PyTorch." in said
+    assert len(NAMES) == len(internals.INTERNALS) <= 120  # the list only shrinks
+
+
 def test_only_the_parts_that_need_a_name_are_refused(monkeypatch):
     for name in ("_storage_Use_Count", "_swap_tensor_impl"):
         monkeypatch.delattr(torch._C, name)
@@ -231,3 +239,22 @@ def test_a_part_stands_on_every_folder_that_its_files_import():
         used_in = {folder(file_of(module)) for module in seen}
         privately = {each for entry in NAMES.values() for each in entry.folders.split()}
         assert (used_in & privately) <= set(folders.split()), part
+
+
+IN_PARALLEL = (
+    (torch.testing._internal.distributed, "fake_pg"),
+    (torch.distributed, "_register_comm_hook"),
+    (torch.distributed.distributed_c10d, "_world"),
+    (torch.distributed.distributed_c10d, "_resolve_process_group"),
+)
+
+
+@pytest.mark.parametrize(("holder", "name"), IN_PARALLEL, ids=[name for _, name in IN_PARALLEL])
+def test_a_name_of_process_groups_is_missed_with_parallel_only(holder, name, monkeypatch):
+    model, batch = torch.nn.Linear(2, 2), torch.ones(2, 2)
+    has = internals.has
+    monkeypatch.setattr(internals, "has", lambda each: each != f"{holder.__name__}.{name}" and has(each))
+    loss = {"loss": lambda y, _: y.sum()}
+    ms.profile(model, batch, **loss)
+    with pytest.raises(ms.RuntimeUnavailable, match=rf"\(parallel=\.\.\.\): this torch has no .*\.{name} \("):
+        ms.profile(model, batch, parallel="ddp", world=2, hardware="h100", **loss)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import TIERS, RuntimeUnavailable
+from memscale.core import TIERS, RuntimeUnavailable, internals
 from memscale.runtime.backends.host_tiers import HostBuffer, HostTiers
 from memscale.runtime.backends.protocol import TOGETHER_BYTES, Buffer, Event, Stream, one_behind_the_other
 from memscale.runtime.engine.refusals import refuse_in_capture, refuse_in_fork
@@ -125,6 +125,7 @@ class CudaBackend:
         index = None if device is None else device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._runtime = self._cupy.cuda.runtime
+        self._raw_stream = internals.named("torch._C._cuda_getCurrentRawStream")
         self._process = os.getpid()
         self._taken_bytes: int | None = None  # bytes ever reserved for large blocks, at the last `trim(if_grown=True)`
         self._pinned: dict[int, torch.Tensor] = {}
@@ -187,7 +188,8 @@ class CudaBackend:
         never destroys its streams, and autograd switches back to the stream of the forward, so a pointer may be kept.
         """
         # `torch.cuda.current_stream` would build several Python objects for the same number.
-        return torch._C._cuda_getCurrentRawStream(self.device.index)
+        pointer: int = self._raw_stream(self.device.index)
+        return pointer
 
     def record(self, stream: int | None = None) -> CudaEvent:
         refuse_in_fork(self._process)

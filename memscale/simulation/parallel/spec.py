@@ -24,6 +24,7 @@ from memscale.core import (
     ConfigError,
     RuntimeUnavailable,
     TransformError,
+    internals,
     is_own_thread,
     matches,
     own_threads,
@@ -260,6 +261,7 @@ def one_rank(
             "profile(parallel=...) makes a process group for itself, and this process has one already; distribute the "
             "model in that and profile it without parallel, or ask in another process"
         )
+    internals.needs_parallel()
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if spec.kind == "fsdp2":

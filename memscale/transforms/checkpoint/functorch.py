@@ -323,8 +323,8 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        stack = _functorch.peek_interpreter_stack()
-        level = 0 if stack is None else stack.level()
+        stack = _functorch.get_interpreter_stack()
+        level = stack[-1].level() if stack else 0
         for tensor in pytrees.tensors((args, kwargs)):
             foreign = _functorch.is_functorch_wrapped_tensor(tensor) and _functorch.maybe_get_level(tensor) > level
             # Autograd is off in the first run, so only a tensor from outside the region can require a gradient.
