@@ -11,7 +11,11 @@ from torch import nn
 import memscale as ms
 from memscale.simulation.rules.cudnn_workspaces import Convolution
 
-MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/results/convolutions-h100.json").read_text())["rows"]
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
+MEASURED = json.loads((RESULTS / "convolutions-h100.json").read_text())["rows"]
+# Steps on the same card: five of their 104 convolutions are among those 297; the rules were not fitted to the others.
+HELD_OUT = {"autoencoder", "conv1d", "conv3d", "convnet", "convnext", "depthwise", "diffusion", "resnet", "unet",
+            "wav2vec2", "whisper"}  # fmt: skip
 
 
 def test_half_of_the_workspaces_are_those_of_an_h100():
@@ -24,6 +28,14 @@ def test_half_of_the_workspaces_are_those_of_an_h100():
         for name, found in errors.items():
             found.append(abs(getattr(one, f"{name}_bytes")((9, 0)) - row[f"{name}_bytes"]) / size)
     assert all(statistics.median(found) < 1e-3 for found in errors.values())
+
+
+def test_the_error_in_the_notes_is_that_of_steps_that_were_held_out():
+    rows = json.loads((RESULTS / "predict-h100.json").read_text())["rows"]
+    errors = [abs(row["error_percent"]) for row in rows if row["case"] in HELD_OUT]
+    assert len(errors) == 40  # "peaks of 40 other steps were off by 0.6 % in the median and 13 % at most"
+    assert statistics.median(errors) < 0.6
+    assert max(errors) < 13
 
 
 @pytest.mark.parametrize(("card", "noted"), [("h100", 1), ("cpu", 0)])
