@@ -114,6 +114,21 @@ REMEDIES = {
         "has none of the parameters of the Linear; build it on this model's",
     ),
     "a plan's JSON": (lambda: ms.transform(layer(), ms.Plan().to_json()), r"got JSON; .* Plan\.from_json\(text\)$"),
+    "a number as a plan": (lambda: ms.transform(layer(), 3), "a mapping from paths to transforms, got 3$"),
+    "a number beside a plan": (lambda: plan("1GiB").diff(3), "a mapping from paths to transforms, got 3$"),
+    "a word as a switch": (
+        lambda: ms.plan(layer(), torch.ones(2, 4), budget="1GiB", loss=lambda y, _: y.mean(), exact="no"),
+        r"^plan\(exact='no'\) must be True or False$",
+    ),
+    "another switch": (
+        lambda: profile(layer(), torch.ones(2, 4), keeps_output="no"),
+        r"^profile\(keeps_output='no'\) must be True or False$",
+    ),
+    "a probe": (lambda: profile(layer(), torch.ones(2, 4), probe=2), r"^profile\(probe=2\) must be True or False$"),
+    "seconds": (
+        lambda: ms.plan(layer(), torch.ones(2, 4), budget="1GiB", loss=lambda y, _: y.mean(), seconds="5"),
+        r"^seconds must be at least 0, got '5'; leave it out",
+    ),
     "a plan's path": (lambda: ms.transform(layer(), Path("a.json")), r"Plan\.from_json\(Path\('a\.json'\)\.read_text"),
     "a path as JSON": (lambda: ms.Plan.from_json(__file__), r"is a file; pass its read_text\(\)$"),
     "no state": (lambda: ms.functional(layer())[0](torch.ones(2, 4)), "takes the state first, a mapping .* got Tensor"),

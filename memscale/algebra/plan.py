@@ -143,7 +143,7 @@ class Plan:
         >>> print(ms.Plan({"layers.*": ms.checkpoint()}).diff(ms.Plan({"layers.*": ms.offload()})))
         layers.*: checkpoint() -> offload()
         """
-        lines = []
+        lines, other = [], as_plan(other)
         for pattern in dict.fromkeys(rule.pattern for plan in (self, other) for rule in plan):
             before, after = (
                 ", then ".join(repr(rule.transform) for rule in plan if rule.pattern == pattern) or "as written"
@@ -287,6 +287,8 @@ def as_plan(plan: Any) -> Plan:
             f"a plan is a Plan or a mapping from paths to transforms, got {'JSON' if is_text else repr(plan)}; for a "
             f"budget write plan(model, batch, budget=...), and for {'this' if is_text else 'a file'} {write}"
         )
+    if not isinstance(plan, Iterable):
+        raise PlanError(f"a plan is a Plan or a mapping from paths to transforms, got {shown(plan)}")
     return plan if isinstance(plan, Plan) else Plan(plan)
 
 

@@ -45,7 +45,18 @@ from memscale.core.units import (
     table_lines,
     wrapped,
 )
-from memscale.core.validation import TIERS, Check, Misfit, boolean, check_count, check_tier, integer, optional, validate
+from memscale.core.validation import (
+    TIERS,
+    Check,
+    Misfit,
+    boolean,
+    check_count,
+    check_switch,
+    check_tier,
+    integer,
+    optional,
+    validate,
+)
 
 if TYPE_CHECKING:
     from memscale.core import batches, internals, pytrees

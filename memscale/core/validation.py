@@ -50,6 +50,17 @@ def check_count(what: str, value: object, least: int = 1) -> None:
         raise ConfigError(f"{what} must be an int of at least {least}")
 
 
+def check_switch(what: str, value: object) -> None:
+    """Raises `ConfigError`, which begins with `what`, unless `value` is True or False.
+
+    >>> check_switch("plan(exact='no')", "no")
+    Traceback (most recent call last):
+    memscale.core.errors.ConfigError: plan(exact='no') must be True or False
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{what} must be True or False")
+
+
 def optional(check: Check) -> Check:
     def check_unless_none(value: object) -> Any:
         return None if value is None else check(value)

@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan, Transform, chain, is_transformed
 from memscale.config import Config, check_config
-from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_unlike
+from memscale.core import ConfigError, Loss, budget_bytes, check_count, check_switch, format_unlike
 from memscale.hardware import Hardware, knows_copies, narrow_dtype
 from memscale.planning.evidence.curve import Frontier, Point
 from memscale.planning.evidence.decisions import decisions_of, rejected_of, trace_of
@@ -63,6 +63,7 @@ def allowed(config: Config | None, *, exact: bool = True) -> Config:
     >>> sorted(allowed(None).eligible()), sorted(allowed(None, exact=False).eligible())
     (['checkpoint', 'offload'], ['checkpoint', 'offload', 'tile'])
     """
+    check_switch(f"plan(exact={exact!r})", exact)
     if config is None:
         return Config(mode="aggressive", enable_tiling=not exact)
     if exact or "enable_tiling" in config.given:

@@ -48,8 +48,8 @@ def limited(progress: Progress | None, seconds: float | None) -> Progress | None
     """
     if seconds is None:
         return progress
-    if not seconds >= 0:
-        raise ConfigError(f"seconds must be at least 0, got {seconds:g}; leave it out for a search without a limit")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise ConfigError(f"seconds must be at least 0, got {seconds!r}; leave it out for a search without a limit")
     until: float | None = time.monotonic() + seconds
 
     def say(what: str, done: int, total: int | None) -> None:

@@ -16,7 +16,18 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memscale.core import ConfigError, Loss, batches, call, check_count, check_loss, format_bytes, scalar_loss, shown
+from memscale.core import (
+    ConfigError,
+    Loss,
+    batches,
+    call,
+    check_count,
+    check_loss,
+    check_switch,
+    format_bytes,
+    scalar_loss,
+    shown,
+)
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer
 from memscale.simulation.kernels.kernels import Kernels
@@ -114,6 +125,7 @@ class TrainingStep:
                     "profile(keeps_output=False) is about the loop around a module; a function is its own loop"
                 )
         check_count(f"{caller}(accumulate={accumulate!r})", accumulate)
+        check_switch(f"{caller}(keeps_output={keeps_output!r})", keeps_output)
         check_traceable(model)
         if isinstance(model, nn.Module):
             model = packed(model)
@@ -188,6 +200,7 @@ class Target:
     @classmethod
     def of(cls, hardware: Hardware, *, probe: bool = False) -> Target:
         """Returns the target for `hardware`; with `probe`, kernels run for real to be measured."""
+        check_switch(f"profile(probe={probe!r})", probe)
         is_timed = probe and hardware.device_type == "cpu"
         return cls(hardware, Kernels(hardware, probe=probe), PartTimes() if is_timed else None)
 

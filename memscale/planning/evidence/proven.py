@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memscale.algebra import Plan, compose
+from memscale.algebra import Plan, as_plan, compose
 from memscale.config import Config
 from memscale.core import (
     Document,
@@ -134,6 +134,7 @@ class ProvenPlan(Plan):
 
     def diff(self, other: Plan) -> str:
         """Returns the differences of `other` from this plan as text, a line for each row of modules."""
+        other = as_plan(other)
         parts = [
             each.path for plan in (self, other) if isinstance(plan, ProvenPlan) for each in plan.evidence.decisions
         ]
