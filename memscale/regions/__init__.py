@@ -28,7 +28,7 @@ from memscale.regions.saved_tensors import (
     recomputing,
 )
 from memscale.regions.side_effects import without_side_effects
-from memscale.regions.snapshot import RegionEffects, Snapshot, on_backward_behind
+from memscale.regions.snapshot import RegionEffects, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.state_slots import Attributes, Content, Names, StateSlot, differing, holds, read, write
 from memscale.regions.streams import Streams

@@ -12,9 +12,8 @@ written for speed (`benchmarks/bench_checkpoint.py`).
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
@@ -50,16 +49,12 @@ class RegionEffects(NamedTuple):
         reassigned: the tensors to whose `.data` it assigns, which leaves the old memory intact.
         host_random: whether it draws from Python's or NumPy's generator.
         drew: whether it draws from PyTorch's generators, also where it restores their state itself, as `fork_rng` does.
-        goes_behind: whether it runs a backward that goes on behind its arguments.
-        uses_several_streams: whether it uses several streams of one CUDA device.
     """
 
     changed: frozenset[LastingName | int]
     reassigned: frozenset[LastingName | int]
     host_random: bool
     drew: bool
-    goes_behind: bool
-    uses_several_streams: bool = False
 
     @classmethod
     def of_all(cls, several: Iterable[RegionEffects]) -> RegionEffects:
@@ -88,7 +83,6 @@ class Snapshot:
         notes: after the run, the notes that replaced stand-in tensors in the captures.
         is_watched: whether this is a first run, watched in order to find the effects of the region. Its rerun must be
             watched too: under a mode, operators may save other tensors.
-        goes_behind: as in `RegionEffects`; of a watched run, what was seen so far.
         kept: after the run, the alias groups with old values that the region changed; `None` before.
         given_away: whether a rerun got the saved old values without a clone, and may have changed them.
         graded: after the run, the tensors whose `.grad` the region changed, for example by a backward of its own.
@@ -105,7 +99,6 @@ class Snapshot:
         self.captures = captures
         self._root = captures.root and captures.root()  # kept alive here, since shared captures refer to it weakly
         self.is_watched = effects is None
-        self.goes_behind = effects is not None and effects.goes_behind
         self.tensors = captures.values
         self.notes: list[Note] = []
         self.arguments = arguments if holds_arguments else []
@@ -210,17 +203,13 @@ class Snapshot:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        hooks = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in self.captures.optimizers]
-        hooks += on_backward_behind(self._everything[len(self.tensors) :], self._see_backward)
+        steps = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in self.captures.optimizers]
         try:
             with Writes(self._before_write, self.environment.draw_watch):
                 yield
         finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _see_backward(self) -> None:
-        self.goes_behind = True
+            for step in steps:
+                step.remove()
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         if self._groups is not None:
@@ -294,7 +283,6 @@ class Snapshot:
             given,
             host_random=environment.uses_host_random,
             drew=environment.drew,
-            goes_behind=self.goes_behind,
         )
 
     def _find_graded(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -432,11 +420,11 @@ class Snapshot:
 
     def is_present(self) -> bool:
         """Whether a rerun needs nothing restored but the environment: all state is still as the run found it."""
-        return not (self.is_watched or self.kept != [] or self.notes or self.graded or self._in_tuples) and (
+        # `changed_since` comes last, for it compares every tensor.
+        return not (self.is_watched or self.kept != [] or self.notes or self.graded) and (
             self.captures.is_current()
-            and versions(self.tensors) == self._versions
-            and all(map(operator.is_, storages(self.tensors), map(call, self._storages or ())))
             and list(map(_requires_grad, self.tensors)) == self.trained
+            and not self.changed_since()
         )
 
     def changed_since(self) -> dict[int, str]:
@@ -479,23 +467,6 @@ _REMEDY = (
     "The checkpointed region would be recomputed with other numbers. Call backward before any code changes the tensor, "
     "such as an optimizer step"
 )
-
-
-def on_backward_behind(tensors: Iterable[torch.Tensor], act: Callable[[], None]) -> list[Any]:
-    """Makes a backward of this thread call `act` if it goes on behind one of `tensors`.
-
-    Returns the handles of the hooks, to be removed.
-    """
-    thread = threading.get_ident()  # backwards of other threads are not the region's
-
-    def see(_: Any) -> None:
-        if threading.get_ident() == thread:
-            act()
-
-    return [node.register_prehook(see) for node in filter(None, map(_grad_fn, tensors))]
-
-
-_grad_fn = operator.attrgetter("grad_fn")
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> None:

@@ -24,13 +24,8 @@ _current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 class Streams:
     """The streams that a run used, beginning with the current streams of `devices`.
 
-    Args:
-        devices: the devices of the run's tensors.
-        watches: whether the run may use further streams.
-
     Attributes:
         are_seen: whether streams are tracked, which requires an initialized CUDA.
-        watches: whether `see` is to be called with the tensors of the run.
         are_several: whether one device has more than one of these streams.
         index: the first of `devices`, by its index; -2 without one.
         handle: the current stream of that device at the beginning.
@@ -40,12 +35,11 @@ class Streams:
 
     current = _current
 
-    def __init__(self, devices: Iterable[torch.device], *, watches: bool = True) -> None:
+    def __init__(self, devices: Iterable[torch.device]) -> None:
         self._known: dict[tuple[int, int], torch.cuda.Stream] | None = None
         self._begun: list[torch.cuda.Stream] = []
         self.are_several = False
         self.are_seen = _current is not None and torch.cuda.is_initialized() and not simulating()
-        self.watches = watches and self.are_seen
         self.index, self.handle = -2, 0
         if self.are_seen:
             self._known = {}
@@ -75,8 +69,7 @@ class Streams:
         known = self._known
         if not known or (len(known) == 1 and all(_current(index) == stream for index, stream in known)):
             return self
-        # The current streams of the caller.
-        then = Streams((stream.device for stream in self._begun), watches=self.watches)
+        then = Streams(stream.device for stream in self._begun)  # the current streams of the caller
         then._known = {**known, **(then._known or {})}
         devices = [index for index, _ in then._known]
         then.are_several = len(set(devices)) < len(devices)

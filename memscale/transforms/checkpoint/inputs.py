@@ -8,7 +8,10 @@ tensors that saved-tensor hooks around the region keep (an outer checkpoint, an 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
+import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -154,9 +157,24 @@ def _differ(now: dict[str, Any], then: dict[str, Any]) -> bool:
     return bool(now or then) and ({k: id(v) for k, v in now.items()} != {k: id(v) for k, v in then.items()})
 
 
-def refuse_backward_behind() -> None:
-    """Raises the error about a backward that the recompute of a region runs beyond the region's arguments."""
-    raise CorrectnessError(
-        "a region runs a backward that goes on behind its arguments, and a recompute would run it again; "
-        "detach the arguments inside the region, or do not checkpoint this region"
-    )
+def refuse_backward_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Makes a backward of this thread raise `CorrectnessError` if the backward goes beyond one of `tensors`.
+
+    Returns the handles of the hooks, to be removed.
+    """
+    nodes = list(filter(None, map(_grad_fn, tensors)))
+    if not nodes:
+        return nodes
+    refuse = functools.partial(_refuse, threading.get_ident())
+    return [node.register_prehook(refuse) for node in nodes]
+
+
+_grad_fn = operator.attrgetter("grad_fn")
+
+
+def _refuse(thread: int, _: Any) -> None:
+    if threading.get_ident() == thread:  # backwards of other threads are not the region's
+        raise CorrectnessError(
+            "a region runs a backward that goes on behind its arguments, and a recompute would run it again; "
+            "detach the arguments inside the region, or do not checkpoint this region"
+        )

@@ -31,7 +31,6 @@ from memscale.regions import (
     hooks_around,
     memory_of,
     never_compiled,
-    on_backward_behind,
     recompute_lock,
     recomputing,
     restore,
@@ -173,9 +172,7 @@ class _Frame:
         self._mode: Any = (captures.flags, len(tensors), *map(_kind_of, direct))
         effects = learned.effects.get(self._mode) or learned.effects_in(self._mode)
         self.snapshot = Snapshot(captures, tensors, effects, holds_arguments=is_plain)
-        self.streams = Streams(
-            self.snapshot.environment.devices, watches=effects is None or effects.uses_several_streams
-        )
+        self.streams = Streams(self.snapshot.environment.devices)
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[_Seen] = []
         self._concluded = self.is_released = False
@@ -194,7 +191,7 @@ class _Frame:
         except RuntimeError:
             seen.append(_saved_nested(tensor))
         streams = self.streams
-        if streams.watches and not (
+        if streams.are_seen and not (
             tensor.get_device() == streams.index and streams.current(streams.index) == streams.handle
         ):
             streams.see(tensor)
@@ -211,7 +208,6 @@ class _Frame:
             self._learned.effects.clear()  # the next run is watched, and copies all state
             raise
         if effects is not None:
-            effects = effects._replace(uses_several_streams=self.streams.are_several)
             self._learned.learn(self._mode, effects, snapshot)
         if self.recorder is not None:
             self.recorder.conclude(snapshot.environment.moved)
@@ -325,7 +321,7 @@ class _Frame:
                 every, direct = snapshot.is_watched, call.direct
                 own = [each for index, each in found.items() if index not in shared and (every or index < direct)]
                 args, kwargs = call.rebuild(values, objects)
-            handles = on_backward_behind(own, refuse_backward_behind) if snapshot.goes_behind else []
+            handles = refuse_backward_behind(own)
             torch.set_grad_enabled(True)
             _set_optimizes(False)
             _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
@@ -445,7 +441,7 @@ class _Rerun:
         index = self.count
         self.count = index + 1
         streams = self.streams
-        if streams.watches and not (
+        if streams.are_seen and not (
             tensor.get_device() == streams.index and streams.current(streams.index) == streams.handle
         ):
             streams.see(tensor)
