@@ -11,19 +11,22 @@ from typing import Any
 import torch
 
 from memscale.core import MemscaleError, RuntimeUnavailable
-from memscale.runtime import HostBackend
+from memscale.runtime import AsyncOffloadConfig, HostBackend
 from memscale.runtime.backends import Buffer, Event
 
 Clock = Callable[[], float]
 Run = Callable[[], object]
 
-# Numbers of rows of the square matrices; the largest fills a card.
+# Rows of the square matrices; the largest fills a card. A CPU's rates by fewer: benchmarks/bench_clock.py.
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
-# The size of each of three buffers that are copied in rotation, so that no cache holds a buffer until its next copy.
+# Bytes of each of three buffers that are copied in rotation, so that no cache holds a buffer until its next copy.
+# Assumed: a cache has less than two of them.
 _COPY_BYTES = 128 * 1024**2
-_TINY_OPS = 500  # `_TINY_OPS` and `_COPIES_AHEAD` together fit into the launch queue of a card
-_COPIES_AHEAD = 200
+# Launches, by choice: both together do not fill CUDA's queue (1,024 in `simulation/schedule/clock.py`).
+_TINY_OPS, _COPIES_AHEAD = 500, 200
+# Seconds, so that no measured time is 0. Assumed: less than any kernel takes.
 _LEAST_SECONDS = 1e-7
+# Runs of each measurement; the spread of the rates with fewer: benchmarks/bench_clock.py.
 _REPEATS = 3
 
 _DTYPES = {
@@ -201,13 +204,12 @@ def _launch_seconds(timer: _Timer, nbytes: int) -> float:
     return max(_LEAST_SECONDS, float(begin.elapsed_time(end)) / 1e3 / _TINY_OPS)
 
 
-# The bytes of a copy (as in an offload engine), the least number of copies, and the number of rounds; the best counts.
+# Bytes of a copy, as of a saved activation; rates by size: benchmarks/bench_disk.py.
 _PIECE_BYTES = 4 * 1024**2
-_FEWEST_PIECES = 4
-_ROUNDS = 3
-# Copies in flight at a time, the default of an engine.
-_IN_FLIGHT = 2
-_PRODUCT_SIZE = 384  # short products (below 1 ms), so that the end of a copy is noticed soon
+# Rows of the products meanwhile: below 1 ms, so that the end of a copy is noticed soon; benchmarks/bench_clock.py
+# --offload shows the waits that the rates predict.
+_PRODUCT_SIZE = 384
+_IN_FLIGHT = AsyncOffloadConfig().streams
 
 
 def disk_rates(nbytes: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
@@ -221,12 +223,12 @@ def disk_rates(nbytes: int, clock: Callable[[], float] = time.perf_counter) -> d
         clock: returns seconds.
     """
     pieces = nbytes // _PIECE_BYTES
-    if pieces < _FEWEST_PIECES:
+    if pieces < 2 * _IN_FLIGHT:  # too few to overlap
         return {}
     took: dict[str, list[float]] = {"write": [], "read": []}
     try:
         with torch.inference_mode():
-            for _ in range(_ROUNDS):
+            for _ in range(_REPEATS):
                 written, read = _round_trip(pieces, clock)
                 took["write"].append(written)
                 took["read"].append(read)

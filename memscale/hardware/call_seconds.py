@@ -19,11 +19,12 @@ Clock = Callable[[], float]
 #: The kinds of calls.
 CALLS = ("operator", "backward", "view", "module")
 
-# Blocks of the model, views per run, and the number of steps, of which the fastest counts.
+# Blocks of the model, views per run, and the number of steps, of which the fastest counts; with these the seconds times
+# `_IN_LIBRARIES` are those of benchmarks/bench_host.py.
 _BLOCKS, _VIEWS, _REPEATS = 12, 400, 15
-_LEAST_SECONDS = 1e-8
+_LEAST_SECONDS = 1e-8  # so that no difference of times is 0 or less; assumed: less than any call takes
 # The same calls take longer in models of Hugging Face, by these factors: their modules run more Python and miss the
-# caches. Measured on a host with an H100: the steps of 27 models over the figures of this file.
+# caches. The steps of 27 models in benchmarks/bench_host.py on a host with an H100, over the figures of this file.
 _IN_LIBRARIES = {"operator": 2.0, "backward": 1.1, "view": 2.2, "module": 3.9}
 
 

@@ -66,10 +66,11 @@ class Card:
     source: str
 
 
-# PCI Express with 16 lanes, one direction: 8, 16 and 32 GT/s a lane less the 128b/130b line code (PCI-SIG base
-# specifications 3.0, 4.0 and 5.0). Data sheets quote both directions together.
+# GB/s of PCI Express with 16 lanes, one direction; data sheets quote both together. Source: PCI-SIG base specifications
+# 3.0, 4.0 and 5.0, 8, 16 and 32 GT/s a lane less the 128b/130b line code.
 _PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0
-_C2C = 450.0  # NVLink-C2C between the two dies of a Grace Hopper, 900 GB/s both directions together
+# GB/s of NVLink-C2C between the two dies of a Grace Hopper. Source: NVIDIA GH200 data sheet, 900 both ways together.
+_C2C = 450.0
 
 
 def _rates(float64: float, float32: float, tfloat32: float | None, half: float, **others: float) -> dict[str, float]:
@@ -80,8 +81,8 @@ def _rates(float64: float, float32: float, tfloat32: float | None, half: float, 
     return rates | others
 
 
-# Data sheets of NVIDIA cards with slow float64 omit its rate: 1/32 of float32 on Turing, 1/64 on Ampere GA10x, Ada and
-# RTX Blackwell (their architecture white papers).
+# Rates in TFLOP/s. Source: the data sheets that `CARDS` names. Those of NVIDIA cards with slow float64 omit its rate:
+# 1/32 of float32 on Turing, 1/64 on Ampere GA10x, Ada and RTX Blackwell (their architecture white papers).
 _V100 = _rates(7.8, 15.7, None, 125)
 _T4 = _rates(8.1 / 32, 8.1, None, 65, int8=130)
 _RTX_2080_TI = _rates(13.4 / 32, 13.4, None, 53.8, int8=215.2)
@@ -98,14 +99,15 @@ _RTX_6000_ADA = _rates(91.1 / 64, 91.1, 182.1, 364.2, int8=728.5, float8_e4m3fn=
 _RTX_4070 = _rates(29.1 / 64, 29.1, 29.1, 58.3, int8=233.2, float8_e4m3fn=116.6)
 _RTX_4080 = _rates(48.7 / 64, 48.7, 48.7, 97.5, int8=389.9, float8_e4m3fn=194.9)
 _RTX_4090 = _rates(82.6 / 64, 82.6, 82.6, 165.2, int8=660.6, float8_e4m3fn=330.3)
-# float32 is two operations a core and boost clock. Sheets quote FP4 with sparsity, which is 16 times float16 summed in
-# float32: 759, 1406 and 1801 of these three.
+# Source: the same sheets. float32 is two operations a core and boost clock. Sheets quote FP4 with sparsity, which is 16
+# times float16 summed in float32: 759, 1406 and 1801 of these three.
 _RTX_5060_TI = _rates(23.7 / 64, 23.7, 23.7, 47.4, int8=189.8, float8_e4m3fn=94.9)
 _RTX_5070 = _rates(30.9 / 64, 30.9, 30.9, 61.7, int8=246.9, float8_e4m3fn=123.5)
 _RTX_5070_TI = _rates(43.9 / 64, 43.9, 43.9, 87.9, int8=351.5, float8_e4m3fn=175.8)
 _RTX_5080 = _rates(56.3 / 64, 56.3, 56.3, 112.6, int8=450.2, float8_e4m3fn=225.1)
 _RTX_PRO_6000 = _rates(126 / 64, 126, 251.9, 503.8, int8=1007.6, float8_e4m3fn=1007.6)
-# The sheet of GB10 has one number, 10¹⁵ operations in FP4 with sparsity: eight times bfloat16, as for an RTX PRO.
+# Source: the same sheets. GB10's has one number, 10¹⁵ operations in FP4 with sparsity: eight times bfloat16, as for an
+# RTX PRO.
 _GB10 = _rates(31 / 64, 31, 62.5, 125, int8=250, float8_e4m3fn=250)
 _RTX_5090 = _rates(104.8 / 64, 104.8, 104.8, 209.5, int8=838, float8_e4m3fn=419)
 _H100_PCIE = _rates(51.2, 51.2, 378, 756, int8=1513, float8_e4m3fn=1513)
@@ -113,12 +115,12 @@ _HOPPER_SXM = _rates(66.9, 66.9, 494.7, 989.4, int8=1978.9, float8_e4m3fn=1978.9
 _B200 = _rates(37, 75, 1100, 2250, int8=4500, float8_e4m3fn=4500)
 _B300 = _rates(1.2, 75, 1125, 2250, float8_e4m3fn=4500)
 _MI300X = _rates(163.4, 163.4, 653.7, 1307.4, int8=2614.9, float8_e4m3fnuz=2614.9)
-# Neither has TF32, and RDNA 3 has no float8.
+# Source: the same sheets. Neither has TF32, and RDNA 3 has no float8.
 _MI355X = _rates(78.6, 157.3, None, 2516.6, bfloat16=2516.6, int8=5033.2, float8_e4m3fn=5033.2)
 _RX_7900_XTX = _rates(1.9, 61.4, None, 122.8, bfloat16=122.8)
 
-# Latency of one step of a ring in NCCL's own model (its `src/graph/tuning.cc`, LL128), in microseconds.
-_NVLINK_US, _PCIE_US, NETWORK_US = 1.9, 2.5, 4.0
+# Microseconds of one step of a ring. Source: NCCL's own model (its `src/graph/tuning.cc`, LL128).
+_NVLINK_US, PCIE_US, NETWORK_US = 1.9, 2.5, 4.0
 
 # One network adapter of 200 or 400 Gb/s belongs to each card of these servers; a DGX-1 has four of 100 Gb/s.
 _DGX_1 = Interconnect(8, 150, _NVLINK_US, 6.25, "NVIDIA DGX-1 With Tesla V100 System Architecture white paper")
@@ -139,12 +141,12 @@ def _pcie(gb_per_second: float, devices_per_node: int | None = None, sheet: str 
     """Returns the links of cards in PCI Express slots, which carry all traffic between more than two cards."""
     base = "PCI-SIG base specification, 16 lanes"
     return Interconnect(
-        devices_per_node, gb_per_second, _PCIE_US, None, f"{base}; {sheet} (servers with 1 to 8)" if sheet else base
+        devices_per_node, gb_per_second, PCIE_US, None, f"{base}; {sheet} (servers with 1 to 8)" if sheet else base
     )
 
 
-_GH200_ALONE = Interconnect(1, _PCIE5, _PCIE_US, None, "NVIDIA GH200 data sheet (one in a node); PCI-SIG, 16 lanes")
-_GB10_ALONE = Interconnect(1, 25, _PCIE_US, 25, "NVIDIA DGX Spark data sheet (one in a node, an adapter of 200 Gb/s)")
+_GH200_ALONE = Interconnect(1, _PCIE5, PCIE_US, None, "NVIDIA GH200 data sheet (one in a node); PCI-SIG, 16 lanes")
+_GB10_ALONE = Interconnect(1, 25, PCIE_US, 25, "NVIDIA DGX Spark data sheet (one in a node, an adapter of 200 Gb/s)")
 _IN_PCIE3, _IN_PCIE4, _IN_PCIE5 = _pcie(_PCIE3), _pcie(_PCIE4), _pcie(_PCIE5)
 
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture white paper, appendix A"

@@ -6,28 +6,29 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from memscale.hardware.cards import NETWORK_US, PCIE_US
 from memscale.hardware.device import Hardware
 
-# Share of the data sheet's link rate. Copies of pinned memory reach 57 of 63 GB/s on an H100 (NVIDIA/nvbandwidth#6),
-# 25 of 31.5 on an A100 (NVIDIA/nvbandwidth#42) and 12.2 to 12.9 of 15.75 on a P100 (mpicbg-scicomp/gearshifft#82).
+# Share of the data sheet's link rate; benchmarks/bench_offload.py measures the link. Source: copies of pinned memory
+# reach 57 of 63 GB/s on an H100 (NVIDIA/nvbandwidth#6), 25 of 31.5 on an A100 (NVIDIA/nvbandwidth#42) and 12.2 to 12.9
+# of 15.75 on a P100 (mpicbg-scicomp/gearshifft#82).
 _LINK_SHARE = 0.85
 
-# Seconds between two queued copies, and seconds of one disk request: orders of magnitude of a kernel launch and of an
-# NVMe disk. `benchmarks/bench_offload.py` measures both.
+# Seconds between two queued copies: benchmarks/bench_offload.py measures those of the caller.
 _COPY_SECONDS = 5e-6
+# Seconds of one disk request: waits for a disk by benchmarks/bench_clock.py --offload.
 _DISK_SECONDS = 100e-6
 
-# An order of magnitude: the driver copies pageable memory through a buffer of its own, with one CPU thread.
+# Assumed, an order of magnitude: the driver copies pageable memory through a buffer of its own, with one CPU thread.
 _PAGEABLE_BYTES_PER_SECOND = 8e9
 
-# Defaults, reported in a note, for hardware that was not measured by `Hardware.measure()`: a server's NVMe disk and
-# RAM.
+# Assumed, and reported in a note, for hardware that was not measured: a server's NVMe disk and RAM. For the machine at
+# hand `Hardware.measure()` measures all three, against the raw rates of benchmarks/bench_disk.py.
 _DISK_READ_BYTES_PER_SECOND = 3e9
 _DISK_WRITE_BYTES_PER_SECOND = 2e9
 _HOST_BYTES_PER_SECOND = 50e9
 
-# Overhead of a PyTorch operator on the host CPU: an order of magnitude, between `_CPU_LAUNCH_SECONDS` of the roofline
-# and the 13 µs assumed for an unmeasured CPU.
+# Seconds of a PyTorch operator on an accelerator's host. Assumed, an order of magnitude above `_CPU_LAUNCH_SECONDS`.
 _HOST_OPERATOR_SECONDS = 5e-6
 
 Direction = Literal["out", "in"]
@@ -84,16 +85,15 @@ def copy_seconds(nbytes: int, tier: str, direction: Direction, hardware: Hardwar
 #: Kinds of collectives, as schedules name them.
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "other collectives")
 
-# Shares of data sheet rates. NVLink reaches 370 of 450 GB/s on an H100; its protocol takes the rest
+# Shares of data sheet rates. Source: NVLink reaches 370 of 450 GB/s on an H100; its protocol takes the rest
 # (NVIDIA/nccl-tests#212). An adapter of 400 Gb/s reaches 46 to 48 of its 50 GB/s (NVIDIA/nccl-tests#290).
 _NODE_SHARE, _NETWORK_SHARE = 0.82, 0.94
 
-# Seconds of a call in NCCL's own model, besides those of its steps (`src/graph/tuning.cc`, LL128).
+# Seconds of a call besides those of its steps. Source: NCCL's own model (`src/graph/tuning.cc`, LL128).
 _CALL_SECONDS = 14e-6
 
-# Defaults for unknown hardware: the latencies in seconds, and the number of devices in one node, as in the largest
-# servers.
-_NODE_LATENCY, _NETWORK_LATENCY, _MOST_TOGETHER = 2.5e-6, 4e-6, 16
+# Devices in one node of unknown hardware. Source: NVIDIA DGX-2 data sheet, the largest server without racks.
+_MOST_TOGETHER = 16
 
 
 class Span(NamedTuple):
@@ -154,8 +154,8 @@ def collective_seconds(kind: str, nbytes: int, over: Span, hardware: Hardware) -
 
 
 def _latency(kind: str, over: Span, hardware: Hardware) -> float:
-    within = hardware.node_latency_seconds or _NODE_LATENCY
-    between = hardware.network_latency_seconds or _NETWORK_LATENCY
+    within = hardware.node_latency_seconds or PCIE_US / 1e6
+    between = hardware.network_latency_seconds or NETWORK_US / 1e6
     ring = (over.size - over.nodes) * within + (over.nodes - 1) * between
     if kind != "all-reduce":
         return ring

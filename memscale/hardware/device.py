@@ -35,9 +35,9 @@ from memscale.hardware.cards import NETWORK_US, Card, by_device_name, by_name
 
 _DOCUMENT = Document("hardware", version=1, writer="Hardware.to_json()", error=ConfigError)
 
-_MIB = 1024**2
+_MIB = 1024**2  # bytes. Source: IEC 80000-13
 
-# Device memory of a CUDA process outside of PyTorch's allocator: the context, about 400 MB with lazy loading of kernels
+# Bytes of a CUDA process outside of PyTorch's allocator. Source: the context, about 400 MB with lazy loading of kernels
 # (a PyTorch maintainer in pytorch/pytorch#109888; 300 MB in #107667), and the kernels that the step loads.
 _CONTEXT_BYTES = 512 * _MIB
 

@@ -36,14 +36,14 @@ class HostSeconds(NamedTuple):
     watched: float
 
 
-# Measured on a virtual machine with an H100 and 16 cores (torch 2.11) by benchmarks/bench_host.py: host-bound steps of
-# 27 small models of the zoo, plain and with `checkpoint()`, `offload()` and both. For GPT-2 XL, T5, Whisper and Swin,
-# which keep the card busy, the times were 1.2 times as long.
+# Seconds of a call, measured on a virtual machine with an H100 and 16 cores (torch 2.11) by benchmarks/bench_host.py:
+# host-bound steps of 27 small models of the zoo, plain and with `checkpoint()`, `offload()` and both. For GPT-2 XL, T5,
+# Whisper and Swin, which keep the card busy, the times were 1.2 times as long.
 _DEFAULT = {"operator": 29e-6, "backward": 40e-6, "view": 4.8e-6, "module": 24e-6}
-_LISTED = 0.45  # as a multiple of `view`: AdamW of 11 to 133 tensors
+_LISTED = 0.45  # multiple of `view`, by benchmarks/bench_host.py: AdamW of 11 to 133 tensors
 
-# region, saved, copy and watched as multiples of operator + module, from the same steps (watched: on fake CUDA
-# libraries).
+# region, saved, copy and watched as multiples of operator + module, by benchmarks/bench_host.py (watched: on fake CUDA
+# libraries, with --processor).
 _MULTIPLES = (5.7, 0.2, 4.5, 0.65)
 
 

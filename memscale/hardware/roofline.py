@@ -10,22 +10,25 @@ import torch
 from memscale.core import ConfigError
 from memscale.hardware.device import Hardware
 
-# Shares of data sheet rates. Large bfloat16 products reach, in public measurements, 80% on H100 and H200, 85% on A100
-# SXM, 78% on B200, 74% on L40S, 80% on A6000, 68% on V100 (float16), 64% on T4 (float16), 60% on MI300X, and slightly
-# over 100% on RTX 3090, 4090 and 5090, which clock above their sheets (stas00/ml-engineering, "Maximum Achievable
-# Matmul FLOPS"; zzc0721/torch-performence-test-data). STREAM on an H100 NVL: 78% copy, 84% triad (BabelStream).
+# Shares of data sheet rates; benchmarks/bench_operators.py measures them by operator. Source: large bfloat16 products
+# reach 80% on H100 and H200, 85% on A100 SXM, 78% on B200, 74% on L40S, 80% on A6000, 68% on V100 (float16), 64% on T4
+# (float16), 60% on MI300X, and slightly over 100% on RTX 3090, 4090 and 5090, which clock above their sheets
+# (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"; zzc0721/torch-performence-test-data). STREAM on an H100
+# NVL: 78% copy, 84% triad (BabelStream).
 _COMPUTE_SHARE, _BANDWIDTH_SHARE = 0.8, 0.85
 
-# On an accelerator, the seconds of a nearly empty kernel. In OpenXLA's table of measured H100 products (its
+# Seconds of a nearly empty kernel on an accelerator. Source: in OpenXLA's table of measured H100 products (its
 # matmul_interpolator_data.h) the least is 5.8 µs. With this constant and the efficiencies above, the error of `seconds`
 # over 61 of its bfloat16 products from 0.07 to 550 GFLOP is 5% in the median, 16% at the 90th percentile, and 34% for
-# narrow products that fill few of the card's processors. On a CPU, the dispatch of one operator, measured by
-# `Hardware.measure` on an AMD EPYC.
+# narrow products that fill few of the card's processors.
 _ACCELERATOR_LAUNCH_SECONDS = 5.5e-6
+# Seconds of the dispatch of one operator on a CPU. Source: `Hardware.measure` on an AMD EPYC, as in
+# benchmarks/bench_clock.py.
 _CPU_LAUNCH_SECONDS = 2e-6
 
-# The rates of one thread of a CPU that was not measured, rounded results of `Hardware.measure` on an AMD EPYC with
-# AVX-512 (torch 2.13): float32 products and copies. A choice between plans depends only on the ratio.
+# FLOP/s of float32 products and bytes/s of copies of one thread of a CPU that was not measured; a choice between plans
+# depends only on the ratio. Source: `Hardware.measure` on an AMD EPYC with AVX-512 (torch 2.13), rounded, as in
+# benchmarks/bench_clock.py.
 _CPU_FLOPS_PER_SECOND, _CPU_BYTES_PER_SECOND = 100e9, 24e9
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "int8")
 

@@ -37,10 +37,11 @@ from memscale.simulation import Parallel, ParallelKind, Profile, Target, Trace, 
 from memscale.transforms import cast, proven_rows
 
 Budget = int | float | str
-POINTS = 12  # the default number of points of a frontier
+# Points of a frontier by default; its seconds grow with them: benchmarks/bench_answers.py.
+POINTS = 12
 
-#: The share of a device that recommendations and `AutoTuner` leave free without a budget: for other processes, and for
-#: memory of libraries that PyTorch does not count.
+#: The share of a device that recommendations and `AutoTuner` leave free without a budget, for other processes, and for
+#: memory of libraries that PyTorch does not count. Assumed.
 LEFT_FREE = 0.05
 
 #: The note of a plan whose search was stopped, and the note of a plan whose search was interrupted from the keyboard.
@@ -49,7 +50,8 @@ INTERRUPTED_SEARCH = f"{reason(KeyboardInterrupt())}: {SO_FAR}"
 
 _ROUNDS_NOTHING = "rounding is allowed, and the fastest plan needs none: its results are equal bit for bit"
 
-# A plan of the policy's techniques is accepted up to this multiple of the lower bound of all plans' seconds.
+# Multiple of the lower bound of all plans' seconds up to which a plan of the policy's techniques is accepted; more
+# steps are simulated with less: benchmarks/bench_simulate.py --plan.
 _NEAR = 1.02
 
 

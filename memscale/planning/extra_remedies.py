@@ -12,15 +12,15 @@ from memscale.algebra import Plan
 from memscale.core import Argument, MemscaleError, format_bytes, matches
 from memscale.planning.parts.blocks import repeated_blocks
 from memscale.planning.remedies import optimizer_options, other_loops
-from memscale.planning.stepping import held_by_phase, hows
+from memscale.planning.stepping import LEAST_GAIN, held_by_phase, hows
 from memscale.simulation import Parallel, Profile, TrainingStep
 
-# Share of the peak: a remedy that lowers the peak by less is dropped.
-_LEAST_GAIN = 1e-3
 # Share of the peak: where the optimizer phase holds as much, remedies of the update are tried first, since the update
-# is the peak or becomes the peak once the other phases hold less.
+# is the peak or becomes the peak once the other phases hold less; refusals take more simulations with less:
+# benchmarks/bench_plan.py --smallest.
 _UPDATES = 0.8
-# Share of the parameter bytes outside the blocks: a module with more gets a shard of its own (a norm has less).
+# Share of the parameter bytes outside the blocks: a module with more gets a shard of its own (a norm has less); peaks
+# of sharded steps: benchmarks/bench_many_cards.py.
 _SHARE = 1 / 100
 
 #: Returns the profile of the step under a plan, as one process of a parallel spec (None: one process alone).
@@ -77,7 +77,7 @@ def extra_remedies(
                 found = simulate(other.plan, other.parallel)
         except MemscaleError:  # the optimizer or the parallel spec does not support the remedy
             continue
-        if found.taken_bytes < (1 - _LEAST_GAIN) * least:
+        if found.taken_bytes < (1 - LEAST_GAIN) * least:
             setting, profile, least = other, found, found.taken_bytes
             yield setting.said, profile
             tried.clear()  # a remedy that freed nothing at the peak before may free something at the new peak

@@ -11,7 +11,7 @@ from memscale.planning.remedies import shorthands, summary
 from memscale.planning.search.found import Proven
 from memscale.simulation import Loop, Profile
 
-# Share of a step's bytes from which a note is worth its line.
+# Share of a step's bytes from which a note is worth its line. By choice.
 _WORTH_TELLING = 0.05
 # Categories of tensors that a step makes, and that no later step needs.
 _MADE = ("activation", "temporary")

@@ -20,7 +20,8 @@ from memscale.transforms import cast
 _CHANGES = {"enable_tiling": ", with sums in another order", "use_mixed_precision": ", in a lower precision"}
 
 
-_SHOWN = 2  # remedies in the message
+# Remedies in the message. By choice.
+_SHOWN = 2
 
 
 @dataclass(frozen=True)

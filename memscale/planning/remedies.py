@@ -17,9 +17,11 @@ from memscale.planning.parts.blocks import repeated_blocks
 from memscale.planning.parts.heads import loss_head
 from memscale.transforms import cast, checkpoint, offload, tile
 
-# Chunks of a loss head that is tiled by name: an eighth of the logits seldom decides the peak.
+# Chunks of a loss head that is tiled by name: an eighth of the logits seldom decides the peak:
+# benchmarks/bench_tile.py.
 _CHUNKS = 8
-_MOST_NAMED = 3  # transforms in a summary
+# Transforms in a summary. By choice.
+_MOST_NAMED = 3
 
 Rules = Mapping[str, Transform]
 

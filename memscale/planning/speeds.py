@@ -10,10 +10,11 @@ from memscale.config import Config
 from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, has_rate, knows_copies, nominal
 from memscale.planning.solving.solver import LinkRates
 
-_PROBE_BYTES = 1 << 30  # bytes of the copy whose seconds give the rate of a link
+# Bytes of the copy whose seconds give the rate of a link; so many that the start of a copy does not show. By choice.
+_PROBE_BYTES = 1 << 30
 
-# Nominal FLOP/s by dtype and bytes/s, for an accelerator without known rates. A choice between candidates needs only
-# ratios of times: seconds that rest on nominal rates are relative.
+# Nominal FLOP/s by dtype and bytes/s, for an accelerator without known rates. Assumed: a choice between candidates
+# needs only ratios of times, and seconds that rest on nominal rates are relative.
 _NOMINAL_FLOPS = {"float32": 1e12, "bfloat16": 2e12, "float16": 2e12, "float64": 5e11}
 _NOMINAL_BANDWIDTH = 1e11
 

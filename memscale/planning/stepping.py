@@ -24,13 +24,14 @@ from memscale.simulation import Profile, Trace, analyse
 
 NAMES = ("offload_states", "quantize_states", "step_in_backward", "step_in_groups")
 
-# Share of the parameter bytes in one group of `step_in_groups`: bounds the temporaries of the update by this share.
-_GROUP_SHARE = 1 / 16
-_MOST_GROUP_BYTES = 2**26
-# Temporaries of Adam's update of one parameter, as multiples of the parameter's bytes.
+# Share of the parameter bytes in one group of `step_in_groups`, and the most bytes of one: bound the temporaries of the
+# update; more groups take longer: benchmarks/bench_optimizers.py.
+_GROUP_SHARE, _MOST_GROUP_BYTES = 1 / 16, 2**26
+# Temporaries of Adam's update of one parameter, as multiples of the parameter's bytes. Source: `_single_tensor_adam` in
+# torch/optim/adam.py, the root of the second moment and its quotient.
 _OF_ONE = 2
-# Share of a phase's bytes: a strategy that lowers no phase by more is dropped.
-_LEAST_GAIN = 1e-3
+#: Share of the bytes of a phase or of the peak: a strategy or a remedy that lowers none by more is dropped. By choice.
+LEAST_GAIN = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +132,7 @@ def strategies(hows: Iterable[Transform], plain: Trace, simulate: Callable[[Rule
         except MemscaleError:  # for example on FSDP2's shards, or an update in backward before DDP's all-reduce
             continue
         after = held_by_phase(analyse(strategy.plain))
-        if any(after.get(phase, 0) < (1 - _LEAST_GAIN) * nbytes for phase, nbytes in before.items()):
+        if any(after.get(phase, 0) < (1 - LEAST_GAIN) * nbytes for phase, nbytes in before.items()):
             found.append(strategy)
     return sorted(found, key=lambda strategy: (analyse(strategy.plain).step_seconds or 0.0, len(repr(strategy.how))))
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from memscale.reports import DrawnPoint, Price
 
 _DOCUMENT = Document("frontier", version=1, writer="Frontier.to_json()", error=ConfigError)
-_FEW = 3  # runs of modules that a summary names; the number of further runs follows
+# Runs of modules that a summary names; the number of further runs follows. By choice.
+_FEW = 3
 
 
 @dataclass(frozen=True)

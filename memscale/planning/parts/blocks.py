@@ -11,8 +11,9 @@ from torch import nn
 
 from memscale.core import matches
 
-# Two blocks count as alike when at least this share of the smaller one's parameters has the same name and
-# shape in the other. ResNet's first block of a stage (another input width and a shortcut) shares 5 of 6.
+# Share of the smaller block's parameters that have the same name and shape in the other, if both count as alike.
+# ResNet's first block of a stage (another input width and a shortcut) shares 5 of 6; rows of blocks:
+# benchmarks/bench_plan.py --only resnet.
 _ALIKE = 0.5
 
 _Signature = frozenset[tuple[str, tuple[int, ...]]]

@@ -25,18 +25,24 @@ from memscale.runtime import AsyncOffloadConfig
 from memscale.simulation import Trace, operators_of, turns_of
 from memscale.transforms import Cut, cast, checkpoint, may_be_proven, offload, tile
 
-# Chunks of a tile: enough for small tensors, few enough for large matrix products. The fine number is for steps that
-# fit no other way, since the time to simulate grows with the number of chunks.
+# Chunks of a tile: enough for small tensors, few enough for large matrix products (benchmarks/bench_plan.py: seconds of
+# a step). The fine number is for steps that fit no other way, since the time to simulate grows with the number of
+# chunks (benchmarks/bench_plan.py --smallest: peaks).
 _CHUNKS, _FINE_CHUNKS = 4, 16
-# The most positions in a chunk of one long row, as far as `_FINE_CHUNKS` chunks suffice.
+# The most positions in a chunk of one long row, as far as `_FINE_CHUNKS` chunks suffice:
+# benchmarks/bench_long_context.py.
 _MOST_POSITIONS = 2**15
-_HEAD_CHUNKS, _LATE_HEAD_CHUNKS = (4, 16, 64), 16
-# The fewest rows in a chunk of a whole part, except for fine chunks: chunks of one row cost time and free little more.
+# Chunks of a loss head: benchmarks/bench_plan.py --only gpt2-tile.
+_HEAD_CHUNKS = (_CHUNKS, _FINE_CHUNKS, 64)
+# The fewest rows in a chunk of a whole part, except for fine chunks: chunks of one row cost time and free little more:
+# benchmarks/bench_plan.py --smallest.
 _FEWEST_ROWS = 2
-# A row of single operations is cut at every n-th operation with a weight, a row of blocks at every n-th block.
+# A row of single operations is cut at every n-th operation with a weight, a row of blocks at every n-th block; with
+# fewer the smallest steps take more: benchmarks/bench_plan.py --smallest.
 _EVERY = (1, 2, 4)
 # Calls in a step from which a module, such as a cell in a loop, is not tiled: one call works with a small share of the
-# bytes that the module keeps, so that tiles free next to nothing, and take long to simulate.
+# bytes that the module keeps, so that tiles free next to nothing, and take long to simulate: benchmarks/bench_plan.py
+# --only lstm.
 MANY_TURNS = 8
 # The fewest bytes of a parameter that `offload` moves; `transform` warns of a plan that moves no parameter.
 _FEWEST_BYTES = AsyncOffloadConfig().min_bytes
@@ -52,7 +58,7 @@ _ROW_BY_ROW = frozenset(
     for name in line.split()
 )
 
-# The most modules in a part that a candidate's text names; of more modules the text has the number.
+# Modules in a part that a candidate's text names; of more modules the text has the number. By choice.
 _MOST_NAMED = 2
 
 Rules = tuple[tuple[str, Transform], ...]
@@ -247,7 +253,7 @@ class Menu:
             return ()
         cuts = [tile(chunks=chunks) for chunks in _HEAD_CHUNKS]
         if is_tied(model, head):  # `late_gradient` changes tied heads of more than 16 bits only
-            cuts.append(tile(chunks=_LATE_HEAD_CHUNKS, late_gradient=True))
+            cuts.append(tile(chunks=_FINE_CHUNKS, late_gradient=True))
         return tuple(Candidate(((head, how),)) for how in cuts)
 
     @property

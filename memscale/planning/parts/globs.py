@@ -12,7 +12,8 @@ from memscale.algebra import Plan, Transform, find_regions
 from memscale.core import matches, written
 
 _NUMBER = re.compile(r"\d+")
-_MOST_NUMBERS = 6  # numbers of a path that may become stars; each doubles the number of patterns
+# Numbers of a path that may become stars; each doubles the number of patterns. By choice.
+_MOST_NUMBERS = 6
 
 
 def with_globs(plan: Plan, model: nn.Module) -> Plan:

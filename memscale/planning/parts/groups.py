@@ -11,9 +11,11 @@ from memscale.planning.parts.blocks import is_called
 from memscale.planning.parts.parts import ModuleShares, Part
 from memscale.simulation import Trace
 
-# Share of a group's kept bytes: another module around the same parts is a group only if it keeps more by this share.
+# Share of a group's kept bytes: another module around the same parts is a group only if it keeps more by this share;
+# more groups take more simulations: benchmarks/bench_plan.py --smallest.
 _MORE = 1 / 10
-# Share of the step's kept bytes: a module that keeps less is no group, since its candidates are not worth a simulation.
+# Share of the step's kept bytes: a module that keeps less is no group, since its candidates are not worth a simulation:
+# benchmarks/bench_plan.py --smallest.
 _LEAST = 1 / 10
 
 

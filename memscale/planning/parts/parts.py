@@ -16,18 +16,23 @@ from memscale.planning.parts.blocks import could_be_block, repeated_blocks
 from memscale.planning.parts.heads import loss_head
 from memscale.simulation import Trace, runs_of, shares
 
-# Share of the step's kept bytes above which a module is divided: decisions about its parts are finer.
+# Share of the step's kept bytes above which a module is divided: decisions about its parts are finer, and take more
+# simulations: benchmarks/bench_simulate.py --plan.
 _LARGE = 1 / 8
-# Share of the step's kept bytes below which a module is no part: no decision about the module shows in the peak.
+# Share of the step's kept bytes below which a module is no part: no decision about the module shows in the peak; more
+# parts take longer to plan: benchmarks/bench_simulate.py --plan.
 _SMALL = 1 / 1000
-# Shares of a part's kept bytes: a module inside is a child of the part if its share is between these two.
+# Shares of a part's kept bytes: a module inside is a child of the part if its share is between these two; children are
+# what the smallest steps recompute one by one: benchmarks/bench_plan.py --smallest.
 _LEAST, _MOST = 1 / 10, 9 / 10
 # Share of a module's kept bytes: if the parts inside keep less, the module's own code keeps most, and the module is the
-# part. The second share is for the whole model, whose kept bytes include those of the loss.
+# part. The second share is for the whole model, whose kept bytes include those of the loss: benchmarks/bench_plan.py.
 _COVERED, _COVERED_OF_ALL = 1 / 2, 1 / 10
-# Calls in a step from which a module counts as a repeated block, as a row of so many blocks does.
+# Calls in a step from which a module counts as a repeated block, as a row of so many blocks does:
+# benchmarks/bench_plan.py --only lstm.
 _RUNS = 3
-# Share by which alike parts may differ in kept bytes and seconds, as the first and the last block of a row do.
+# Share by which alike parts may differ in kept bytes and seconds, as the first and the last block of a row do; unlike
+# parts are simulated one by one: benchmarks/bench_simulate.py --plan.
 _ALIKE = 0.1
 
 

@@ -17,15 +17,20 @@ from memscale.planning.parts.blocks import could_be_block
 from memscale.simulation import Phase, Trace, attribute, given_bytes
 from memscale.transforms import Cut, layers
 
-# The number of limits between the fewest bytes that cuts reach and the bytes of the row as written.
+# Limits between the fewest bytes that cuts reach and the bytes of the row as written; each gives a candidate:
+# benchmarks/bench_plan.py --only convnet --peers.
 _LIMITS = 10
-# Bisections for the fewest bytes that cuts reach: the error is 2**-7 of the row's bytes.
+# Bisections for the fewest bytes that cuts reach: the error is 2**-7 of the row's bytes: benchmarks/bench_plan.py
+# --smallest.
 _HALVINGS = 7
-# Share of a row's forward: the seconds that each region adds, so that fewer of equally good cuts are taken.
+# Share of a row's forward: the seconds that each region adds, so that fewer of equally good cuts are taken;
+# benchmarks/bench_checkpoint.py measures what a region adds.
 _OF_REGION = 1 / 1000
-# The most layers of a row: the search takes long for more, and longer rows still have cuts at every n-th block.
+# The most layers of a row: the search takes long for more, and longer rows still have cuts at every n-th block:
+# benchmarks/bench_simulate.py --plan.
 _MOST_LAYERS = 100
-# The most partial solutions that the search keeps for each place of a cut.
+# Partial solutions that the search keeps for each place of a cut; more take longer: benchmarks/bench_plan.py --only
+# convnet --peers.
 _WAYS = 24
 
 

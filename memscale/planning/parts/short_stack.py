@@ -10,9 +10,11 @@ from memscale.algebra import Plan, transform
 from memscale.planning.parts.parts import Part
 from memscale.telemetry import uncounted
 
-# Blocks that stay at each end of a row.
+# Blocks that stay at each end of a row; the simulated step says by how much fewer would be wrong:
+# benchmarks/bench_simulate.py --plan.
 _STAY = 2
-# The fewest blocks to leave out: the check of a short stack takes a simulation, which fewer blocks do not make up for.
+# The fewest blocks to leave out: the check of a short stack takes a simulation, which fewer blocks do not make up for:
+# benchmarks/bench_simulate.py --plan.
 _FEWEST = 16
 
 

@@ -10,8 +10,10 @@ from fractions import Fraction
 from memscale.core import format_bytes
 
 # Factor by which the polynomial may extrapolate beyond the largest size that fits. At small sizes the optimizer phase
-# may hide the growth of other phases; a larger factor then makes a batch that is far too large for nothing.
+# may hide the growth of other phases; a larger factor then makes a batch that is far too large for nothing:
+# benchmarks/bench_answers.py.
 _STRIDE = 16
+# Simulations in one search for the largest size: benchmarks/bench_answers.py.
 MOST_SIMULATIONS = 12
 
 

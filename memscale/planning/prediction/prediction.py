@@ -22,7 +22,8 @@ from memscale.core import (
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("prediction", version=1, writer="OOMPrediction.to_json()", error=ConfigError)
-_ROWS = 5  # the number of memory categories in a printed prediction
+# Memory categories in a printed prediction. By choice.
+_ROWS = 5
 
 
 class OOMRisk(enum.IntEnum):

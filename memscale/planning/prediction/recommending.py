@@ -20,7 +20,7 @@ from memscale.planning.remedies import optimizer_options, other_loops, shorthand
 from memscale.planning.step_simulator import OutOfTime, limited, reason
 from memscale.simulation import Parallel, Profile
 
-# Share of the peak: a change that frees less is no recommendation.
+# Share of the peak: a change that frees less is no recommendation. By choice.
 _LEAST = 2e-3
 
 

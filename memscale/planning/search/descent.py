@@ -29,13 +29,17 @@ from memscale.planning.trials.trials import Simulate
 from memscale.simulation import Profile, Trace, analyse, operators_of, turns_of
 from memscale.transforms import checkpoint, may_be_proven, proven_rows, tile
 
-# The most simulated operators, and the most moves in a row that do not lower the peak.
+# The most simulated operators, and the most moves in a row that do not lower the peak; with fewer the smallest steps
+# take more: benchmarks/bench_plan.py --smallest.
 _MOST_OPERATORS, _MOST_FAILURES = 80_000, 4
-# Share of the peak: the least estimate of a move that is simulated, and the least gain of a move that is kept.
+# Share of the peak: the least estimate of a move that is simulated, and the least gain of a move that is kept:
+# benchmarks/bench_plan.py --smallest.
 _WORTH, _GAIN = 0.05, 0.01
-# Share of the waiting bytes that a checkpoint is estimated to free: its inputs stay.
+# Share of the waiting bytes that a checkpoint is estimated to free, since its inputs stay: the order of the moves,
+# benchmarks/bench_plan.py --smallest.
 _FREED = 0.8
-# The first numbers of chunks of a tile, and the most chunks. A loss head has few bytes besides the logits.
+# The first numbers of chunks of a tile, and the most chunks. A loss head has few bytes besides the logits:
+# benchmarks/bench_plan.py --smallest.
 _FIRST, _MOST_CHUNKS, _MOST_HEAD_CHUNKS = (4, 2), 64, 512
 # The categories of the bytes at the peak that transforms free.
 _FREE = ("activation", "temporary", "workspace")

@@ -6,15 +6,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: The most simulated steps for one budget and one set of techniques, and those left for corrections of the result.
+#: The most simulated steps for one budget and one set of techniques, and those left for corrections of the result:
+#: benchmarks/bench_simulate.py --plan counts them.
 ROUNDS, _CORRECTIONS = 5, 2
-# The most simulated steps for one budget; more of a step that has at most so many operators.
+# The most simulated steps for one budget; more of a step that has at most so many operators:
+# benchmarks/bench_simulate.py --plan counts them, and benchmarks/bench_plan.py has the share of the budget that is
+# used.
 _STEPS, _FEW_OPERATORS = 8, 8_000
-# The most simulations that look for a faster choice with as few bytes.
+# The most simulations that look for a faster choice with as few bytes: benchmarks/bench_plan.py, seconds at the
+# smallest budget.
 _LOOKS = 3
 # The most operators to simulate, and the fewest simulations in any case: a step of very many operators (eighty sharded
-# blocks, a Python loop over time) takes 5 to 10 s to simulate. The limit counts operators: seconds would make plans
-# depend on the machine.
+# blocks, a Python loop over time) takes 5 to 10 s to simulate: benchmarks/bench_simulate.py --plan --only llama-405b.
+# The limit counts operators: seconds would make plans depend on the machine.
 _MOST_OPERATORS, _FEWEST = 50_000, 3
 
 

@@ -35,6 +35,7 @@ from memscale.planning.parts.parts import Part, parts_of
 from memscale.planning.search.descent import Descent, DescentStep, is_inside
 from memscale.planning.search.effort import ROUNDS, Effort
 from memscale.planning.search.found import Found, Proven
+from memscale.planning.solving.program import GAP
 from memscale.planning.solving.solver import Choice, Chooser, LinkRates
 from memscale.planning.stepping import held_by_phase
 from memscale.planning.trials.costs import GROUPED, Assignment, Costs, costs_of_step, measured_costs
@@ -43,31 +44,38 @@ from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Trials
 from memscale.simulation import Trace, analyse, attribute
 
-# Share of the budget that a plan leaves free for errors of the simulation (at most 0.09 % on models outside the tests).
+# Share of the budget that a plan leaves free for errors of the simulation: benchmarks/bench_predict.py (at most 0.09 %
+# on models outside the tests).
 _MARGIN = 1e-3
-# A step in tiles with more than so many times the operators of the step as written counts for several.
+# A step in tiles with more than so many times the operators of the step as written counts for several:
+# benchmarks/bench_long_context.py.
 _LONG = 2
 # `_STEP`: the share between two limits of the grid. `_RANGE`: how far below the wanted limit a grid point may be, by
-# whether an allocator reserves segments; reserved bytes go up and down from limit to limit.
+# whether an allocator reserves segments; reserved bytes go up and down from limit to limit: benchmarks/bench_plan.py,
+# share of the budget.
 _STEP, _RANGE = 2e-3, {False: 0.0, True: 0.02}
 # For a step of few operators, every `_COARSE`-th limit of the grid is tried if its choice may fit and be faster: a step
-# of a smaller limit may take more bytes, so that a search by bytes alone passes over faster steps that fit.
+# of a smaller limit may take more bytes, so that a search by bytes alone passes over faster steps that fit:
+# benchmarks/bench_plan.py.
 _COARSE = 64
 # A step that uses the share `_USED` of the budget is the answer, unless the rest may save the share `_WORTH` of time.
-# Of a step with many operators, any that fits is the answer on that condition.
+# Of a step with many operators, any that fits is the answer on that condition: benchmarks/bench_plan.py, share of the
+# budget; benchmarks/bench_simulate.py --plan, simulations.
 _USED, _WORTH = 0.99, 0.01
-# Share by which a choice must be estimated to be faster to be simulated: `_FASTER` (less is within the solver's gap),
-# and `_OTHERS` for a choice of another set of techniques.
-_FASTER, _OTHERS = 1e-3, 5e-3
+# Share by which a choice of another set of techniques must be estimated to be faster to be simulated:
+# benchmarks/bench_simulate.py --plan counts simulations. Of the same set it is the solver's `GAP`.
+_OTHERS = 5e-3
 # Multiple of the budget, or of the smallest step: a choice with a larger estimate is not simulated, by whether the
-# choice moves bytes, whose costs add up less exactly.
+# choice moves bytes, whose costs add up less exactly: benchmarks/bench_simulate.py --plan counts simulations.
 _HARDLY = {False: 1.05, True: 1.25}
 # A simulated step is near to a choice if it differs in at most the share `_NEAR` of the parts that the choice changes.
-# The multiple of the budget from which on a choice that is expected to take more is not simulated.
+# The multiple of the budget from which on a choice that is expected to take more is not simulated:
+# benchmarks/bench_simulate.py --plan counts simulations.
 _NEAR, _SURELY = 0.5, 1.01
-# A step that takes at most this multiple of the lower bound is the smallest.
+# A step that takes at most this multiple of the lower bound is the smallest: benchmarks/bench_plan.py --smallest.
 _LEAST = 1.005
-# Share of the step as written: the most that the allocator is estimated to reserve beyond the allocated bytes.
+# Share of the step as written: the most that the allocator is estimated to reserve beyond the allocated bytes:
+# benchmarks/bench_card.py has both.
 _KEPT = 0.1
 
 #: Returns the trace of a step with rules, with or without its update, of the model without the parts at some paths.
@@ -234,7 +242,7 @@ class Search:
                 return False
             best = _best(tried.values(), safe_bytes)
             below = below_seconds if best is None else min(below_seconds, best.seconds)
-            return self._chooser.seconds(assignment) < (1 - _FASTER) * below
+            return self._chooser.seconds(assignment) < (1 - GAP) * below
 
         for among in self._sets:
             # A long step has no simulations to spare for a set whose smallest choice hardly fits.
@@ -436,7 +444,7 @@ class Search:
             found = tried[assignment] = self.prove(assignment)
             late = min(late, found.seconds - chooser.seconds(assignment))
             if found.taken_bytes <= safe_bytes:
-                below = min(below, (1 - _FASTER) * found.seconds)
+                below = min(below, (1 - GAP) * found.seconds)
             return found
 
         def is_faster(assignment: Assignment) -> bool:
@@ -472,7 +480,7 @@ class Search:
                 rest = self._choice(max(over + 1, self._at(aim)), among).assignment
                 worth = 1 - chooser.seconds(rest) / chooser.seconds(choice.assignment)
                 enough = found.taken_bytes >= _USED * safe_bytes or not self._effort.is_short
-                if worth < (_WORTH if enough else _FASTER):
+                if worth < (_WORTH if enough else GAP):
                     break
                 continue
             over = max(at, self._at(held) - 1)  # limits down to `held` have the same choice

@@ -9,15 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from memscale.planning.parts.candidates import Candidate
-from memscale.planning.solving.program import Floats
+from memscale.planning.solving.program import INTEGRAL, Floats
 from memscale.planning.trials.costs import Assignment
 
-#: The least value in the solution of a program that counts as 1.
-INTEGRAL = 1 - 1e-6
-
-# The most swaps, as a multiple of the number of parts, to make a rounded choice fit.
-_MOST_SWAPS = 4
-# Share of the excess: a swap that lowers the excess by less changes only the last digits of a sum.
+# Share of the excess: a swap that lowers the excess by less changes only the last digits of a sum. Source: float64 has
+# 15 digits, of which sums over thousands of parts lose a few.
 _LEAST_LESS = 1e-6
 
 
@@ -84,7 +80,7 @@ class LocalSearch:
             chosen[rows] += sorted(numbers, key=self._places(rows).__getitem__)
         part_of = np.repeat(np.arange(len(starts)), np.diff(self.offsets))
         held, together, seconds = self.held[:, self.matter], self.together[self.matter], self.seconds
-        for _ in range(_MOST_SWAPS * len(chosen)):
+        while True:  # each swap leaves less excess
             over = held[chosen].sum(axis=0) - limit - together * self.streams[chosen].any()
             excess = float(np.maximum(0.0, over).sum())
             if not excess:
@@ -99,8 +95,6 @@ class LocalSearch:
             slower = np.maximum(0.0, seconds - seconds[now])
             best = int(np.where(may, slower / np.where(may, less, 1.0), np.inf).argmin())
             chosen[part_of[best]] = best
-        else:
-            return None
         fits = self.cap_bytes is None or self.out_bytes[chosen].sum() <= self.cap_bytes
         return tuple((chosen - starts).tolist()) if fits else None
 
@@ -114,7 +108,7 @@ class LocalSearch:
         numbers: list[int] = []
         for which, count in ((~streams, rows - streamed), (streams, streamed)):
             share = np.where(which, shares, -1.0)
-            whole = np.floor(share + (1 - INTEGRAL)).clip(0).astype(int)
+            whole = np.floor(share + INTEGRAL).clip(0).astype(int)
             rest = np.argsort(whole - share, kind="stable")[: max(0, count - whole.sum())].tolist()
             numbers += [*np.repeat(np.arange(len(whole)), whole).tolist(), *rest][:count]
         return numbers

@@ -15,16 +15,19 @@ from memscale.core import package
 
 Floats = npt.NDArray[np.float64]
 
-#: The relative gap to the bound at which a solution is accepted.
+#: The relative gap to the bound at which a solution is accepted, and by which a choice must be faster to be simulated;
+#: less takes longer: benchmarks/bench_simulate.py --plan.
 GAP = 1e-3
 # Nodes of the search tree after which the best solution so far is taken, in a program of up to `_FEW_COLUMNS` columns.
-# Each node of a larger program takes longer, and the program gets fewer nodes.
+# Each node of a larger program takes longer, and the program gets fewer nodes: benchmarks/bench_simulate.py --plan.
 _NODES, _FEW_COLUMNS = 1000, 100
-# Feasibility tolerance. At HiGHS' default of 1e-6 its presolve (1.15.1) declares feasible programs infeasible.
+# Feasibility tolerance. Source: at HiGHS' default of 1e-6 its presolve (1.15.1) declares feasible programs infeasible.
 _TOLERANCE = 1e-7
-# The most violated rows join the program, at most so many at once.
+# The most violated rows join the program, at most so many at once: benchmarks/bench_simulate.py --plan.
 _AT_ONCE = 8
-_INTEGER = 1e-6  # the distance from an integer up to which a value counts as an integer
+#: The distance from an integer up to which a value in a solution counts as the integer. Source: HiGHS' default of
+#: mip_feasibility_tolerance.
+INTEGRAL = 1e-6
 
 
 class Program:
@@ -110,7 +113,7 @@ class Program:
                 continue
             least = self.bound if least == -np.inf else least  # the root's bound, without integers, bounds all branches
             values = self.values[columns]
-            parted = np.flatnonzero(np.abs(values - values.round()) > _INTEGER)
+            parted = np.flatnonzero(np.abs(values - values.round()) > INTEGRAL)
             if not len(parted):
                 best, found = self.bound, self.values
                 continue

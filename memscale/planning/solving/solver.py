@@ -18,23 +18,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memscale.planning.solving.local_search import INTEGRAL, LocalSearch, intervals_that_matter
-from memscale.planning.solving.program import GAP, Floats, Program
+from memscale.planning.solving.local_search import LocalSearch, intervals_that_matter
+from memscale.planning.solving.program import GAP, INTEGRAL, Floats, Program
 from memscale.planning.trials.costs import Assignment, Bytes, Costs
 from memscale.planning.trials.trial_rows import MOVES
 
 # Binaries up to which the whole integer program is solved. In a larger program the parts that the relaxed program
-# decides are fixed first: the search over all parts takes seconds, and finds steps that are less than 0.5 % faster.
+# decides are fixed first: the search over all parts takes seconds, and finds steps that are less than 0.5 % faster:
+# benchmarks/bench_simulate.py --plan.
 _WHOLE = 100
 # Binaries above which a rounded solution is taken as it is: the integer program of one long row of a Llama 8B (650
-# binaries) takes minutes, and a rounded solution is as near to the bound.
+# binaries) takes minutes, and a rounded solution is as near to the bound: benchmarks/bench_long_context.py.
 _MOST_WHOLE = 400
+# Bytes in the unit of the program, in which its numbers are near to 1. Source: IEC 80000-13.
 _MIB = 2.0**20
 
-# Share by which two numbers of bytes may differ to count as about equal.
+# Share by which two numbers of bytes may differ to count as about equal, so that the faster choice is the smallest:
+# benchmarks/bench_plan.py --smallest.
 _NEAR = 1e-2
 
-# The range of `moving_scale`: the ratio of the waits of a simulated step to the estimated waits.
+# The range of `moving_scale`: the ratio of the waits of a simulated step to the estimated waits:
+# benchmarks/bench_simulate.py --plan counts simulations.
 _LEAST_SCALE, _MOST_SCALE = 0.25, 4.0
 
 
@@ -363,7 +367,7 @@ class Chooser:
         """
         low_bounds, high_bounds = np.zeros(len(values)), allowed.copy()
         for part, (low, high) in enumerate(zip(self._offsets, self._offsets[1:], strict=False)):
-            chosen = values[low:high] >= INTEGRAL
+            chosen = values[low:high] >= 1 - INTEGRAL
             if chosen.any() and (not freed or part % freed):
                 low_bounds[low:high] = high_bounds[low:high] = chosen
         return low_bounds, high_bounds

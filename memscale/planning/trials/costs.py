@@ -25,7 +25,8 @@ from memscale.planning.trials.trials import Simulate, Trials, TrialSteps
 from memscale.simulation import OUTSIDE, Attribution, Interval, Phase, Trace, attribute
 
 Bytes = npt.NDArray[np.int64]
-# Passes of a host optimizer over its states in a step: Adam's loop over single tensors, counted by simulation.
+# Passes of a host optimizer over its states in a step. Source: `_single_tensor_adam` in torch/optim/adam.py, counted by
+# simulation.
 _STATE_PASSES = 8
 
 #: Marks a candidate that changes a group, in addition to the techniques in the candidate.

@@ -20,7 +20,8 @@ from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Simulate, Trials
 from memscale.simulation import OUTSIDE, Interval, Phase, Trace, attribute
 
-# A group is tried if it keeps at least this share of the peak while each member has the candidate that keeps least.
+# A group is tried if it keeps at least this share of the peak while each member has the candidate that keeps least:
+# benchmarks/bench_plan.py --smallest.
 _MATTERS = 1 / 10
 
 

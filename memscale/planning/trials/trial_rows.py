@@ -16,7 +16,7 @@ MOVES = frozenset({"offload", "stream"})
 #: By row: the family of the part in this row, and the candidate that the part tries.
 Chosen = dict[int, tuple[object, Candidate]]
 
-# A number of parts that together hold more tensors than the offload engine leaves on the device after forward.
+# Parts that together hold more tensors than the offload engine leaves on the device after forward. By choice.
 _TAIL = 2
 _MOVED = Candidate((("", offload()),))
 

@@ -14,7 +14,7 @@ from memscale.planning.tuning.tuning import Confirmation
 from memscale.simulation import Target, TrainingStep, profile_of
 
 # Share of the free bytes that a real step may take. The rest is for bytes outside the simulation: memory of the process
-# itself, and the copies from which the model's state is restored.
+# itself, and the copies from which the model's state is restored. Assumed.
 _SHARE = 0.8
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-#: Share by which the bound of a size must exceed the best rate for the search to go on.
+#: Share by which the bound of a size must exceed the best rate for the search to go on: benchmarks/bench_answers.py.
 TOLERANCE = 0.005
 
 

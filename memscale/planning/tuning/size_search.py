@@ -34,9 +34,10 @@ from memscale.planning.tuning.rates import Pace, fastest_size
 from memscale.planning.tuning.tuning import SizeTrial, Tuning
 from memscale.simulation import Profile, Target, TrainingStep, analyse, record
 
-# The most sizes to plan for between the smallest and the largest size.
+# The most sizes to plan for between the smallest and the largest size: benchmarks/bench_answers.py.
 _MOST_PLANS = 12
-# The most rounds of the search for the largest size; each round before the last finds a plan for a larger size.
+# The most rounds of the search for the largest size; each round before the last finds a plan for a larger size:
+# benchmarks/bench_answers.py.
 _ROUNDS = 6
 
 Count = Callable[[Any], int]

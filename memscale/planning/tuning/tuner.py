@@ -22,8 +22,10 @@ from memscale.planning.tuning.tuning import Confirmation, Tuning
 from memscale.simulation import Parallel, ParallelKind, TrainingStep, hardware_for
 
 _OBJECTIVES = ("throughput", "batch", "sequence")
-_MOST = 2**20  # the default of `at_most`
-# The most searches, each with a smaller limit than the one before; tuning fails if every result exceeds the budget.
+# The default of `at_most`. By choice.
+_MOST = 2**20
+# The most searches, each with a smaller limit than the one before; tuning fails if every result exceeds the budget. By
+# choice.
 _CONFIRMATIONS = 3
 
 

@@ -29,7 +29,7 @@ from memscale.simulation.trace import CollectiveRun, Stall, Times, Trace, Transf
 #: device; or the kind of a collective.
 CAUSES = ("input", "room", "disk", "host", "stream", *COLLECTIVES)
 
-# A launch waits while this many launches are queued: the measured size of CUDA's queue.
+# Launches in CUDA's queue while another one waits. Assumed for every card and driver, as it was measured on one.
 _MOST_QUEUED = 1024
 
 
@@ -65,7 +65,7 @@ class Mark(NamedTuple):
 
 # hardware -> id of a cost -> the cost and its seconds. Costs stay alive for the process, in the effects of calls.
 _prices: dict[Hardware, dict[int, tuple[Work, float | None]]] = {}
-_MOST_PRICED, _MOST_PRICES = 16, 1 << 15
+_MOST_PRICED, _MOST_PRICES = 16, 1 << 15  # devices, and prices of each; a bound on memory, by choice
 
 
 class _Point(NamedTuple):

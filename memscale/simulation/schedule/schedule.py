@@ -214,9 +214,9 @@ def _waits(trace: Trace) -> Iterator[ScheduledWait]:
                 yield ScheduledWait(queue, cause, begin - zero, end - begin, op - first)
 
 
-_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # tensors on their way back at once, by choice
 # A depth is deep enough if every larger depth saves at most this share of the step, or at most this many copies for
-# each unit of depth: these copies only move from the end of a pass into the next pass, at a cost in memory.
+# each unit of depth: these copies only move from the end of a pass into the next pass, at a cost in memory. By choice.
 _WORTH = 0.01
 _COPIES = 2
 
