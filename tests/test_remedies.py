@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import memscale as ms
+from memscale.cli.adapters import settings_of
 from memscale.cli.subject import read_subject
 from tests.support import processes
 
@@ -42,6 +44,16 @@ def rows(batch, device="cpu"):
 class Speaker(nn.Module):
     def forward(self, x):
         return x
+
+
+class Flexible(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.layer = layer(device)
+
+    def forward(self, x):
+        heads = self.layer(x).repeat(64, 4)[None, None]
+        return flex_attention(heads, heads, heads)
 
 
 class Training(nn.Sequential):
@@ -194,6 +206,24 @@ REMEDIES = {
         r"from_pretrained\('some/model'\)\.save_pretrained",
     ),
     "a folder without a config": (lambda: read_subject(os.sep, None), r"no config\.json in this folder"),
+    "the executor of a number": (
+        lambda: ms.Executor.of(3),
+        r"^Executor\.of\(3\) takes a model; pass the model that wrap",
+    ),
+    "a number as an optimizer": (lambda: ms.LossScale().step(3), r"got 3; write scale\.step\(optimizer\)$"),
+    "a number as roles": (
+        lambda: ms.measure(layer, roles=3),
+        r"^measure\(roles=3\) .*; write roles=training_roles\(model",
+    ),
+    "a number as a runtime": (
+        lambda: ms.offload().on(3),
+        r"^offload\(\)\.on\(3\) takes a Runtime or None; write \.on\(",
+    ),
+    "flex_attention without a card": (
+        lambda: profile(Flexible("meta"), torch.ones(2, 4)),
+        "FlexAttention does not support backward on CPU.* attn_implementation='sdpa'",
+    ),
+    "an adapter's rank twice": (lambda: settings_of("r=16,r=8"), r"'r=16,r=8': r is given twice; name it once$"),
 }
 
 

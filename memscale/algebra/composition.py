@@ -43,7 +43,13 @@ class Transform(Value):
         raise NotImplementedError
 
     def on(self, runtime: Any) -> Transform:
-        """Returns this transform bound to `runtime`, if it uses a runtime; `None` is the process's own."""
+        """Returns this transform bound to `runtime`, if it uses a runtime; `None` is the process's own.
+
+        Raises:
+            ConfigError: `runtime` is no runtime.
+        """
+        if runtime is not None and not hasattr(runtime, "config"):
+            raise ConfigError(f"{self!r}.on({shown(runtime)}) takes a Runtime or None; write .on(Runtime())")
         return WithRuntime(self, runtime) if self.uses_runtime and runtime is not None else self
 
     @property

@@ -105,7 +105,7 @@ def settings_of(text: str) -> dict[str, Any]:
     {'r': 16, 'lora_alpha': 32.0, 'target_modules': ['q_proj', 'v_proj']}
 
     Raises:
-        ConfigError: a setting is unknown, or has a wrong value.
+        ConfigError: a setting is unknown, is given twice, or has a wrong value.
     """
     found: dict[str, Any] = {}
     for word in text.split(","):
@@ -116,6 +116,8 @@ def settings_of(text: str) -> dict[str, Any]:
                 f"--lora {_EXAMPLE}"
             )
         name, parse, rule = _SETTINGS[key]
+        if name in found:
+            raise ConfigError(f"--lora {text!r}: {key} is given twice; name it once")
         try:
             found[name] = parse(value)
         except (KeyError, ValueError):

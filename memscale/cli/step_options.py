@@ -181,10 +181,14 @@ def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
         raise ConfigError(
             f"--optimizer must be none or one of {', '.join(known)}, also with -fused or -foreach, got {name!r}"
         )
-    try:
-        made: torch.optim.Optimizer = known[kind](
-            (each for each in model.parameters() if each.requires_grad), **({loop: True} if loop else {})
+    trained = [each for each in model.parameters() if each.requires_grad]
+    if not trained:
+        raise ConfigError(
+            f"--optimizer {name}: no parameter of this {type(model).__name__} requires a gradient; call "
+            "requires_grad_() on what trains, or add --lora r=16"
         )
+    try:
+        made: torch.optim.Optimizer = known[kind](trained, **({loop: True} if loop else {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--optimizer {name}: {error}") from error
     return made

@@ -13,7 +13,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import TransformError, format_bytes, in_process_group, wrapped
+from memscale.core import ConfigError, TransformError, format_bytes, in_process_group, shown, wrapped
 from memscale.hardware import Hardware
 from memscale.inspection import check_same_numbers
 from memscale.legacy.comparison import StepComparison
@@ -70,7 +70,12 @@ class Executor:
         >>> import torch
         >>> print(Executor.of(torch.nn.Linear(2, 2)))
         None
+
+        Raises:
+            ConfigError: `model` is no module.
         """
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"Executor.of({shown(model)}) takes a model; pass the model that wrap() returned")
         executor = model.__dict__.get(ATTRIBUTE)
         # A copy that `transform` made of a wrapped model has the attribute too, but the executor of the original.
         return executor if isinstance(executor, cls) and executor._model() is model else None

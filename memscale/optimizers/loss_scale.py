@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from memscale.core import ConfigError, CorrectnessError, pytrees
+from memscale.core import ConfigError, CorrectnessError, pytrees, shown
 
 T = TypeVar("T")
 
@@ -108,8 +108,10 @@ class LossScale:
             Whether one of them is infinite or NaN. Processes that shard parameters must agree on this before `update`.
 
         Raises:
-            ConfigError: a gradient is float16, in which dividing by the factor underflows.
+            ConfigError: a gradient is float16, in which dividing by the factor underflows; or `optimizer` is none.
         """
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigError(f"LossScale takes an optimizer, got {shown(optimizer)}; write scale.step(optimizer)")
         parameters: Iterable[torch.Tensor] = (p for group in optimizer.param_groups for p in group["params"])
         return self._divide([parameter.grad for parameter in parameters if parameter.grad is not None])
 

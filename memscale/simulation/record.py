@@ -395,10 +395,11 @@ def profile_of(
         reason = f"{type(error).__name__}: {error}{place_of(error)}"
         if step.module is not None and any(parameter.is_meta for parameter in step.module.parameters()):
             numbers = any(each.is_meta and not each.is_floating_point() for each in tensors_of(step.batch))
+            flex = "; attn_implementation='sdpa' takes attention that runs anywhere" * ("FlexAttention" in reason)
             zeros = ": its numbers on meta are taken for zeros, which may be padding to it, so give real ones"
             raise ConfigError(
                 f"the step fails: {reason}. Check that the batch is what the model is called with"
-                f"{zeros if numbers else ''}; if it does run on a real device, build the model there"
+                f"{zeros if numbers else ''}; if it does run on a real device, build the model there{flex}"
             ) from error
     return _measured(step, plan, target, config, reason)
 

@@ -22,6 +22,9 @@ def mlps():
     blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)]
     return nn.Sequential(*blocks), lambda batch, seq: torch.ones(batch, seq, 32), lambda y, _: y.square().mean()
 
+def frozen():
+    return nn.Linear(8, 8).requires_grad_(False), lambda batch, seq: torch.ones(batch, 8), lambda y, _: y.sum()
+
 def picky():
     return nn.Linear(8, 8), lambda batch, seq: torch.ones(batch, 9), lambda y, _: y.sum()
 """
@@ -197,6 +200,10 @@ def test_a_terminal_gets_a_bar_and_no_lines(folder, capsys, monkeypatch):
         (["frontier", "--points", "1"], "'--points': must be at least 2, got 1"),
         (["plan", "--batch", "0"], "'--batch': must be at least 1, got 0"),
         (["plan", "--hf", "factories:picky"], "the step fails: RuntimeError: "),
+        (
+            ["plan", "--hf", "factories:frozen"],
+            "no parameter of this Linear requires a gradient; call requires_grad_() on what trains, or add --lora r=16",
+        ),
         (["plan", "--wings", "2"], "No such option: --wings"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",

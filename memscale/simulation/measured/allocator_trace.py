@@ -108,8 +108,8 @@ def measure(
             that role at the time of the call. :func:`training_roles` makes ``roles`` for a usual training step.
 
     Raises:
-        ConfigError: ``step`` cannot be called, ``device`` is neither a CPU nor a CUDA device, or ``roles`` names an
-            unknown role.
+        ConfigError: ``step`` or ``roles`` cannot be called, ``device`` is neither a CPU nor a CUDA device, or ``roles``
+            names an unknown role.
         RuntimeUnavailable: ``device`` is a CUDA device and PyTorch finds none, or a profiler of the caller's is on.
 
     Warns:
@@ -123,6 +123,10 @@ def measure(
     if not callable(step):
         raise ConfigError(
             f"measure() runs a step, got {shown(step)}; write measure(lambda: model(batch).sum().backward())"
+        )
+    if roles is not None and not callable(roles):
+        raise ConfigError(
+            f"measure(roles={shown(roles)}) must be a function or None; write roles=training_roles(model, optimizer)"
         )
     if internals.autograd._profiler_enabled():
         raise RuntimeUnavailable(
