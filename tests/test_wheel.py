@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_its_contents(wheel: Path):
+def test_the_wheel_contains_the_package_alone(wheel: Path):
     assert wheel.name.startswith("memscale_transforms-")
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -85,7 +85,7 @@ def test_sequences_and_the_fastest(capsys):
         (("--at-least", "2000000"), 2, "--at-least 2000000 is more than 1048576, the most that is tried; lower it"),
     ],
 )
-def test_wrong_options(options, status, message, capsys):
+def test_wrong_options_of_tune_get_one_line(options, status, message, capsys):
     assert command("tune", *STEP, *options) == status
     _, _, said = capsys.readouterr().err.rpartition("memscale: ")
     assert message in said

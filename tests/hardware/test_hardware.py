@@ -19,7 +19,7 @@ from memscale.hardware.device import Hardware
 GIB = 1024**3
 
 
-def test_the_cpu():
+def test_the_cpu_is_detected_with_its_memory():
     hardware = Hardware.detect("cpu")
     assert hardware.device_type == "cpu"
     assert hardware.name
@@ -93,13 +93,13 @@ def test_a_cuda_context_takes_its_part():
      ("capability", [9, 0]), ("capability", (9.0, 0)), ("multiprocessors", 0), ("measured", 1), ("measured", None),
      ("call_seconds", {"operator": 0.0}), ("call_seconds", None)],
 )  # fmt: skip
-def test_bad_fields(field, value):
+def test_a_field_out_of_range_is_refused(field, value):
     good = {"name": "H", "device_type": "cpu", "memory_bytes": 1}
     with pytest.raises(ConfigError, match=rf"Hardware\({field}=.*; (pass|choose) "):
         Hardware(**{**good, field: value})
 
 
-def test_bad_devices():
+def test_an_unknown_device_is_refused():
     with pytest.raises(ConfigError, match="must name a device; pass 'cuda'"):
         Hardware.detect("gpu?")
     with pytest.raises(RuntimeUnavailable, match=r"cannot measure .* 'meta' .*; describe it yourself"):
@@ -197,7 +197,7 @@ def test_cgroup_v1_falls_back_to_the_mount_inside_a_container(tmp_path):
     assert list(machine.cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(8192, 0)]
 
 
-def test_no_cgroups(tmp_path):
+def test_without_cgroups_there_are_no_limits(tmp_path):
     assert list(machine.cgroup_limits(tmp_path / "none", tmp_path)) == []
 
 

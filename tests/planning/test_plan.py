@@ -210,7 +210,7 @@ def test_the_evidence_says_what_was_decided(planned):
     assert plan.diff(plan).startswith("takes")
 
 
-def test_json(planned):
+def test_a_plan_and_its_evidence_travel_as_json(planned):
     again = ProvenPlan.from_json(planned.to_json())
     assert again == planned == ms.Plan.from_json(planned.to_json())
     assert again.evidence == planned.evidence

@@ -294,7 +294,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD.values(), ids=BAD)
-def test_bad_input(fields, message):
+def test_arguments_of_the_tuner_out_of_range_are_refused(fields, message):
     with pytest.raises(ms.ConfigError, match=message):
         tuning(**{"budget": 900_000, "confirm": False, **fields})
 

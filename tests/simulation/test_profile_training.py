@@ -43,7 +43,7 @@ def test_optimizers(optimizer):
     assert_exact(train(mlp(144, 80), x(9, 144), optimizer))
 
 
-def test_muon():
+def test_a_step_of_muon_is_simulated_to_the_byte():
     model = nn.Sequential(nn.Linear(48, 64, bias=False), nn.Linear(64, 80, bias=False))
     assert_exact(train(model, x(9, 48), functools.partial(torch.optim.Muon, lr=0.1)))
 

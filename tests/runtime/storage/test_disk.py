@@ -263,7 +263,7 @@ def test_a_read_that_fails_can_be_tried_again(make):
     assert torch.equal(into, source)
 
 
-def test_full(make):
+def test_a_full_file_reserves_nothing_until_memory_is_freed(make):
     slab = make(cap_bytes=10 * PAGE_BYTES, first_bytes=PAGE_BYTES)
     kept = written(slab, noise(9 * PAGE_BYTES)).result()
     assert slab.reserve(PAGE_BYTES + 1) is None

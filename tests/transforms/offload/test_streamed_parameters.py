@@ -310,7 +310,7 @@ def test_a_change_in_place_between_forward_and_backward_raises(how, frozen):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_another_type(dtype):
+def test_streamed_parameters_convert_to_another_type(dtype):
     fit, plain = streamed()[0], layers()
     found = []
     for model in (fit, plain):

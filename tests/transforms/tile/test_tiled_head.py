@@ -764,7 +764,7 @@ def test_what_draws_is_no_projection_and_asking_draws_nothing(draw):
     assert (generators(), own()) == before
 
 
-def test_no_rows():
+def test_a_tiled_head_without_rows_has_the_loss_of_the_plain_one():
     with torch.no_grad():
         assert F.cross_entropy(tiled(Head())(inputs()[0])[:0], torch.zeros(0, dtype=torch.long)).isnan()
     model, (x, y) = Head(), inputs()
