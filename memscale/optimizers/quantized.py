@@ -82,8 +82,9 @@ def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
         TransformError: on application, if the optimizer does not treat each parameter alone (LBFGS), or the moments are
             on disk already: ``compose(quantize_states(), offload_states(tier="disk"))``.
 
-    On CUDA, Adam, AdamW and SGD with momentum step in one kernel of bitsandbytes from their second step on, with no
-    moment in full; other optimizers, and all on a CPU, step by their class over restored moments.
+    On CUDA, Adam, AdamW, SGD with momentum, RMSprop (without momentum) and Adagrad step in one kernel of bitsandbytes
+    from their second step on, with no moment in full; other optimizers, and all on a CPU, step by their class over
+    restored moments.
 
     Cost: saves at least three quarters of the moments; pays rounding errors, and passes over the moments in each step.
 
