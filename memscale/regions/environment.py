@@ -19,7 +19,6 @@ from torch.nn.utils import parametrize
 
 from memscale.core import CorrectnessError, found_once, internals, is_alone, simulated
 from memscale.regions import randomness
-from memscale.regions.contents_check import call
 from memscale.regions.modes import modes
 
 
@@ -53,8 +52,8 @@ class Environment:
         )
         if here is None and devices and "cuda" in self._kinds:
             _settle_attention()
-        self._flags = _FLAGS_ON_CPU if self._kinds == _CPU else _FLAGS
-        self._settings = _settings(self._kinds)
+        self._flags, self._read = _flags(self._kinds)
+        self._settings = self._read()
         self._modes = modes()
         self._parametrizations = dict(parametrize._cache) if parametrize._cache_enabled else None
         self._global_hooks = global_hooks()
@@ -127,7 +126,7 @@ class Environment:
         if self._host is not None:
             undo.append(partial(randomness.set_host_state, randomness.host_state()))
             randomness.set_host_state(self._host)
-        settings = _settings(self._kinds)
+        settings = self._read()
         undo.append(partial(self._leave_settings, settings))
         if settings != self._settings:
             self._enter_settings(settings, undo)
@@ -157,7 +156,7 @@ class Environment:
 
     def _leave_settings(self, before: list[Any]) -> None:
         """Restores the settings `before`, also those that the body changed: a rerun may stop before the body's end."""
-        if (now := _settings(self._kinds)) == before:
+        if (now := self._read()) == before:
             return
         count = len(self._flags)
         _set_flags(self._flags, before[:count], now[:count])
@@ -237,10 +236,25 @@ def _settle_attention() -> None:
 
 
 @functools.cache
-def _readers(kinds: tuple[str, ...]) -> list[Callable[[], Any]]:
+def _flags(kinds: tuple[str, ...]) -> tuple[list[Any], Callable[[], list[Any]]]:
+    """Returns the flags that a region depends on, and a function that reads the flags, then the autocast settings.
+
+    Every call of a region reads them three times, so the function is compiled: one expression with all the calls takes
+    half of the time of a loop over the readers.
+    """
     flags = _FLAGS_ON_CPU if kinds == _CPU else _FLAGS
     autocast = [partial(read, kind) for kind in kinds for read in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
-    return [*(read for _, read, _ in flags), torch.is_autocast_cache_enabled, *autocast]
+    readers = [*(read for _, read, _ in flags), torch.is_autocast_cache_enabled, *autocast]
+    functions = {f"read_{at}": read for at, read in enumerate(readers)}
+    read_all = eval(f"lambda: [{', '.join([f'{name}()' for name in functions])}]", functions)
+
+    def settings() -> list[Any]:
+        try:
+            return read_all()  # type: ignore[no-any-return]
+        except RuntimeError:  # PyTorch refuses to read some flags after TF32 was set by its old and its new names
+            return [_read(read) for read in readers]
+
+    return flags, settings
 
 
 def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
@@ -253,15 +267,6 @@ def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
 
 _device = operator.attrgetter("device")
 _ON_CPU = torch.device("cpu")
-
-
-def _settings(kinds: tuple[str, ...]) -> list[Any]:
-    """Returns the backend flags, then the autocast settings. Written for speed: it dominates the cost of a snapshot."""
-    readers = _readers(kinds)
-    try:
-        return list(map(call, readers))
-    except RuntimeError:  # PyTorch refuses to read some flags after TF32 was set by its old and its new names
-        return [_read(read) for read in readers]
 
 
 def _read(read: Callable[[], Any]) -> Any:

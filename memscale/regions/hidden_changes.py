@@ -46,7 +46,7 @@ def storages(tensors: Sequence[torch.Tensor]) -> list[Any]:
         return [_storage_or_itself(tensor) for tensor in tensors]
 
 
-_storage = operator.methodcaller("untyped_storage")
+_storage: Any = torch.Tensor.untyped_storage
 
 
 def _storage_or_itself(tensor: torch.Tensor) -> Any:

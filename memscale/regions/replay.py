@@ -64,15 +64,13 @@ class Replay:
         snapshot = self._snapshot
         self._thread, recompute_lock.thread = recompute_lock.thread, threading.get_ident()
         try:
-            is_present = not self._refused and snapshot.is_present()
-            if not is_present:
-                interrupts_held.__enter__()
-                self._around.append(interrupts_held)
-            if is_present:
+            if not self._refused and snapshot.is_present():
                 self._was_current = True
                 if snapshot.environment.enter(self._undo):
                     self._watch(_ChangedWatch({}, self._made))
                 return {}
+            interrupts_held.__enter__()
+            self._around.append(interrupts_held)
             changed = snapshot.changed_since()
             changed.update(self._refused)
             arrived: dict[Note, torch.Tensor] = self._bring_back() if snapshot.notes else {}

@@ -25,7 +25,6 @@ from torch import nn
 from memscale.core import CorrectnessError, changed_error, described, internals, simulating, versions
 from memscale.regions.alias_groups import AliasGroup, AliasGroups, Name
 from memscale.regions.captures import Captures, LastingName
-from memscale.regions.contents_check import call
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import Writes, assigned, is_moved, laid_out, layout, memory_of, storages
 from memscale.regions.stand_ins import Note, is_own, is_stand_in, origin_of
@@ -430,7 +429,7 @@ class Snapshot:
     def changed_since(self) -> dict[int, str]:
         """Maps each storage that was changed or exchanged since the run to the message to raise if a rerun uses it."""
         held, now_at = storages(self.tensors), versions(self.tensors)
-        then = held if self._storages is None else list(map(call, self._storages))
+        then = held if self._storages is None else [reference() for reference in self._storages]
         expected = self._before[: len(held)] if self._storages is None else self._versions
         is_unchanged = now_at == expected and all(map(operator.is_, held, then))
         if is_unchanged and not self._in_tuples:

@@ -287,7 +287,8 @@ class _Frame:
             ):
                 if found is not None and shared:
                     found = dict(sorted((found | shared).items()))
-                self._run_again(rerun, found, shared)
+                with torch.enable_grad():
+                    self._run_again(rerun, found, shared)
             self.streams = streams
         finally:
             for step in reversed(undo):
@@ -310,7 +311,7 @@ class _Frame:
         """
         snapshot, args, kwargs = self.snapshot, self._args, self._kwargs
         objects: list[Any] = []
-        is_graded, optimizes = torch.is_grad_enabled(), _optimizes()
+        optimizes = _optimizes()
         values = snapshot.arguments if found is None else [*found.values()]
         handles: list[Any] = []
         try:
@@ -322,7 +323,6 @@ class _Frame:
                 own = [each for index, each in found.items() if index not in shared and (every or index < direct)]
                 args, kwargs = call.rebuild(values, objects)
             handles = refuse_backward_behind(own)
-            torch.set_grad_enabled(True)
             _set_optimizes(False)
             _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
             run = snapshot.environment.context.copy().run
@@ -343,7 +343,6 @@ class _Frame:
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
         finally:
-            torch.set_grad_enabled(is_graded)
             _set_optimizes(optimizes)
             for handle in handles:
                 handle.remove()
