@@ -173,6 +173,7 @@ INTERNALS = tuple(
         # Simulated devices.
         (f"{_C}DispatchKey", "dispatch keys, for a card's autocast on the host", f"{_R} {_S}"),
         (f"{_C}DispatchKeySet", "a card's autocast on the host", f"{_R} {_S}"),
+        (f"{_C}_dispatch_key_parse", "random numbers in a recompute under `is_grads_batched`", _R),
         (f"{_C}_dispatch_tls_set_dispatch_key_included", "a card's autocast on the host", _S),
         (f"{_C}_dispatch_tls_set_dispatch_key_excluded", "a card's autocast on the host", _S),
         (f"{_C}_ensureCUDADeviceGuardSet", "a CUDA device where there is none", _S),

@@ -120,6 +120,8 @@ class Environment:
 
         Appends to `undo` the calls that restore the present, to be run in reverse.
         """
+        if self._random:
+            _leave_vmap(undo)
         for generator, state in self._random:
             undo.append(partial(randomness.restore_state, generator, randomness.state_of(generator)))
             randomness.restore_state(generator, state)
@@ -170,6 +172,23 @@ class Environment:
     def moved(self) -> list[Any]:
         """Returns, after `conclude`, the PyTorch generators that the region drew from and the user's own generators."""
         return [generator for generator, _ in self._random]
+
+
+def _leave_vmap(undo: list[Callable[[], Any]]) -> None:
+    """Lets a rerun draw random numbers inside of ``autograd.grad(..., is_grads_batched=True)``.
+
+    PyTorch refuses random operators there, since a batch has no single mask. A rerun has no batch: only the gradients
+    of that backward are batched, and the rerun reads none of them.
+    """
+    key, include = _c._dispatch_key_parse("VmapMode"), _c._dispatch_tls_local_include_set()
+    if include.has(key):
+        without = include - _c.DispatchKeySet(key)
+        guard = _c._ForceDispatchKeyGuard(without, _c._dispatch_tls_local_exclude_set())
+        guard.__enter__()
+        undo.append(partial(guard.__exit__, None, None, None))
+
+
+_c = torch._C
 
 
 def _pair(name: str) -> tuple[str, Callable[[], Any], Callable[[Any], Any]] | None:

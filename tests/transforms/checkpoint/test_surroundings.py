@@ -1,6 +1,7 @@
 """What is process-wide around a region and differs between forward and backward: modes, flags of backends, defaults."""
 
 import contextvars
+import copy
 import gc
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -328,3 +329,21 @@ def test_a_watched_run_without_a_backward_shows_that_the_region_runs_one():
     y = region(torch.ones(2, requires_grad=True) * 2)
     with pytest.raises(ms.CorrectnessError, match="a backward that goes on behind its arguments"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("policy", [None, ms.policies.dots_saveable], ids=["all", "dots"])
+def test_batched_gradients_through_dropout(policy):
+    # PyTorch refuses random operators in a backward with batched gradients, its own checkpoint included.
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh()).double()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    directions = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
+
+    def run(model):
+        torch.manual_seed(5)
+        batched = torch.autograd.grad(model(x), x, directions, is_grads_batched=True)[0]
+        jacobian = torch.autograd.functional.jacobian(model, x, vectorize=True)
+        return [batched, jacobian, torch.rand(3), model[1].running_mean.clone()]
+
+    fit = ms.transform(copy.deepcopy(model), {"": ms.checkpoint(policy=policy)})
+    for ours, plain in zip(run(fit), run(model), strict=True):
+        assert torch.equal(ours, plain)
