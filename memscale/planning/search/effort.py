@@ -12,7 +12,7 @@ ROUNDS, _CORRECTIONS = 5, 2
 # The most simulated steps for one budget; more of a step that has at most so many operators:
 # benchmarks/bench_simulate.py --plan counts them, and benchmarks/bench_plan.py has the share of the budget that is
 # used.
-_STEPS, _FEW_OPERATORS = 8, 8_000
+_STEPS, _FEW_OPERATORS = 8, 5_000
 # The most simulations that look for a faster choice with as few bytes: benchmarks/bench_plan.py, seconds at the
 # smallest budget.
 _LOOKS = 3
@@ -53,7 +53,7 @@ class Effort(NamedTuple):
         """Returns the effort for a step of so many operators.
 
         >>> Effort.of(500).steps, Effort.of(5_000).steps, Effort.of(20_000).steps
-        (16, 8, 3)
+        (10, 8, 3)
         """
         count = max(1, operators)
         trials = max(_FEWEST, _MOST_OPERATORS // count)
