@@ -236,6 +236,7 @@ UNMEASURED = {
     "planning.prediction.recommending": {"_LEAST"},
     "planning.refusal": {"_SHOWN"},
     "planning.remedies": {"_MOST_NAMED"},
+    "planning.solving.local_search": {"_MOST_SWAPS"},
     "planning.speeds": {"_NOMINAL_BANDWIDTH", "_NOMINAL_FLOPS", "_PROBE_BYTES"},
     "planning.stepping": {"LEAST_GAIN"},
     "planning.trials.trial_rows": {"_TAIL"},

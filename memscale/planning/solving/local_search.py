@@ -12,6 +12,9 @@ from memscale.planning.parts.candidates import Candidate
 from memscale.planning.solving.program import INTEGRAL, Floats
 from memscale.planning.trials.costs import Assignment
 
+# Swaps per part, after which rounding gives up: by choice, so that it ends. A swap that begins or ends streaming may
+# leave more excess, and another may undo it.
+_MOST_SWAPS = 4
 # Share of the excess: a swap that lowers the excess by less changes only the last digits of a sum. Source: float64 has
 # 15 digits, of which sums over thousands of parts lose a few.
 _LEAST_LESS = 1e-6
@@ -80,7 +83,7 @@ class LocalSearch:
             chosen[rows] += sorted(numbers, key=self._places(rows).__getitem__)
         part_of = np.repeat(np.arange(len(starts)), np.diff(self.offsets))
         held, together, seconds = self.held[:, self.matter], self.together[self.matter], self.seconds
-        while True:  # each swap leaves less excess
+        for _ in range(_MOST_SWAPS * len(chosen)):
             over = held[chosen].sum(axis=0) - limit - together * self.streams[chosen].any()
             excess = float(np.maximum(0.0, over).sum())
             if not excess:
@@ -95,6 +98,8 @@ class LocalSearch:
             slower = np.maximum(0.0, seconds - seconds[now])
             best = int(np.where(may, slower / np.where(may, less, 1.0), np.inf).argmin())
             chosen[part_of[best]] = best
+        else:
+            return None
         fits = self.cap_bytes is None or self.out_bytes[chosen].sum() <= self.cap_bytes
         return tuple((chosen - starts).tolist()) if fits else None
 
