@@ -1,6 +1,13 @@
 """The settings of the suite, in each process that runs tests."""
 
+import signal
+
 import pytest
+
+# A shell starts a command in the background with Ctrl-C ignored, and programs inherit it: tests that press it would
+# wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("tests.support")
 

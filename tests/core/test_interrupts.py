@@ -56,7 +56,7 @@ def _state(model):
     return buffers, modes, counters, generators, signal.getsignal(signal.SIGINT)
 
 
-def test_a_recompute():
+def test_ctrl_c_at_a_line_of_a_recompute_leaves_nothing_behind():
     model = ms.transform(nn.Sequential(Block(), Block()), {"*": ms.checkpoint()})
     number = 1
     while True:
@@ -71,7 +71,7 @@ def test_a_recompute():
     assert number > 100
 
 
-def test_a_simulation():
+def test_ctrl_c_at_a_line_of_a_simulation_leaves_nothing_behind():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
 
     def profile():
@@ -89,7 +89,7 @@ def test_a_simulation():
     assert number > 1000
 
 
-def test_a_second_one_acts_at_once():
+def test_a_second_ctrl_c_acts_at_once():
     class Presses:
         count = 0
 
