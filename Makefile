@@ -42,7 +42,7 @@ test-deep: $(READY)
 # BESIDE=1 another thread simulates steps meanwhile.
 EXAMPLES ?= 5000
 fuzz: $(READY)
-	HYPOTHESIS_PROFILE=fuzz EXAMPLES=$(EXAMPLES) FUZZ_BESIDE=$(BESIDE) $(PYTHON) -m pytest -q tests/laws/test_programs.py $(ARGS)
+	HYPOTHESIS_PROFILE=fuzz EXAMPLES=$(EXAMPLES) FUZZ_BESIDE=$(BESIDE) $(PYTHON) -m pytest -q -s tests/laws/test_programs.py $(ARGS)
 
 # What `make test` leaves out: PostgreSQL, a browser where none is installed, all of the server's tests on both databases.
 test-server: $(READY)

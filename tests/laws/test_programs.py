@@ -74,6 +74,8 @@ def test_a_random_program_gives_the_same_numbers(sort):
         assume(not (os.environ.get("FUZZ_BESIDE") and "around: default dtype" in program.features()))
         wrong, end = fails(program)
         ends[end] += 1
+        if wrong is not None:  # shown at once: a run of hours may be ended before its report
+            print(f"{wrong}\n\n{program}\n", flush=True)
         assert wrong is None, f"{wrong}\n\n{program}"
 
     check()
