@@ -115,8 +115,9 @@ class KernelStep(NamedTuple):
         numbers, gradients = parameter.detach().view(-1), gradient.detach().view(-1)
         # PyTorch's fused step rounds half precision once, at its end.
         in_float32 = self.is_fused and self.decay != 1.0 and parameter.dtype != torch.float32
-        each = 1 + (8 if in_float32 else parameter.itemsize if self._adds_penalty else 0)
-        width = max(1, at_once // each // _BLOCK) * _BLOCK
+        # Bytes of temporaries for each number: a flag, and the copies in float32 or the gradient with its penalty.
+        of_one = 1 + (8 if in_float32 else parameter.itemsize if self._adds_penalty else 0)
+        width = max(1, at_once // of_one // _BLOCK) * _BLOCK
         with torch.no_grad():
             for start in range(0, numbers.numel(), width):
                 part, blocks = slice(start, start + width), slice(start // _BLOCK, (start + width) // _BLOCK)

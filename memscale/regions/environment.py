@@ -180,15 +180,13 @@ def _leave_vmap(undo: list[Callable[[], Any]]) -> None:
     PyTorch refuses random operators there, since a batch has no single mask. A rerun has no batch: only the gradients
     of that backward are batched, and the rerun reads none of them.
     """
-    key, include = _c._dispatch_key_parse("VmapMode"), _c._dispatch_tls_local_include_set()
+    c: Any = torch._C
+    key, include = c._dispatch_key_parse("VmapMode"), c._dispatch_tls_local_include_set()
     if include.has(key):
-        without = include - _c.DispatchKeySet(key)
-        guard = _c._ForceDispatchKeyGuard(without, _c._dispatch_tls_local_exclude_set())
+        without = include - c.DispatchKeySet(key)
+        guard = c._ForceDispatchKeyGuard(without, c._dispatch_tls_local_exclude_set())
         guard.__enter__()
         undo.append(partial(guard.__exit__, None, None, None))
-
-
-_c = torch._C
 
 
 def _pair(name: str) -> tuple[str, Callable[[], Any], Callable[[Any], Any]] | None:

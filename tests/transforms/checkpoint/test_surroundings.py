@@ -332,7 +332,7 @@ def test_a_watched_run_without_a_backward_shows_that_the_region_runs_one():
 
 
 @pytest.mark.parametrize("policy", [None, ms.policies.dots_saveable], ids=["all", "dots"])
-def test_batched_gradients_through_dropout(policy):
+def test_batched_gradients_through_dropout_are_those_of_the_plain_model(policy):
     # PyTorch refuses random operators in a backward with batched gradients, its own checkpoint included.
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh()).double()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
