@@ -1,5 +1,7 @@
 """The gradient of a tied head's weight is made last of all: the same bits, without its memory in between."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -207,14 +209,18 @@ def test_of_wider_numbers_it_is_late_where_that_is_asked_for(dtype, reduction, m
         fit.zero_grad()
         return value, found
 
-    expected, gradients = run(fits[0])
+    run(fits[0])
     assert not made
     value, found = run(fits[1])
     assert len(made) == 1
     eps = torch.finfo(dtype).eps
+    expected, gradients = run(copy.deepcopy(model).double())
     assert (value - expected).abs() <= 16 * eps * expected.abs()
+    # The plain step's own sums over the classes are off by 70 eps with AVX2, the late gradient's by 4. No finer type
+    # judges float64: there the plain step errs as well, by the root of the number of terms.
+    bound = 64 if dtype is torch.float32 else 2 * CLASSES**0.5
     for gradient, wanted in zip(found, gradients, strict=True):
-        assert (gradient - wanted).abs().max() <= 64 * eps * wanted.abs().max()
+        assert (gradient - wanted).abs().max() <= bound * eps * wanted.abs().max()
     if reduction == "mean":
         peaks = [ms.measure(lambda fit=fit: run(fit)).growth_bytes for fit in fits]
         assert peaks[1] < peaks[0] - 0.7 * model.head.weight.nbytes
