@@ -255,8 +255,9 @@ def _modules_of(verb: str, model: Any) -> Modules:
 
 def _sharded_in(modules: Modules) -> str | None:
     """Returns the path of the first module that ``fully_shard`` took, or `None`."""
-    taken = (path for path, each in modules if any(c.__name__ == "FSDPModule" for c in type(each).__mro__))
-    return next(taken, None)
+    kinds = {type(module) for _, module in modules}
+    taken = {kind for kind in kinds if any(base.__name__ == "FSDPModule" for base in kind.__mro__)}
+    return next((path for path, module in modules if type(module) in taken), None)
 
 
 def _is_one_of_several() -> bool:

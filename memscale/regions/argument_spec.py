@@ -266,7 +266,7 @@ class _Walk:
             return array
         if sort is Sort.ITERATOR and owner is None and not self._hold:
             refuse_iterators([value])
-        if sort is Sort.CAPTURED and captures is not None:
+        if sort in (Sort.CAPTURED, Sort.ARRAY) and captures is not None:  # an array that an object holds
             captures.include(value)
         if sort not in (Sort.CONTAINER, Sort.OBJECT) or (
             owner is not None and sort is Sort.CONTAINER and len(value) > LARGEST_CONTAINER

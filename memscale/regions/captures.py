@@ -6,8 +6,8 @@ cell, the globals that the code names, a list or dictionary reached from one of 
 a replay writes the old contents back (`state_slots`).
 
 Covered: modules and everything they register, plain attributes of modules (tensors, numbers, lists, dictionaries,
-functions), closures, defaults, partials, bound methods, random generators, globals named in the code (also in the
-code of a module's forward), and functions of the same file. With `follows=True` also plain objects, such as a
+arrays, functions), closures, defaults, partials, bound methods, random generators, globals named in the code (also in
+the code of a module's forward), and functions of the same file. With `follows=True` also plain objects, such as a
 configuration, breadth first up to `MOST_FOLLOWED`.
 Not covered: state that no attribute holds, such as the position in an open file. `argument_spec` covers the objects
 among the arguments.
@@ -45,12 +45,14 @@ from memscale.regions.state_slots import (
     Fields,
     Names,
     StateSlot,
+    can_be_written,
     holds,
+    number_of_entries,
     read,
     write,
 )
 
-# Larger containers are taken for data (a vocabulary, a dataset), since every call would have to copy them.
+# Larger containers and arrays are taken for data (a vocabulary, a dataset), since every call would have to copy them.
 LARGEST_CONTAINER = 1024
 # Captured objects and the containers in them. Each costs about a microsecond in every call.
 MOST_FOLLOWED = 64
@@ -69,7 +71,7 @@ NOWHERE: dict[str, Any] = {}  # passed as `home`: follow no function into its gl
 
 @cached_by_class
 def _is_stateful(kind: Any) -> bool:
-    return issubclass(kind, _STATEFUL) or is_host_generator(kind) or is_followed(kind)
+    return issubclass(kind, _STATEFUL) or _leads_on(kind)
 
 
 def is_of_users(value: Any) -> bool:
@@ -86,7 +88,7 @@ def _has_attributes(kind: Any) -> bool:
 @cached_by_class
 def _leads_on(kind: Any) -> bool:
     """Whether an instance of `kind` has state, or leads to objects with state."""
-    return kind is torch.Generator or is_host_generator(kind) or is_followed(kind)
+    return kind is torch.Generator or is_host_generator(kind) or sort_of(kind) is Sort.ARRAY or is_followed(kind)
 
 
 LastingName = tuple[int, Any]
@@ -328,6 +330,10 @@ class Captures:
                 self._visit(part, home)
         elif issubclass(kind, CONTAINERS):
             self._visit_container(thing, home)
+        elif sort_of(kind) is Sort.ARRAY:
+            if number_of_entries(thing) <= LARGEST_CONTAINER and can_be_written(thing):
+                self._seen.add(id(thing))
+                self._add(thing)
         elif issubclass(kind, tuple):
             if self._follows and any(isinstance(part, torch.Tensor) for part in thing):
                 self._seen.add(id(thing))
@@ -346,8 +352,10 @@ class Captures:
             if id(thing) in self._seen or len(self.followed) >= MOST_FOLLOWED:
                 continue
             kind: Any = type(thing)
-            if kind is torch.Generator or is_host_generator(kind):
+            if kind is torch.Generator or is_host_generator(kind) or sort_of(kind) is Sort.ARRAY:
+                before = len(self.slots)
                 self._visit(thing, NOWHERE)
+                self.followed += range(before, len(self.slots))
                 continue
             self._seen.add(id(thing))
             slots: list[StateSlot] = [Fields(thing)] if sort_of(kind) is Sort.OBJECT else []

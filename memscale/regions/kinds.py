@@ -32,7 +32,7 @@ class Sort(enum.Enum):
     CONTAINER = "by its items; a rerun gets a new container"
     OBJECT = "by its attributes, and by its items if it is a container too"
     CAPTURED = "in the captures, as if the region captured it"
-    ARRAY = "by a copy, since arrays of NumPy and Python have no version counter"
+    ARRAY = "by a copy, since an array of NumPy or Python has no version counter; in the captures if an object holds it"
     ITERATOR = "refused, since a rerun would continue where the run stopped"
 
 

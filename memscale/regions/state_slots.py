@@ -1,7 +1,8 @@
-"""State slots: the locations of a region's state (dictionaries, closure cells, attributes), read and written."""
+"""State slots: the locations of a region's state (dictionaries, cells, attributes, arrays), read and written."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 import types
@@ -11,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from memscale.core import CorrectnessError
-from memscale.regions.kinds import has_dictionary, slot_members
+from memscale.regions.kinds import Sort, has_dictionary, slot_members, sort_of
 
 # The attributes that every module has. Captures visit the relevant ones (parameters, buffers, children) by name.
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
@@ -68,8 +69,10 @@ class Fields:
         return object.__getattribute__(self.thing, "__dict__") if self.has_dictionary else {}
 
 
-StateSlot = Any  # dict | list | set | deque | tuple (never written) | types.CellType | Names | Attributes | Fields
-Content = dict[Any, Any] | list[Any]
+# dict | list | set | deque | tuple (never written) | bytearray, or an array of NumPy or Python | types.CellType
+# | Names | Attributes | Fields
+StateSlot = Any
+Content = dict[Any, Any] | list[Any]  # of an array: a list with a copy of the array
 
 
 def read(slot: StateSlot) -> Content:
@@ -97,7 +100,21 @@ def read(slot: StateSlot) -> Content:
             return []
     if isinstance(slot, Names):
         return slot.items()
-    return list(slot)
+    return [copy.copy(slot)] if sort_of(type(slot)) is Sort.ARRAY else list(slot)
+
+
+def number_of_entries(array: Any) -> int:
+    """Returns the number of entries of an array of NumPy or Python, or of a bytearray."""
+    return array.size if hasattr(array, "size") else len(array)
+
+
+def can_be_written(array: Any) -> bool:
+    """Whether `array` is an array of Python, a bytearray, or an array of NumPy that is not read-only."""
+    return not hasattr(array, "flags") or array.flags.writeable
+
+
+def _bytes_of(array: Any) -> bytes:
+    return bytes(array) if isinstance(array, bytearray) else array.tobytes()
 
 
 def dictionary_of(slot: StateSlot) -> Any:
@@ -140,6 +157,8 @@ def write(slot: StateSlot, content: Content) -> None:
         slot.mapping.update(content)
     elif type(slot) is dict and list(slot) == list(content):
         slot.update(content)  # without `clear`, for other threads may be reading it
+    elif sort_of(type(slot)) is Sort.ARRAY:
+        slot[... if hasattr(slot, "flags") else slice(None)] = content[0]  # `...`, as an array may have no dimensions
     elif isinstance(slot, tuple):
         raise CorrectnessError(
             "the region captures a tuple with a tensor that was frozen or unfrozen since the region ran. The recompute "
@@ -153,7 +172,10 @@ def write(slot: StateSlot, content: Content) -> None:
 
 
 def holds(slot: StateSlot, content: Content) -> bool:
-    """Whether `slot` holds exactly the objects of `content` (compared by `is`), in the same order if it has one."""
+    """Whether `slot` holds exactly the objects of `content`, in the same order if it has one.
+
+    Objects are compared by `is`, the numbers of an array by their bytes.
+    """
     kind = type(slot)
     if kind is Names and len(slot.names) == len(content) == 1:
         return slot.mapping.get(slot.names[0], ABSENT) is content[slot.names[0]]
@@ -162,6 +184,8 @@ def holds(slot: StateSlot, content: Content) -> bool:
         return len(mapping) == besides + len(content) and all(
             map(operator.is_, map(mapping.get, content, _ABSENTS), content.values())  # type: ignore[union-attr]
         )
+    if sort_of(kind) is Sort.ARRAY:
+        return _bytes_of(slot) == _bytes_of(content[0])
     now = slot if isinstance(slot, (dict, list, tuple)) else read(slot)
     if len(now) != len(content) or not all(map(operator.is_, now, content)):
         return False

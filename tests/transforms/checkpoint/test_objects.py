@@ -428,6 +428,65 @@ def test_arrays_of_python_among_the_arguments_are_written_to_once(make):
     assert torch.equal(x.grad, torch.ones(1).cos())
 
 
+class MeanInArrays:
+    """A running mean as reinforcement learning keeps it, in an array of NumPy."""
+
+    def __init__(self):
+        self.mean = np.zeros(2)
+
+    def update(self, x):
+        self.mean += 0.5 * (x.detach().numpy().mean(0) - self.mean)
+        return self.mean.item(0)
+
+
+class Arrays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.counts, self.table, self.data, self.total = np.zeros(3), [np.ones(2)], bytearray(2), np.zeros(())
+        self.history, self.mean = array.array("d"), MeanInArrays()
+        self.constant = np.ones(2)
+        self.constant.flags.writeable = False
+
+    def forward(self, x, given):
+        self.counts[1:] += 1
+        self.table[0] *= 1.5
+        self.data[0] += 2
+        self.total += self.counts.sum()
+        self.history.append(len(self.history) + 0.5)
+        given.mean[0] += 1
+        factors = (self.counts[1], self.table[0][0], self.data[0], self.total.item(), sum(self.history), given.mean[0])
+        for factor in (*factors, self.mean.update(x), self.constant[0]):
+            x = torch.sin(x * float(factor))
+        return x
+
+
+@pytest.mark.parametrize("how", [ms.checkpoint(), ms.compose(ms.checkpoint(), ms.checkpoint())], ids=["once", "nested"])
+def test_small_arrays_of_modules_and_objects_are_written_to_once(how):
+    def trained(how):
+        module, given, found = Arrays(), MeanInArrays(), []
+        region = how(module)
+        for value in (0.3, 0.7, 0.9):
+            x = torch.full((3, 2), value, requires_grad=True)
+            y = region(x, given)
+            module.total += 1  # after the forward: the recompute sees the old value
+            y.sum().backward()
+            arrays = (module.counts, module.table[0], module.total, module.mean.mean, given.mean)
+            found += [x.grad, *map(torch.from_numpy, map(np.copy, arrays)), list(module.data), list(module.history)]
+        return bits(found)
+
+    assert trained(how) == trained(ms.identity)
+
+
+def test_an_array_behind_a_closure_that_changes_before_backward_has_its_old_value_in_the_recompute():
+    scale = np.ones(())
+    x = torch.ones(1, requires_grad=True)
+    y = ms.checkpoint()(lambda x: torch.sin(scale.item() * x))(x)
+    scale.fill(2)
+    y.backward()
+    assert torch.equal(x.grad, torch.ones(1).cos())
+    assert scale == 2
+
+
 def test_a_tensor_that_the_first_call_makes_may_be_changed_in_the_next_ones():
     class Running(nn.Module):
         mean = None
