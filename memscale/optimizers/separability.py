@@ -91,17 +91,21 @@ def made_of(own_class: type[torch.optim.Optimizer], attributes: Mapping[str, Any
     return made
 
 
-def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separability:
+def check_separable(optimizer: torch.optim.Optimizer, how: str) -> Separability:
     """Tries `optimizer` on small parameters; leaves its own parameters and states untouched.
+
+    Args:
+        optimizer: the optimizer.
+        how: the transforms for which it is tried, as an error shows them.
 
     Raises:
         TransformError: the optimizer cannot be stepped one parameter at a time; the message says why.
     """
     name = type(optimizer).__name__
     if not {"param_groups", "state"} <= optimizer.__dict__.keys():
-        raise TransformError(f"{how!r}: this {name} has the parameters of another optimizer; transform that one")
+        raise TransformError(f"{how}: this {name} has the parameters of another optimizer; transform that one")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise TransformError(f"{how!r}: this {name} is differentiable, and what a graph needs cannot be freed")
+        raise TransformError(f"{how}: this {name} is differentiable, and what a graph needs cannot be freed")
     cards = {p.device.index for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(cards)):
         random = _random_states(cards)
@@ -109,15 +113,16 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
             own = _Trials(optimizer)
         except Exception as error:  # the optimizer's own step may raise any error
             raise TransformError(
-                f"{how!r}: {name} cannot be stepped one parameter at a time, which this transform needs; a trial on "
-                f"small parameters ended with {type(error).__name__}: {error}"
+                f"{how}: {name} cannot be stepped one parameter at a time, which this transform needs; a trial on "
+                f"small parameters ended with {type(error).__name__}: {error}. Leave this transform out, or "
+                "use another optimizer"
             ) from error
         tried = [own, *_in_float32(optimizer)]
         draws = not all(map(torch.equal, random, _random_states(cards)))
         large = _large(optimizer)
         elementwise = large.has_plain_states() and _is_elementwise(optimizer, own.at_once)
     if (why := _why_not(tried, draws)) is not None:
-        raise TransformError(f"{how!r}: {name} {why}, or leave this transform out")
+        raise TransformError(f"{how}: {name} {why}, or leave this transform out")
     moments = {
         (each.dims, each.of, each.name): each
         for trials in reversed(tried)  # the first entry, the parameters in their own type, overrides the others

@@ -197,7 +197,8 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform | Assigned) -> 
         assigned = assigned.around(optimizer._assigned)
         origins += optimizer._origins
     else:
-        own_class, evidence = type(optimizer), check_separable(optimizer, how)
+        own_class = type(optimizer)
+        evidence = check_separable(optimizer, assigned.shown(parameters_of(optimizer.param_groups)))
     taken = _shareable(optimizer)
     hooks = {key: OrderedDict(value) for key, value in taken.items() if isinstance(value, OrderedDict)}
     known: dict[int, Any] = {}  # by the id of an option: groups share a learning rate that is a tensor, with each other
