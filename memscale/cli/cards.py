@@ -24,19 +24,16 @@ def cards(options: CardsOptions) -> None:
     """Prints the table of cards, grouped by maker and generation."""
     known = [(card, Hardware.named(card.name)) for card in CARDS]
     if options.as_json:
-        print(
-            json.dumps(
-                [
-                    {
-                        "name": card.name,
-                        "usable_bytes": hardware.usable_bytes,
-                        "source": card.source,
-                        "hardware": json.loads(hardware.to_json()),
-                    }
-                    for card, hardware in known
-                ]
-            )
-        )
+        data = [
+            {
+                "name": card.name,
+                "usable_bytes": hardware.usable_bytes,
+                "source": card.source,
+                "hardware": json.loads(hardware.to_json()),
+            }
+            for card, hardware in known
+        ]
+        print(json.dumps(data))
         return
     rows: list[tuple[str, ...]] = [_HEADER]
     for card, hardware in known:

@@ -52,10 +52,7 @@ class DemoOptions(Options):
     batch: Annotated[int, number("Rows of text in a step.", least=1)] = 8
     seq: Annotated[int, number("Bytes of text in a row, at most 1024.", least=2)] = 256
     device: Annotated[str, Option(help="cpu, cuda or cuda:N; auto takes CUDA if it can.")] = "auto"
-    budget: Annotated[
-        str | None,
-        size("Memory of a step, by default 2/5 of the step without a plan"),
-    ] = None
+    budget: Annotated[str | None, size("Memory of a step, by default 2/5 of the step without a plan")] = None
     out: Annotated[Path, file("File of the picture, a .png.", ".png")] = Path("memscale-demo.png")
 
     def check(self) -> None:

@@ -54,10 +54,7 @@ class CheckOptions(StepOptions):
         ),
     ]
     plan: Shorthand = None
-    tolerance: Annotated[
-        str,
-        size("The largest increase that passes", may_be_share=False, may_be_zero=True),
-    ] = "0"
+    tolerance: Annotated[str, size("The largest increase that passes", may_be_share=False, may_be_zero=True)] = "0"
     update: Annotated[bool, Option("--update", help="Replace the baseline in the file by this run.")] = False
     as_json: PrintJson = False
 

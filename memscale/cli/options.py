@@ -98,8 +98,7 @@ class Options:
 #: The switches of a Config by the names that --allow and --forbid take; 8-bit states have --stepping.
 ALLOWED = {name: switch for name, switch in SWITCHES.items() if name != "quantize_states"}
 Shorthand = Annotated[
-    str | None,
-    typer.Option(help="checkpoint, offload, tile and cast joined by +, or the file of a Plan in JSON."),
+    str | None, typer.Option(help="checkpoint, offload, tile and cast joined by +, or the file of a Plan in JSON.")
 ]
 Seconds = Annotated[float, number("How long to look for something better; Ctrl-C keeps the best so far.", least=0)]
 PrintJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -13,29 +13,12 @@ from typing import Annotated, Any
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import (
-    ALLOWED,
-    Html,
-    Json,
-    Options,
-    Plot,
-    Python,
-    Seconds,
-    choice,
-    number,
-    size,
-)
+from memscale.cli.options import ALLOWED, Html, Json, Options, Plot, Python, Seconds, choice, number, size
 from memscale.cli.price import PriceOptions, axis_of, cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step_options import Step, batch_of, read_step
 from memscale.cli.terminal import INTERRUPTED, Content, show, simulations, write
-from memscale.core import (
-    ConfigError,
-    budget_bytes,
-    format_bytes,
-    format_seconds,
-    format_unlike,
-)
+from memscale.core import ConfigError, budget_bytes, format_bytes, format_seconds, format_unlike
 
 # Of a Config and of the planner, which are not imported for a wrong option.
 _MODES = ("conservative", "balanced", "aggressive")
@@ -60,8 +43,7 @@ class AllowOptions(Options):
         bool, Option("--allow-rounding", help="Allow tile: less memory, with sums in another order.")
     ] = False
     forbid: Annotated[
-        list[str] | None,
-        choice("Forbid checkpoint, offload, tile or cast. Repeatable.", *ALLOWED, metavar="NAME"),
+        list[str] | None, choice("Forbid checkpoint, offload, tile or cast. Repeatable.", *ALLOWED, metavar="NAME")
     ] = None
     host: Annotated[str | None, size("The most host memory that a plan may use", may_be_share=False)] = None
 

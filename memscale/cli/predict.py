@@ -13,18 +13,7 @@ from torch import nn
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import (
-    Html,
-    Plot,
-    PrintJson,
-    Seconds,
-    Shorthand,
-    as_option,
-    choice,
-    number,
-    size,
-    typed,
-)
+from memscale.cli.options import Html, Plot, PrintJson, Seconds, Shorthand, as_option, choice, number, size, typed
 from memscale.cli.price import PriceOptions, cost_of, line_of
 from memscale.cli.step_options import RankOptions, batch_of, read_step
 from memscale.cli.subject import Subject

@@ -77,8 +77,7 @@ class RankOptions(StepOptions):
     """The options of a step that may be one of several parallel processes, as typed."""
 
     parallel: Annotated[
-        str | None,
-        choice("Train on several processes; the batch is that of one.", "fsdp2", "ddp", metavar="fsdp2|ddp"),
+        str | None, choice("Train on several processes; the batch is that of one.", "fsdp2", "ddp", metavar="fsdp2|ddp")
     ] = None
     world: Annotated[int | None, Option(metavar="N", help="How many processes, with --parallel.")] = None
     shard: Annotated[

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from datetime import date, datetime, timezone
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import torch
 import typer
 from typer import Option
 
-from memscale.core import ConfigError, RuntimeUnavailable, http_request
+from memscale.core import SITE, ConfigError, RuntimeUnavailable, http_request
 from memscale.telemetry import State, Weeks, consent, folder, give_consent, take_consent_back, week_of
 
 TELEMETRY = typer.Typer()
 
 _SECONDS = 3.0  # the limit for a whole post: name lookup, connection, sending and the answer
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SYSTEMS = ("darwin", "linux", "windows")
 
 
@@ -149,13 +148,7 @@ def machine() -> dict[str, str]:
 
 
 def _check(endpoint: str) -> None:
-    try:
-        url = urlsplit(endpoint)
-        port_is_sound = url.port is None or url.port > 0
-    except ValueError:
-        url, port_is_sound = urlsplit(""), False
-    encrypted = url.scheme == "https" or (url.scheme == "http" and url.hostname in _LOOPBACK)
-    if not encrypted or not url.hostname or not port_is_sound or "@" in url.netloc or not endpoint.isascii():
+    if not re.fullmatch(f"{SITE}([/?][!-~]*)?", endpoint, re.ASCII | re.IGNORECASE):
         raise ConfigError(
             f"--endpoint {endpoint!r} must be an https:// address without a user's name (http:// on this machine "
             "only); no address is built in"

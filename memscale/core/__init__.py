@@ -19,7 +19,7 @@ from memscale.core.errors import (
     respelled,
 )
 from memscale.core.history_file import HISTORY, Record, history_path
-from memscale.core.http import http_request
+from memscale.core.http import SITE, http_request
 from memscale.core.interrupts import interrupts_held
 from memscale.core.machine import (
     available_host_bytes,

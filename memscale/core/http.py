@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from memscale.core.errors import RuntimeUnavailable
 
+#: A regular expression for the sites that bytes may be sent to: encrypted, or on this machine. ASCII, in any case.
+SITE = r"(?:https://(?:[\w.-]+|\[[\da-f:]+\])|http://(?:localhost|127\.0\.0\.1|\[::1\]))(?::\d+)?"
 _MOST_ANSWER_BYTES = 2 << 20
 
 

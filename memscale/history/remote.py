@@ -13,17 +13,13 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from memscale.algebra import Plan
-from memscale.core import ConfigError, MemscaleError, PlanError, http_request
+from memscale.core import SITE, ConfigError, MemscaleError, PlanError, http_request
 from memscale.history.database import History
 from memscale.history.run import Run
 
 _SECONDS = 10.0
 _OF_THE_RUN = (400, 409, 413, 422)  # statuses of an answer that rejects one run, so that another attempt is useless
-_PAGE = re.compile(
-    r"(https://(?:[\w.-]+|\[[\da-f:]+\])(?::\d+)?|http://(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?)"
-    r"/t/([\w-]+)(?:/([\w-]+))?/?(?:[?#].*)?",
-    re.ASCII | re.IGNORECASE,
-)
+_PAGE = re.compile(rf"({SITE})/t/([\w-]+)(?:/([\w-]+))?/?(?:[?#].*)?", re.ASCII | re.IGNORECASE)
 _SECRET = "MEMSCALE_TOKEN"
 
 # The document of a run: the limits of the server, and the fields that it shares with a run and with a run's profile.
