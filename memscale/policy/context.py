@@ -171,10 +171,8 @@ def _blocks(profile: Profile) -> tuple[str, int, float]:
         if found := _NUMBERED.match(path):
             seconds[found[1]] += each
             numbers[found[1]].add(found[2])
-    repeated = [prefix for prefix in seconds if len(numbers[prefix]) > 1]
-    if not repeated:
-        return "\0", 0, 0.0
-    prefix = max(repeated, key=lambda each: (seconds[each], each))
+    repeated = (prefix for prefix in seconds if len(numbers[prefix]) > 1)
+    prefix = max(repeated, key=lambda each: (seconds[each], each), default="\0")  # the default is in no path
     return prefix, len(numbers[prefix]), seconds[prefix]
 
 

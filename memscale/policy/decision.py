@@ -153,8 +153,6 @@ def widenings(decision: StrategyDecision, context: StrategyContext, config: Conf
     seen: set[tuple[str, ...]] = set()
     rules = tuple(name for name in TECHNIQUES if name in {*decision.techniques, *rule(context)})
     for widened, techniques in (("no", decision.techniques), ("rules", rules), ("all", context.eligible)):
-        if widened == "rules" and decision.decision_source != "ml":
-            continue
         if techniques not in seen:
             seen.add(techniques)
             yield widened, planned_with(config, techniques)
