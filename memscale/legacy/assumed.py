@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,11 +43,16 @@ def with_dense_gradients(model: nn.Module, batch: Any, config: Config) -> nn.Mod
     if not sparse:
         return model
     say(config, f"sparse gradients count as dense ones, of AdamW: {', '.join(map(repr, sparse))}")
+    return with_attribute(model, sparse.values(), "sparse", False)
+
+
+def with_attribute(model: nn.Module, modules: Iterable[nn.Module], name: str, value: object) -> nn.Module:
+    """Returns a copy of `model` that shares all tensors and in which an attribute of `modules` has another value."""
     copies = copy_tree(walk(model))  # other threads may be training the model
-    for module in sparse.values():
-        copies[id(module)].sparse = False
-    dense: nn.Module = copies[id(model)]
-    return dense
+    for module in modules:
+        setattr(copies[id(module)], name, value)
+    copy: nn.Module = copies[id(model)]
+    return copy
 
 
 def any_loss(output: Any, _: Any) -> torch.Tensor:

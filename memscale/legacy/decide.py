@@ -66,16 +66,10 @@ def decide(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None
     """
     if not terms.may_step:
         model = with_dense_gradients(model, batch, terms.config)
-    return _recorded(model, batch, optimizer, terms, _decided(model, batch, optimizer, terms))
-
-
-def _recorded(
-    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms, verdict: Verdict
-) -> Verdict:
-    """Returns `verdict`, with the recorded run if `terms` ask for one."""
-    if terms.history is None or verdict.profile is None:
-        return verdict
+    verdict = _decided(model, batch, optimizer, terms)
     profile, plan = verdict.profile, verdict.plan
+    if terms.history is None or profile is None:
+        return verdict
     try:
         step = _step(model, batch, optimizer, terms)
         if plan:  # the planner's evidence has figures only; the record also needs what holds the memory
@@ -88,16 +82,17 @@ def _recorded(
 
 
 def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, terms: Terms) -> Verdict:
-    config, hardware, moving = terms.config, terms.hardware, terms.runtime is not None
+    config = terms.config
     rule, trains = _rule(model, terms), trained_bytes(model) > 0
     engine, profile, trouble = None, None, ""
     if trains and batch is not None:
         engine, profile, trouble = _simulated(model, batch, optimizer, terms)
     step_bytes = profile.taken_bytes if profile is not None else resident_bytes(model, optimizer)
-    if (reason := _nothing_to_do(terms, trains, rule)) is not None:
+    if (reason := _nothing_to_do(terms, trains)) is not None:
         return Verdict(Plan(), profile, step_bytes, reason, for_all=trains)  # parameters may be trained later
+    ruled = Verdict(rule, profile, step_bytes, None if rule else _NO_BLOCKS)
     if batch is None and config.force_optimize:
-        return Verdict(rule, None, step_bytes, for_all=terms.budget is None)
+        return dataclasses.replace(ruled, for_all=terms.budget is None)
     limit, said = terms.limit
     if step_bytes <= limit and not config.force_optimize:
         takes, allowed = format_unlike(step_bytes, limit)
@@ -111,9 +106,9 @@ def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | No
     if config.enable_checkpointing and (uncheckpointed := without_checkpointing(model)) is not None:
         return _decided(uncheckpointed, batch, optimizer, terms)
     if step_bytes <= limit:
-        return Verdict(rule, profile, step_bytes)
+        return ruled
     # Without known copy speeds a plan cannot decide how much to move; a caller who asks for offloading gets the rule.
-    if engine is not None and not (moving and not knows_copies(hardware)):
+    if engine is not None and (knows_copies(terms.hardware) or not terms.offloads):
         try:
             return _planned(engine, profile, step_bytes, limit, said)
         except MemscaleError as error:  # a step that fails in a simulation only
@@ -130,7 +125,7 @@ def _decided(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | No
             RuntimeWarning,
             stacklevel=3,
         )
-    return Verdict(rule, profile, step_bytes, None if rule else _NO_BLOCKS)
+    return ruled
 
 
 def _bytes_under(engine: DecisionEngine | None, rule: Plan) -> int | None:
@@ -189,16 +184,17 @@ def _step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None,
 
 
 def _engine(step: TrainingStep, terms: Terms) -> DecisionEngine:
-    config, moving = terms.config, terms.runtime is not None
+    config = terms.config
     assert step.module is not None
+    assert terms.runtime is not None, "a detached model is not planned"
     may_offload = "offload" in config.eligible() and knows_copies(terms.hardware)
-    if moving:
+    if terms.offloads:
         config = dataclasses.replace(config, enable_offloading=True)
-    elif may_offload and (missing := why_none_moves(step.module, config)) is not None:
+    elif may_offload and (missing := why_none_moves(step.module, terms.runtime)) is not None:
         say(config, f"plans for this {type(step.module).__name__} offload nothing: {missing}")
         config = dataclasses.replace(config, enable_offloading=False, async_offload=False)
     # A CPU step rounds differently from an accelerator's, so states move only if the caller asks for offloading.
-    stepping = ("step_in_groups", "offload_states") if moving else ("step_in_groups",)
+    stepping = ("step_in_groups", "offload_states") if terms.offloads else ("step_in_groups",)
     return DecisionEngine.of_step(
         step,
         config=config,
@@ -215,7 +211,7 @@ def _rule(model: nn.Module, terms: Terms) -> Plan:
         "checkpoint": config.enable_checkpointing,
         "tile": config.enable_tiling and "enable_tiling" in config.given,
         "cast": config.use_mixed_precision,
-        "offload": terms.runtime is not None,
+        "offload": terms.offloads,
     }
     rules = shorthands(model, terms.hardware)
     found = planned({name: rules[name] for name, wanted in named.items() if wanted and name in rules})
@@ -224,17 +220,15 @@ def _rule(model: nn.Module, terms: Terms) -> Plan:
     return Plan([*((rule.pattern, rule.transform) for rule in found), ("", quantize_states())])
 
 
-def _nothing_to_do(terms: Terms, trains: bool, rule: Plan) -> str | None:
+def _nothing_to_do(terms: Terms, trains: bool) -> str | None:
     usable = terms.config.eligible()
-    if terms.runtime is None and (terms.hardware.device_type == "cpu" or not knows_copies(terms.hardware)):
+    if not terms.offloads and (terms.hardware.device_type == "cpu" or not knows_copies(terms.hardware)):
         usable -= {"offload"}  # the tier below RAM is the disk, which is used only on request
     if not usable:
         return (
             "enable_checkpointing is False and nothing is offloaded: no transform is left; async_offload=True adds one"
         )
-    if not trains:
-        return "nothing to train: no parameter requires a gradient"
-    return _NO_BLOCKS if terms.config.force_optimize and not rule else None
+    return None if trains else "nothing to train: no parameter requires a gradient"
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

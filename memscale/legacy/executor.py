@@ -24,7 +24,7 @@ from memscale.legacy.log import LOG, announce, say
 from memscale.legacy.optimizing import Optimizing
 from memscale.legacy.plans_by_shapes import PlansByShapes, Shapes, as_batch, shapes_of, with_shapes
 from memscale.legacy.summary import headline, moved_text, planned_text, step_text
-from memscale.legacy.terms import Terms, hardware_of, new_runtime
+from memscale.legacy.terms import Terms, hardware_of
 from memscale.legacy.training_loop import LoopWatch, is_a_step_of_its_own, leave, listen
 from memscale.observability import Metrics, Server, memory_keys, serve
 from memscale.planning import ProvenPlan
@@ -81,19 +81,13 @@ class Executor:
         return executor if isinstance(executor, cls) and executor._model() is model else None
 
     def __init__(
-        self,
-        model: nn.Module,
-        terms: Terms,
-        verdict: Verdict,
-        optimizer: torch.optim.Optimizer | None,
-        batch: Any,
+        self, model: nn.Module, terms: Terms, verdict: Verdict, optimizer: torch.optim.Optimizer | None, batch: Any
     ) -> None:
         # Weak: the executor is an attribute of the model, and a cycle would keep the model's weights alive.
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
         self._terms = terms
         self._caching: list[Any] = []
-        self._moving = terms.runtime  # the one runtime of all plans that move tensors
         self._plans = PlansByShapes()
         self._follows = not verdict.for_all
         self._hook: Any = None  # the forward pre-hook through which a call asks for a plan
@@ -163,7 +157,7 @@ class Executor:
     @property
     def runtime(self) -> Runtime | None:
         """The runtime of the plan's ``offload()``; None if nothing is offloaded, and after `detach`."""
-        return self._moving if any(rule.transform.moves for rule in self.plan) else None
+        return self._terms.runtime if any(rule.transform.moves for rule in self.plan) else None
 
     @property
     def config(self) -> Config:
@@ -373,7 +367,7 @@ class Executor:
         caches_on(model, self._caching)
         del model.__dict__[ATTRIBUTE]
         moved = "" if self.runtime is None else f"; {moved_text(self.runtime)}"
-        self._moving, self._terms = None, dataclasses.replace(self._terms, runtime=None)
+        self._terms = dataclasses.replace(self._terms, runtime=None)
         self.say(f"detached {self._kind}{moved}")
 
     # -- steps, and plans for later batches ----------------------------------------------------------------------------
@@ -383,7 +377,7 @@ class Executor:
         model = self._model()
         if model is None or not self._optimizing.trains(model, optimizer):
             return
-        self._plans.between_steps = True
+        self._plans.between_steps = self._installation.had_step = True
         self._optimizing.stepped(model, optimizer)
         if self._server is not None:
             self._server.metrics.after_step()
@@ -488,10 +482,6 @@ class Executor:
 
     def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
         """Puts `verdict`, made for a batch of `shapes`, in force."""
-        if self._moving is None and any(rule.transform.moves for rule in verdict.plan):
-            # For a plan that offloads without the caller's request, with overlap as planned.
-            overlaps = self.config.async_offload or "async_offload" not in self.config.given
-            self._moving = new_runtime(self.model, self.config, overlaps=overlaps)
         self._verdict, self._trained_bytes = verdict, trained_bytes(self.model)
         # Only then are the bytes compared before each step: to add them up takes 1 ms for 500 parameters.
         self._had_frozen = not all(parameter.requires_grad for parameter in self.model.parameters())

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from memscale.algebra import OfModule, copy_tree, walk
+from memscale.algebra import OfModule
 from memscale.config import Config
+from memscale.legacy.assumed import with_attribute
 from memscale.legacy.log import say
 
 _FLAG = "gradient_checkpointing"  # attribute of a layer or a stack of layers: whether it recomputes itself
@@ -96,19 +97,17 @@ def _set_caches(settings: list[Any], value: bool) -> None:
 
 def without_checkpointing(model: nn.Module) -> nn.Module | None:
     """Returns a copy that shares all tensors, with the model's own checkpointing off; None if it is off in `model`."""
-    found = [module for module in model.modules() if getattr(module, _FLAG, False) is True]
-    if not found:
-        return None
-    copies = copy_tree(walk(model))
-    for module in found:
-        setattr(copies[id(module)], _FLAG, False)
-    other: nn.Module = copies[id(model)]
-    return other
+    found = _recomputing(model)
+    return with_attribute(model, found, _FLAG, False) if found else None
+
+
+def _recomputing(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if getattr(module, _FLAG, False) is True]
 
 
 def _switch_off(model: nn.Module) -> bool:
     """Switches the model's own checkpointing off, inside which no region keeps anything; returns whether it was on."""
-    found = [module for module in model.modules() if getattr(module, _FLAG, False) is True]
+    found = _recomputing(model)
     for module in found:
         setattr(module, _FLAG, False)
         module.__dict__[_SET_ASIDE] = True

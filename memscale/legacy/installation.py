@@ -49,10 +49,12 @@ class Installation:
 
     Attributes:
         seen: the regions by path, each with a note of whether the region has run under the present plan.
+        had_step: whether a step of the loop has ended under the present plan.
     """
 
     def __init__(self, follows: bool) -> None:
         self.seen: dict[str, Seen] = {}
+        self.had_step = False
         self._root = Seen() if follows else None
         self._patches: list[ForwardPatch] = []
         self._wrapped: list[ForwardPatch] = []  # of the previous plan, still called by someone else's forward
@@ -61,7 +63,7 @@ class Installation:
         """Installs the regions of `plan` on `model`."""
         if plan and config.enable_checkpointing:
             keep_checkpointing_off(model, config)
-        self.seen = {}
+        self.seen, self.had_step = {}, False
         self._patches = install(
             model,
             plan.of_functions(),
@@ -89,12 +91,12 @@ class Installation:
         return seen is not None and seen.ran
 
     def idle(self, kind: str, plan: Plan) -> str | None:
-        """Describes the patterns of `plan` of which no region has run; None if each has one."""
+        """Describes the patterns of `plan` of which no region ran in a step; None if each has one."""
         ran = [path for path, region in self.seen.items() if region.ran]
         # A pattern is idle only if all its regions are: single experts, or layers dropped at random, may rest in any
         # one step.
         resting = [rule.pattern for rule in plan.of_functions() if not any(rule.matches(path) for path in ran)]
-        if not self.seen or not resting:
+        if not (self.had_step and self.seen and resting):
             return None
         return (
             f"nothing ran of {', '.join(map(repr, resting))} in a training step of this {kind}, so that the plan "

@@ -25,22 +25,21 @@ class Optimizing:
         optimizer: the optimizer that trains the model; None if it is to be found by its first step.
 
     Attributes:
-        own: the optimizers that were seen to step parameters of the model.
+        own: the optimizers that were seen to step parameters of the model, and whether each steps all of them.
     """
 
     def __init__(self, config: Config, optimizer: torch.optim.Optimizer | None) -> None:
         self._config = config
-        self._known = None if optimizer is None else weakref.ref(optimizer)
-        self._met: weakref.ref[torch.optim.Optimizer] | None = None  # the last that a loop stepped, if none is given
-        self._is_as_assumed = True  # whether it takes the memory of the optimizer that plans assume until one is met
+        self._is_given = optimizer is not None
+        self._known = None if optimizer is None else weakref.ref(optimizer)  # given, or the last that a loop stepped
+        self._is_as_assumed = True  # whether it takes the memory of the optimizer that plans assume until one is known
         self._rules = Plan()
         self._runtime: Runtime | None = None
         self._under: list[InPlace] = []
         # Weak sets, because the id of a freed optimizer may become that of another one.
         self._left: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # the rules cannot change these
-        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # these step some parameters only
-        # Optimizers known to have parameters of the model: finding out takes 1 ms per step for 1,000 parameters.
-        self.own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # Kept, because finding out takes 1 ms per step for 1,000 parameters.
+        self.own: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 
     def follow(self, model: nn.Module, plan: Plan, runtime: Runtime | None) -> None:
         """Applies the rules of `plan` from now on; optimizers under other rules get their own step back first."""
@@ -48,31 +47,28 @@ class Optimizing:
         if rules != self._rules or runtime is not self._runtime:
             self.release()
         self._rules, self._runtime = rules, runtime
-        if self._known is not None and (optimizer := self._known()) is not None:
+        if (optimizer := self._optimizer) is not None:
             self._take(model, optimizer)
 
     def trains(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer` has parameters of `model`."""
         if optimizer not in self.own and trains(optimizer, model):
-            self.own.add(optimizer)
+            self.own[optimizer] = _steps_all(model, optimizer)
         return optimizer in self.own
 
     def stepped(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Called when `optimizer` has stepped parameters of `model`: it trains the model unless another is known."""
-        if self._known is None:
+        if not self._is_given:
             self._take(model, optimizer)
 
     def meets(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
         """Whether plans have to be made again for `optimizer`, which the loop steps, where none was given."""
-        is_met = self._met is not None and self._met() is optimizer
-        if self._known is not None or is_met or optimizer in self._others:
+        if self._is_given or self._optimizer is optimizer or not self.trains(model, optimizer):
             return False
-        was_as_assumed = self._is_as_assumed
-        if _steps_all(model, optimizer):
-            self._met, self._is_as_assumed = weakref.ref(optimizer), is_as_assumed(optimizer)
-        else:
-            self._others.add(optimizer)
-            self._met, self._is_as_assumed = None, True
+        if not self.own[optimizer]:  # another one steps the others, with states of its own
+            return False
+        was_as_assumed, self._is_as_assumed = self._is_as_assumed, is_as_assumed(optimizer)
+        self._known = weakref.ref(optimizer)
         return not (was_as_assumed and self._is_as_assumed)
 
     def plain(self, model: nn.Module) -> torch.optim.Optimizer | None:
@@ -81,11 +77,14 @@ class Optimizing:
         Another one may step the other parameters, with states of its own. In place of an optimizer under rules it is an
         equal one without rules and states.
         """
-        known = self._known or self._met
-        optimizer = None if known is None else known()
-        if optimizer is None or (self._known is None and not _steps_all(model, optimizer)):
+        optimizer = self._optimizer
+        if optimizer is None or not (self._is_given or _steps_all(model, optimizer)):
             return None
         return as_plain(optimizer) if any(each.optimizer is optimizer for each in self._under) else optimizer
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer | None:
+        return None if self._known is None else self._known()
 
     def _take(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Puts `optimizer` under the rules; logs a warning if they cannot change it."""

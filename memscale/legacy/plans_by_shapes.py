@@ -150,13 +150,10 @@ def as_batch(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if not args or not kwargs:
         return args or kwargs or None
     try:
-        bound = inspect.signature(forward).bind(*args, **kwargs)
+        parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
         return None
-    kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        if kinds[name] in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
-            return None
-        named |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
-    return named
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names) or any(each.kind is each.POSITIONAL_ONLY for each in parameters):
+        return None
+    return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -29,7 +29,8 @@ class Terms:
         config: the allowed techniques.
         hardware: the model's device.
         loop: the caller's loop.
-        runtime: the runtime if the caller asks for offloading by name; None leaves offloading to plans.
+        runtime: the one runtime of all plans that move tensors; None after `detach`.
+        offloads: whether the caller asks for offloading by name; otherwise plans may choose it.
         budget: the bytes that a step may take; None is the config's share of the device.
         history: the file in which planned steps are recorded, or None.
         unseen_bytes: what the real step was measured to take beyond the simulated one.
@@ -39,7 +40,8 @@ class Terms:
     config: Config
     hardware: Hardware
     loop: Loop
-    runtime: Runtime | None = None
+    runtime: Runtime | None
+    offloads: bool
     budget: int | None = None
     history: str | None = None
     unseen_bytes: int = 0
@@ -68,13 +70,13 @@ def terms_of(model: nn.Module, config: Config, budget: Budget | None, record: Re
         RuntimeUnavailable: the caller asks for offloading, and no backend moves tensors of the model's devices.
     """
     history = history_path(record)
-    config, runtime = _with_runtime(model, config)
+    config, runtime, offloads = _with_runtime(model, config)
     hardware = hardware_of(model)
     if (missing := without_8_bits(config)) is not None:
         LOG.warning("use_8bit_optimizer=True: states stay in full: %s", missing)
         config = dataclasses.replace(config, use_8bit_optimizer=False)
     limit = None if budget is None else budget_bytes(budget, hardware.usable_bytes)
-    return Terms(config, hardware, loop, runtime, limit, history)
+    return Terms(config, hardware, loop, runtime, offloads, limit, history)
 
 
 def hardware_of(model: nn.Module) -> Hardware:
@@ -116,56 +118,45 @@ def config_in_force(
     return config
 
 
-def _with_runtime(model: nn.Module, config: Config) -> tuple[Config, Runtime | None]:
-    """Returns the config with the environment applied, and the runtime with which ``wrap`` offloads `model` or None.
+def _with_runtime(model: nn.Module, config: Config) -> tuple[Config, Runtime, bool]:
+    """Returns the config with the environment applied, the runtime, and whether the caller asks for offloading.
 
     The caller asks for offloading by a field that is set; a mode only makes it eligible for a planner. The environment
     variable counts only if the caller left ``async_offload`` open. It gives way to a config without offloading, and
     never makes ``wrap`` fail.
     """
     asking = [name for name in ("async_offload", "enable_offloading") if name in config.given and getattr(config, name)]
-    settled = config
+    settled, offloads = config, bool(asking)
     if "async_offload" not in config.given and _environment_asks():
-        if "offload" not in config.eligible():
+        if "offload" in config.eligible():
+            settled, offloads = dataclasses.replace(config, async_offload=True), True
+        else:
             LOG.warning("%s is set, but %r rules offloading out; this model runs without it", _VARIABLE, config)
-            return config, None
-        settled = dataclasses.replace(config, async_offload=True)
-    if not asking and settled is config:
-        return config, None
-    try:
-        return settled, new_runtime(model, settled, overlaps=settled.async_offload)
-    except RuntimeUnavailable as error:
-        if asking:
-            asked = " and ".join(f"{name}=True" for name in asking)
-            raise RuntimeUnavailable(f"{asked}: {error}; or leave that unset") from error
-        LOG.warning("%s is set, but %s; this model runs without it", _VARIABLE, error)
-        return config, None
-
-
-def new_runtime(model: nn.Module, config: Config, *, overlaps: bool) -> Runtime:
-    """Returns a runtime that moves tensors of the devices of `model`, while the device computes if it `overlaps`.
-
-    Raises:
-        RuntimeUnavailable: no backend moves tensors of these devices.
-    """
     sizes = config.async_config or AsyncOffloadConfig()
-    if not overlaps:
-        sizes = dataclasses.replace(sizes, prefetch_depth=0)
+    if not settled.async_offload and (offloads or "async_offload" in config.given):
+        sizes = dataclasses.replace(sizes, prefetch_depth=0)  # otherwise copies overlap, as plans count on
     runtime = Runtime(sizes, host_bytes=config.host_bytes)
+    if not offloads or (missing := why_none_moves(model, runtime)) is None:
+        return settled, runtime, offloads
+    if asking:
+        asked = " and ".join(f"{name}=True" for name in asking)
+        raise RuntimeUnavailable(f"{asked}: {missing}; or leave that unset")
+    LOG.warning("%s is set, but %s; this model runs without it", _VARIABLE, missing)
+    return config, runtime, False
+
+
+def why_none_moves(model: nn.Module, runtime: Runtime) -> str | None:
+    """Returns why no backend moves tensors of the model's devices; None if one does.
+
+    Engines are made here, so that an error comes before training. A CPU always has an engine, and one made before a
+    fork would be useless after it; a model on ``meta`` does not show where it will train.
+    """
     for device, parameter in {parameter.device: parameter for parameter in model.parameters()}.items():
-        # Engines are made now, so that an error comes now. A CPU always has an engine, and one made before a fork would
-        # be useless after it; a model on meta does not show where it will train.
         if device.type not in ("cpu", "meta"):
-            runtime.engine(parameter)
-    return runtime
-
-
-def why_none_moves(model: nn.Module, config: Config) -> str | None:
-    """Returns why no backend moves tensors of the model's devices; None if one does."""
-    try:
-        new_runtime(model, config, overlaps=False)
-    except RuntimeUnavailable as error:
-        return str(error)
+            try:
+                runtime.engine(parameter)
+            except RuntimeUnavailable as error:
+                return str(error)
     return None
 
 

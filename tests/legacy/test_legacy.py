@@ -235,6 +235,13 @@ def test_reasons_to_leave_a_model_alone(make, config, reason, caplog):
     assert all("forward" not in module.__dict__ for module in list(model.modules())[1:])
 
 
+def test_a_forced_step_above_the_budget_gets_its_plan_without_repeated_blocks():
+    model = nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 16))
+    config = Config(force_optimize=True, enable_tiling=True)
+    evidence = Executor.of(wrap(model, config, torch.randn(2048, 16), budget="14MiB")).plan.evidence
+    assert evidence.planned.taken_bytes <= 14 * 2**20 < evidence.plain.taken_bytes
+
+
 @pytest.mark.parametrize(("make", "make_batch"), MODELS)
 def test_verify_correctness_leaves_no_trace(make, make_batch):
     model, batch = make(), make_batch()

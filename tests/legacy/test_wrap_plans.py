@@ -71,6 +71,17 @@ def test_a_budget_takes_the_place_of_a_share_of_the_device(device):
         ms.wrap(stack(), config(), budget="much")
 
 
+def test_a_later_plan_is_not_said_to_be_idle_before_its_first_step(device, caplog):
+    caplog.set_level(logging.INFO, logger="memscale")
+    device(11)
+    model = ms.wrap(stack(), config(enable_logging=True))
+    for count in (768, 1024):
+        train(model, rows(count))
+    assert planned_rows(model) == 1024
+    assert model._memscale_executor.plan
+    assert "nothing ran" not in caplog.text
+
+
 def test_without_a_batch_the_first_call_of_the_loop_plans(device, caplog):
     caplog.set_level(logging.INFO, logger="memscale")
     device(11)
