@@ -126,6 +126,28 @@ def test_nothing_but_synchronize_lets_a_copy_happen(tmp_path, monkeypatch, make)
     assert tensor.unique().tolist() == [7]
 
 
+def test_events_say_when_they_are_done_and_when_that_was(backend):
+    backend, device = backend
+    for tier in backend.tiers:
+        before = backend.clock()
+        buffer, source = backend.allocate(100, tier), noise(100, device)
+        event = backend.copy(source, buffer, "out", after=[backend.record()])
+        backend.wait(event)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert event.done()
+        begin, end = event.span()
+        # A device's own clock is about as good as this.
+        assert before - 1e-3 <= begin <= end <= backend.clock() + 1e-3
+        mark = backend.record()
+        backend.wait(mark)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert mark.done()
+        assert mark.error() is None
+        backend.free(buffer, after=[event])
+
+
 # ------------------------------------------------------------------------------------------ how long it is there
 
 

@@ -14,7 +14,6 @@ import torch
 from memscale.core.errors import RuntimeUnavailable, TransformError
 from memscale.runtime.backends import cuda, host_tiers
 from memscale.runtime.backends.cuda import CudaBackend
-from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.storage.budget import HostBudget
 from memscale.runtime.storage.disk import DiskTierFull, FileIO
 from tests.support.checking.checked_engine import CheckedEngine
@@ -62,47 +61,7 @@ def noise(nbytes, device="cpu"):
     return ALIVE[-1]
 
 
-# ------------------------------------------------------------------------------ what every backend promises
-
-
-def fake_cuda_backend(tmp_path, monkeypatch):
-    FakeCupy().install(monkeypatch)
-    monkeypatch.setattr(cuda, "_STAGING_BYTES", PIECE)
-    return backend_on(tmp_path), "cpu"
-
-
-def cuda_backend(tmp_path, monkeypatch):
-    monkeypatch.setattr(cuda, "_STAGING_BYTES", PIECE)
-    return backend_on(tmp_path), "cuda"
-
-
-def host_backend(tmp_path, monkeypatch):
-    return HostBackend(tmp_path, disk_bytes=MIB), "cpu"
-
-
-@pytest.fixture(params=[host_backend, fake_cuda_backend, pytest.param(cuda_backend, marks=pytest.mark.cuda)])
-def backend(request, tmp_path, monkeypatch):
-    return request.param(tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("nbytes", [1, 4096, PIECE, 3 * PIECE + 5, 300_000])
-def test_bytes_go_to_every_tier_and_come_back(backend, nbytes):
-    backend, device = backend
-    for tier in ("auto", *backend.tiers):
-        source = noise(nbytes, device)
-        expected = source.clone()
-        buffer = backend.allocate(nbytes, tier)
-        assert (buffer.tier, buffer.nbytes) == (backend.tiers[0] if tier == "auto" else tier, nbytes)
-        out = backend.copy(source, buffer, "out", after=[backend.record()])
-        target = backend.empty(nbytes, source.new_empty(0))
-        assert (target.dtype, target.shape, target.device) == (torch.uint8, (nbytes,), source.device)
-        back = backend.copy(buffer, target, "in", after=[backend.record(), out])
-        backend.wait(out)
-        source.fill_(0)  # its bytes are out by now
-        backend.wait(back)
-        assert torch.equal(target.cpu(), expected.cpu())
-        assert out.error() is back.error() is None
-        backend.free(buffer, after=[out, back])
+# ------------------------------------------------------------------------------ several tensors in one buffer
 
 
 @pytest.mark.parametrize("tier", ["pinned", "pageable", "disk"])
@@ -122,47 +81,6 @@ def test_several_tensors_go_to_one_buffer_one_behind_the_other(cupy, tmp_path, t
     for start, source in zip(starts, expected, strict=True):
         assert torch.equal(target[start : start + source.nbytes], source)
     backend.free(buffer, after=[out, back])
-
-
-def test_events_say_when_they_are_done_and_when_that_was(backend):
-    backend, device = backend
-    for tier in backend.tiers:
-        before = backend.clock()
-        buffer, source = backend.allocate(100, tier), noise(100, device)
-        event = backend.copy(source, buffer, "out", after=[backend.record()])
-        backend.wait(event)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        assert event.done()
-        begin, end = event.span()
-        # A device's own clock is about as good as this.
-        assert before - 1e-3 <= begin <= end <= backend.clock() + 1e-3
-        mark = backend.record()
-        backend.wait(mark)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        assert mark.done()
-        assert mark.error() is None
-        backend.free(buffer, after=[event])
-
-
-def test_a_full_tier_passes_on_to_the_next_and_the_last_to_none(backend):
-    backend, _ = backend
-    held = []
-    for tier in backend.tiers:
-        if tier == "pageable":
-            continue  # its budget is 64 MiB
-        while (buffer := backend.allocate(200_000, tier)) is not None and buffer.tier == tier:
-            held.append(buffer)
-        assert sum(buffer.tier == tier for buffer in held) == 5
-        if buffer is not None:
-            assert backend.tiers.index(buffer.tier) == backend.tiers.index(tier) + 1
-            backend.free(buffer, after=[])
-    assert backend.allocate(200_000, "disk") is None
-    for buffer in held:
-        backend.free(buffer, after=[])
-    assert [backend.allocate(200_000, buffer.tier).tier for buffer in held] == [buffer.tier for buffer in held]
-    assert backend.usage()["disk"].high_water_bytes >= 1_000_000
 
 
 # ---------------------------------------------------------------------------- the CUDA backend on a fake CuPy
