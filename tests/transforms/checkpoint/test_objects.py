@@ -2,9 +2,7 @@
 
 import array
 import collections
-import gc
 import types
-import weakref
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, offload, policies
 from memscale.regions import argument_spec
-from memscale.transforms.checkpoint import recompute
 from tests.support.checks import bits
 from tests.support.coverings import in_turn
 from tests.support.models import numbers
@@ -277,26 +274,6 @@ def test_one_list_in_a_closure_and_in_an_object():
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, (x * 3.0).cos() * 3.0)
     assert shared == [1.0, 2.0, 100.0]
-
-
-def test_nothing_outlives_its_graph():
-    torch.manual_seed(0)
-    fit, x = ms.transform(Blocks(Appends), {"blocks.*": checkpoint()}), numbers(3, WIDTH)
-    fit(x)
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        for ending in ("dropped", "backward", "retained"):
-            out = fit(x)
-            if ending != "dropped":
-                out[0].sum().backward(retain_graph=ending == "retained")
-            watched = weakref.ref(out[0])
-            del out
-            alive = sum(type(thing) in (recompute._Frame, Cache) for thing in gc.get_objects())
-            assert (alive, watched()) == (0, None), ending
-    finally:
-        gc.enable()
 
 
 def test_an_object_that_leads_too_far_is_refused():
