@@ -20,9 +20,7 @@ transformers = pytest.importorskip("transformers", reason="the Trainer is of tra
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 from memscale.integrations.hf import MemScaleCallback  # noqa: E402
-from tests.support.models import own_checkpointing  # noqa: E402
 
-OWN = own_checkpointing()
 FORCE = ms.Config(force_optimize=True)
 
 
@@ -157,22 +155,6 @@ def test_the_model_that_model_init_makes_is_wrapped(tmp_path: Path) -> None:
     assert regions == [2, 2]
     gc.collect()
     assert [model() is None for model in made[:-1]] == [True] * (len(made) - 1)
-
-
-def test_its_own_checkpointing_stays_off_and_comes_back(tmp_path: Path) -> None:
-    flags: list[bool] = []
-
-    class Look(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-            flags.append(getattr(model, f"is_{OWN}"))
-
-    plain = trainer(tmp_path, **{OWN: True})
-    plain.train()
-    run = ms.wrap(trainer(tmp_path, **{OWN: True}, callbacks=[Look()]), FORCE)
-    run.train()
-    assert flags == [False] * 4
-    assert getattr(run.model, f"is_{OWN}")
-    assert same(numbers(run), numbers(plain))
 
 
 def test_the_plan_is_in_the_state_and_a_resumed_run_tells_of_another(
