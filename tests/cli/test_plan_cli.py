@@ -168,14 +168,6 @@ def test_what_fits_needs_no_plan(folder, capsys):
     assert Path("plan.html").read_text().count('<section class="plan">') == 1
 
 
-def test_a_terminal_gets_a_bar_and_no_lines(folder, capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert command("plan", *STEP, "--budget", "1GiB") == 0
-    shown = capsys.readouterr().err
-    assert "simulated " not in shown
-    assert "simulating" in shown
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -19,6 +19,14 @@ def mlps():
     blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)]
     return nn.Sequential(*blocks), lambda batch, seq: torch.ones(batch, seq, 32), lambda y, _: y.square().mean()
 
+def interrupted():
+    def batch(batch, seq):
+        if batch > 4:
+            raise KeyboardInterrupt
+        return torch.ones(batch, 8)
+
+    return nn.Linear(8, 8), batch, lambda y, _: y.sum()
+
 def pictures():
     return nn.Linear(8, 8), lambda batch, seq: torch.ones(batch, 8), lambda y, _: y.sum()
 """
@@ -96,12 +104,7 @@ def test_a_model_whose_batches_have_no_sequence(capsys):
     assert "the batches of this model are the same for any seq; use --objective batch" in capsys.readouterr().err
 
 
-def test_an_interrupt_prints_the_best_so_far(capsys, monkeypatch):
-    from memscale.planning.tuning import size_search
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(size_search.SizeSearch, "_under_bytes", stop)
-    assert command("tune", *STEP, "--objective", "batch", "--budget", "1MiB", "--seq", 64) == 130
+def test_an_interrupt_prints_the_best_so_far(capsys):
+    step = ("--hf", "tuned_factories:interrupted", "--gpu", "cpu", "--objective", "batch", "--budget", "1MiB")
+    assert command("tune", *step) == 130
     assert "(stopped: the best so far)" in " ".join(capsys.readouterr().out.split())

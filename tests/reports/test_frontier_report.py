@@ -2,7 +2,6 @@
 
 import html
 import re
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.core import format_bytes
+from tests.support.pages import Page
 
 BOX = ms.Hardware(name="<a & b>", device_type="cpu", memory_bytes=2**36)
 
@@ -20,36 +20,16 @@ def curve():
     return ms.frontier(model, torch.ones(512, 32), loss=lambda y, _: y.square().mean(), hardware=BOX, points=3)
 
 
-class Page(HTMLParser):
-    VOID = frozenset({"meta", "br", "line", "path", "circle"})
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.loads = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        self.loads += [value for name, value in attributes if name in ("src", "href")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-
 def test_a_page_shows_every_plan_and_loads_nothing(curve, tmp_path):
     curve.html(tmp_path / "curve.html")
     text = (tmp_path / "curve.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert page.open == []
-    assert page.loads == []
+    assert page.loaded() == []
     assert "http" not in re.sub(r"<pre>.*?</pre>", "", text, flags=re.S)
     assert "<a & b>" not in text, "names are escaped"
-    marks = [attributes["data-at"] for tag, attributes in page.tags if "data-at" in attributes]
+    marks = [attributes["data-at"] for _, attributes in page.elements if "data-at" in attributes]
     assert sorted(marks) == sorted([str(at) for at in range(len(curve))] * 2), "a dot and a row of the table for each"
-    assert sum(tag == "section" for tag, _ in page.tags) == len(curve) > 2
+    assert sum(tag == "section" for tag, _ in page.elements) == len(curve) > 2
     for point in curve:
         assert format_bytes(point.peak_bytes) in text
         for decision in point.plan.evidence.decisions:
@@ -60,7 +40,7 @@ def test_a_page_shows_every_plan_and_loads_nothing(curve, tmp_path):
 def test_a_price_is_an_axis_and_a_column(curve, tmp_path):
     curve.html(tmp_path / "priced.html", price=3.6, steps=10_000)
     text = (tmp_path / "priced.html").read_text(encoding="utf-8")
-    assert Page(text).open == []
+    Page(text)
     assert text.count("dollars for 10,000 steps") == 1
     for point in curve:
         assert f'<td class="number">{10 * point.step_seconds:,.2f}</td>' in text
@@ -89,13 +69,10 @@ def test_the_stairs_go_down(curve, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["curve.png", "curve.svg"])
-def test_a_picture(curve, tmp_path, name):
-    curve.plot(tmp_path / name)
-    assert (tmp_path / name).read_bytes()[:4] in (b"\x89PNG", b"<?xm")
-
-
-def test_one_point_can_be_drawn(curve, tmp_path):
-    curve[-1:].plot(tmp_path / "one.svg")
+def test_a_curve_is_drawn_also_with_one_point(curve, tmp_path, name):
+    for drawn in (curve, curve[-1:]):
+        drawn.plot(tmp_path / name)
+        assert (tmp_path / name).read_bytes()[:4] in (b"\x89PNG", b"<?xm")
     curve[-1:].html(tmp_path / "one.html")
 
 
@@ -109,7 +86,7 @@ def test_wrong_files_are_refused(curve, tmp_path):
             draw(tmp_path / name)
 
 
-def test_json(curve):
+def test_a_curve_comes_back_from_json(curve):
     again = ms.Frontier.from_json(curve.to_json())
     assert list(again) == list(curve)
     assert [each.plan.evidence for each in again] == [each.plan.evidence for each in curve]

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import sys
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from memscale.reports.module_tree import stacks
 from memscale.reports.page import TEMPLATES
 from memscale.simulation.results import Holding, Moment
 from memscale.simulation.trace import CATEGORIES
+from tests.support.pages import Page
 
 MIB = 1 << 20
 CARD = ms.Hardware.named("h100")
@@ -307,43 +307,6 @@ def test_without_matplotlib_there_is_still_a_report(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------ page
-
-
-class Page(HTMLParser):
-    """What is on a page: texts, the rows of tables and of the module tree, elements; and that all are closed."""
-
-    VOID = ("meta",)
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.rows, self.elements, self.texts = [], [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        attributes = dict(attributes)
-        self.elements.append((tag, attributes))
-        if tag in ("tr", "h2") or "row" in attributes.get("class", "").split():
-            self.rows.append([])
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] not in ("script", "style") and data.strip():
-            self.texts.append(data)
-            if self.rows:
-                self.rows[-1].append(data.strip())
-
-    def row(self, name):
-        (found,) = [row for row in self.rows if row[:1] == [name]]
-        return found[1:]
 
 
 def page_of(profile, tmp_path):
