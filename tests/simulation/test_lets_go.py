@@ -19,10 +19,6 @@ def total(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return output.sum()
 
 
-def wrapped(model: nn.Module, batch: torch.Tensor) -> None:
-    ms.wrap(model, ms.Config(force_optimize=True, enable_logging=False), batch)
-
-
 def planned_at_its_first_call(model: nn.Module, batch: torch.Tensor) -> None:
     ms.wrap(model, ms.Config(enable_logging=False))
     model(batch).sum().backward()
@@ -40,9 +36,7 @@ def offloaded_on_a_card(model: nn.Module, batch: torch.Tensor) -> None:
         pytest.param(lambda model, batch: ms.profile(model, batch, loss=total, hardware="h100"), id="profile-card"),
         pytest.param(offloaded_on_a_card, id="offloaded-card"),
         pytest.param(lambda model, batch: ms.plan(model, batch, loss=total, budget="1GiB"), id="plan"),
-        pytest.param(wrapped, id="wrap"),
         pytest.param(planned_at_its_first_call, id="wrap-first-call"),
-        pytest.param(lambda model, batch: ms.transform(model, {"*": ms.checkpoint()})(batch), id="transform"),
     ],
 )
 def test_the_last_reference_frees_the_weights(use: Callable[[nn.Module, torch.Tensor], Any]) -> None:
