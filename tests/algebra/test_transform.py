@@ -123,7 +123,7 @@ def test_a_copy_of_the_model_and_the_tree_together_stay_linked():
     assert torch.equal(fit(x), model(x))
 
 
-def test_hooks_are_copied():
+def test_hooks_of_the_model_and_of_its_copy_are_apart():
     calls = []
     model = mlp()
     model[0].register_forward_hook(lambda module, *_: calls.append(module))

@@ -138,7 +138,7 @@ def test_mistakes_are_one_line(folder, capsys, options, said):
     assert said in capsys.readouterr().err
 
 
-def test_settings_have_defaults():
+def test_settings_of_adapters_have_defaults():
     assert settings_of("alpha=32") == {"r": 16, "target_modules": "all-linear", "lora_alpha": 32.0}
     assert settings_of("r=8,targets=a+b,save=c,dora=yes") == {
         "r": 8,

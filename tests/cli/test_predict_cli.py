@@ -269,7 +269,7 @@ def test_if_nothing_fits_the_largest_says_so(folder, capsys):
     assert printed(capsys)["largest"] is None
 
 
-def test_pictures_and_reports(folder, capsys):
+def test_a_prediction_is_written_as_a_page_and_as_a_picture(folder, capsys):
     step = ("--hf", "factories:plain", "--gpu", "cpu", "--no-recommend")
     assert predict(*step, "--html", "step.html", "--plot", "step.png") == 0
     assert "<html" in Path("step.html").read_text().lower()

@@ -34,7 +34,7 @@ def test_none_is_the_accelerator_where_there_is_one():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_device():
+def test_a_cuda_device_is_detected_with_its_memory():
     hardware = Hardware.detect("cuda:0")
     _, memory_bytes = torch.cuda.mem_get_info(0)
     assert (hardware.name, hardware.memory_bytes) == (torch.cuda.get_device_name(0), memory_bytes)
@@ -57,7 +57,7 @@ FULL = Hardware(
 )  # fmt: skip
 
 
-def test_json_round_trip():
+def test_hardware_comes_back_from_json():
     for hardware in (FULL, Hardware("H", "cpu", 1), Hardware.named("h100")):
         again = Hardware.from_json(hardware.to_json())
         assert again == hardware

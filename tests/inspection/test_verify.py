@@ -217,14 +217,14 @@ def test_losses_of_each_convention():
         (lambda: compare({}, {}).within(ulps=1, of="all"), "'element' or 'largest', got 'all'"),
     ],
 )
-def test_what_is_refused(call, message):
+def test_verify_refuses_what_it_cannot_compare(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
 
 
 @pytest.mark.cuda
 @pytest.mark.values
-def test_on_a_gpu():
+def test_on_a_gpu_the_random_state_comes_back():
     model = Conv().cuda()
     fit = ms.transform(model, {"": ms.checkpoint()})
     before = torch.cuda.get_rng_state()

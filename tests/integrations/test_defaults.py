@@ -221,7 +221,9 @@ AGAIN = (lightning_wrapped, trainer)
     ("train", "precision"),
     [pytest.param(*case, marks=[pytest.mark.deep] * (case[0] in AGAIN)) for case in in_turn(ALL, DTYPES)],
 )
-def test_with_defaults(train: Train, precision: str, verdicts: list[Verdict], caplog: pytest.LogCaptureFixture) -> None:
+def test_defaults_give_the_same_numbers(
+    train: Train, precision: str, verdicts: list[Verdict], caplog: pytest.LogCaptureFixture
+) -> None:
     if precision == "fp16" and train in (trainer, trainer_wrapped):
         pytest.skip("TrainingArguments(fp16=True) needs a GPU; accelerate, which does it, is tested")
     expected = numbers(train(precision, None, False))

@@ -105,7 +105,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[ms.Plan]:
 
 
 @pytest.mark.parametrize("seed", [*range(30), *(pytest.param(at, marks=pytest.mark.deep) for at in range(30, 60))])
-def test_any_order(seed: int, plans: list[ms.Plan]) -> None:
+def test_wrap_and_forwards_of_others_come_and_go_in_any_order(seed: int, plans: list[ms.Plan]) -> None:
     choose = random.Random(seed)
     model, plain = blocks(), blocks()
     before = [dict(module.__dict__) for module in model.modules()]

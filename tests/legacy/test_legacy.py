@@ -184,7 +184,7 @@ def test_other_targets_are_type_errors(target, verb):
         verb(target)
 
 
-def test_bad_arguments():
+def test_bad_arguments_of_wrap_are_refused():
     model = convnet()
     before = traces(model)
     with pytest.raises(ConfigError, match=r"config={} must be a memscale.Config or None; build one with"):

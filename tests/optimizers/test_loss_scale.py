@@ -139,7 +139,7 @@ def test_values_out_of_range_are_refused(arguments):
 
 @pytest.mark.cuda
 @pytest.mark.values
-def test_on_a_gpu():
+def test_a_gradient_that_is_not_finite_halves_the_scale_on_a_gpu():
     model = nn.Linear(4, 1).cuda()
     fit = ms.transform(model, {"": ms.cast(compute=torch.float16)})
     optimizer, scale = torch.optim.SGD(model.parameters(), lr=0.1), LossScale(interval_steps=1)

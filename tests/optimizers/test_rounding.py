@@ -180,7 +180,7 @@ def test_a_simulated_step_has_it(how):
     assert ms.Plan.from_json((plan := ms.Plan({"": how})).to_json()) == plan
 
 
-def test_what_is_refused():
+def test_two_roundings_and_bad_seeds_are_refused():
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     with pytest.raises(ms.TransformError, match=r"round the same numbers; choose one"):
         ms.compose(EXACT, CHANCE)(torch.optim.SGD([weight]))

@@ -7,7 +7,7 @@ from torch import nn
 from memscale.planning.parts.blocks import repeated_blocks
 
 
-def test_pytorch_transformers():
+def test_the_layers_of_pytorch_transformers_are_blocks():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     assert repeated_blocks(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)) == ("layers.*",)
     assert repeated_blocks(nn.Transformer(8, 2, 2, 2, 16, batch_first=True)) == (
@@ -96,7 +96,7 @@ EMBEDDING = nn.Embedding(4, 8)
         pytest.param(Part(drops=nn.ModuleList([nn.Sequential(nn.ReLU(), nn.Dropout())] * 2)), [], id="no parameters"),
     ],
 )
-def test_by_structure(model, patterns):
+def test_modules_of_equal_structure_are_blocks(model, patterns):
     assert repeated_blocks(model) == tuple(patterns)
 
 

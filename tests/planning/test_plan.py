@@ -157,7 +157,7 @@ def test_a_long_step_that_no_plan_fits_is_refused_after_few_simulations(monkeypa
     assert caught.value.peak_bytes <= max(by_hand.peak_bytes, by_hand.first_step_peak_bytes)
 
 
-def test_nothing_fits():
+def test_a_budget_below_the_smallest_peak_is_an_error_with_the_smallest_plan():
     model, batch, few = _mlps(1), torch.ones(512, 64), ms.Config(mode="conservative")
     engine = ms.DecisionEngine(model, config=few, **_step(model, batch))
     smallest = engine.smallest().evidence.planned.taken_bytes

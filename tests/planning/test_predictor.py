@@ -535,7 +535,7 @@ def test_a_smallest_batch_that_does_not_fit_is_a_budget_error():
         ("6mi", 6 * 2**20),
     ],
 )
-def test_budgets_in_bytes(text, nbytes):
+def test_a_budget_as_text_is_bytes(text, nbytes):
     assert budget_bytes(text, 1001) == nbytes
 
 

@@ -54,6 +54,6 @@ def test_a_model_that_decides_by_a_number_itself_is_still_measured():
     assert train(Forward(forward, net=mlp()), x(ROWS, 48)).profile().method == "empirical"
 
 
-def test_it_is_planned():
+def test_a_step_that_draws_is_planned():
     step = train(Forward(lambda m, y: gaussian(m.net(y)), net=mlp()), x(ROWS, 48))
     assert list(ms.plan(step.model, step.batch, budget=1.0, loss=lambda y, _: y.mean(), hardware="cpu")) == []

@@ -39,7 +39,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_optimizers(optimizer):
+def test_a_step_of_every_optimizer_is_simulated_to_the_byte(optimizer):
     assert_exact(train(mlp(144, 80), x(9, 144), optimizer))
 
 

@@ -196,7 +196,7 @@ STREAMED = ms.offload(what="params")
 @pytest.mark.parametrize(
     "how", [STREAMED, ms.compose(ms.checkpoint(), STREAMED), ms.compose(STREAMED, ms.checkpoint())]
 )
-def test_streamed_parameters(how):
+def test_a_step_with_streamed_parameters_takes_what_it_takes(how):
     training = train_offloaded(how)
     profile = training.profile()
     for _ in range(3):  # the first one sends the parameters home
@@ -210,7 +210,7 @@ def test_streamed_parameters(how):
     assert abs(profile.peak_bytes - resident_bytes - steady.growth_bytes) <= NUMBERS_BYTES
 
 
-def test_offload_around_checkpoint():
+def test_offload_around_checkpoint_takes_what_it_takes():
     training = train_offloaded(ms.compose(ms.offload(), ms.checkpoint()))
     profile = training.profile()
     # Which input of the first step moves in time depends on what the runtime learns in it.

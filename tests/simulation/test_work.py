@@ -192,7 +192,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("case", MOVES)
-def test_bytes_that_move(case):
+def test_an_operator_moves_what_it_reads_and_writes(case):
     expected, calls = MOVES[case]
     for op, *args in calls:
         kwargs = {"dtype": torch.bfloat16} if op is aten._to_copy.default else {}

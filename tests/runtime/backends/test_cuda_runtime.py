@@ -212,7 +212,7 @@ def _raise_full(*args, **options):
     raise DiskTierFull("no room")
 
 
-def test_capture_is_refused(cupy, tmp_path):
+def test_use_inside_a_graph_capture_is_refused(cupy, tmp_path):
     backend = backend_on(tmp_path, device=torch.device("cuda", 1))
     buffer = backend.allocate(10, "auto")
     cupy.capturing = 0  # which is none of this backend's business

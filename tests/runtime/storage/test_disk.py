@@ -128,7 +128,7 @@ def round_trip(slab, source, *, shift=0):
 
 
 @pytest.mark.parametrize("io", [FileIO, Buffered, RefusesDirectTransfers])
-def test_bytes_come_back(make, io):
+def test_bytes_of_every_size_come_back_from_disk(make, io):
     slab = make(io())
     if io is not FileIO:
         assert not slab.direct

@@ -70,7 +70,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_scenarios(name):
+def test_a_replay_reserves_what_the_allocator_does(name):
     steps, settings, (allocated, reserved) = SCENARIOS[name]
     result = replay(stream(*steps), settings=AllocatorSettings(**settings))
     assert (result.allocated_peak_bytes, result.reserved_peak_bytes) == (allocated * MIB, reserved * MIB)

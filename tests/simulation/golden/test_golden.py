@@ -45,7 +45,7 @@ def _check(name: str, wanted) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_row(name):
+def test_one_row_of_every_fifth_model_is_that_of_the_file(name):
     if not _is_comparable(QUICK[name]):
         pytest.skip("a CPU's scratch memory depends on its instructions, and this CPU has others")
     _check(name, lambda key: key == QUICK[name])
@@ -53,7 +53,7 @@ def test_a_row(name):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", golden.names())
-def test_all_rows(name):
+def test_all_rows_are_those_of_the_file(name):
     _check(name, _is_comparable)
 
 

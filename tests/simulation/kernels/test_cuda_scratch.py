@@ -36,7 +36,7 @@ WORKSPACES = [
 
 
 @pytest.mark.parametrize(("capability", "environ", "version", "nbytes"), WORKSPACES)
-def test_cublas_workspaces(capability, environ, version, nbytes):
+def test_the_workspace_of_cublas_follows_card_and_version(capability, environ, version, nbytes):
     assert cublas_workspace_bytes(capability, environ=environ, torch_version=version) == nbytes
 
 
@@ -55,7 +55,7 @@ def test_cublas_workspaces(capability, environ, version, nbytes):
         ({"CUBLASLT_WORKSPACE_SIZE": "much"}, (2, 10), MIB),
     ],
 )
-def test_cublaslt_workspaces(environ, version, nbytes):
+def test_the_workspace_of_cublaslt_follows_environment_and_version(environ, version, nbytes):
     assert cublaslt_workspace_bytes(A100, environ=environ, torch_version=version) == nbytes
 
 

@@ -102,7 +102,7 @@ def test_bad_arguments_are_named():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
-def test_cuda_without_cuda():
+def test_measuring_cuda_without_a_device_is_refused():
     with pytest.raises(RuntimeUnavailable, match="needs CUDA"):
         measure(lambda: None, device="cuda")
 

@@ -395,7 +395,7 @@ def functional_case():
 @pytest.mark.parametrize(
     "transform", [cast(), ms.compose(ms.checkpoint(), cast()), ms.compose(cast(), ms.checkpoint())]
 )
-def test_torch_func(transform):
+def test_torch_func_has_the_gradients_of_autograd(transform):
     model, x = stack(8), torch.randn(3, 8)
     fit = ms.transform(model, {"": transform})
     fn, state = ms.functional(fit)
@@ -497,7 +497,7 @@ def test_in_one_graph_it_is_refused(make, message):
 # ------------------------------------------------------------------------------------------------- real models
 
 
-def test_hugging_face_models():
+def test_hugging_face_models_are_cast_within_bfloat16():
     transformers = pytest.importorskip("transformers", reason="the models come from transformers")
     tokens = torch.randint(0, 64, (2, 16))
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -539,7 +539,7 @@ def test_hugging_face_models():
         ({"keep": ("a..b", "x**")}, "empty segment.*whole segment"),
     ],
 )
-def test_the_factory_refuses(arguments, message):
+def test_bad_arguments_of_cast_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         cast(**arguments)
 

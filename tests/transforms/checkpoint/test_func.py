@@ -151,7 +151,7 @@ def test_batchnorm_buffers_are_updated_once():
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("per_sample_gradients", [False, True])
-def test_dropout_under_vmap(randomness, per_sample_gradients):
+def test_dropout_under_vmap_draws_the_same(randomness, per_sample_gradients):
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.2)).double()
     state = {name: p.detach() for name, p in model.named_parameters()}
 

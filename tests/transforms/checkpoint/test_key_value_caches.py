@@ -105,7 +105,7 @@ def keys_and_values(cache):
     ("make", "attention", "train", "plan"),
     pairwise(itertools.product(MODELS, ["eager", "sdpa"], [True, False], ["blocks", "nested", "dots"])),
 )
-def test_plain_backward(make, attention, train, plan):
+def test_models_with_a_cache_train_to_the_same_bits(make, attention, train, plan):
     model, pattern, batch = made(make, attention)
     model.train(train)
     how = checkpoint(policy=policies.dots_saveable) if plan == "dots" else checkpoint()
@@ -118,7 +118,7 @@ def test_plain_backward(make, attention, train, plan):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("make", MODELS)
-def test_torch_func(make, attention):
+def test_torch_func_has_the_same_gradients_through_a_cache(make, attention):
     model, pattern, batch = made(make, attention)
     # The encoder's states go to every block of the decoder, and a region adds up its own uses of them first: another
     # order of the same sum.

@@ -25,7 +25,7 @@ def model():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.parametrize("policy", [ms.policies.nothing_saveable, ms.policies.dots_saveable])
-def test_nested_tensors(model, layout, policy):
+def test_nested_tensors_have_the_same_gradients(model, layout, policy):
     batch, found = lengths(layout), []
     for each in (model, ms.transform(model, {"": ms.checkpoint(policy=policy)})):
         mean_square(each(batch)).backward()

@@ -152,7 +152,7 @@ def made(block):
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_plain_backward(block, plan):
+def test_regions_that_change_objects_train_to_the_same_bits(block, plan):
     model, x = made(block), numbers(3, WIDTH)
     fit = ms.transform(model, plan)
     for _ in range(2):  # the first call of a region learns what it does
@@ -166,7 +166,7 @@ def test_plain_backward(block, plan):
 
 @pytest.mark.parametrize("plan", ["each block", "nested", "dots"])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_double_backward(block, plan):
+def test_regions_that_change_objects_have_second_derivatives(block, plan):
     model, x = made(block).double(), numbers(3, WIDTH, dtype=torch.float64)
     fit = ms.transform(model, PLANS[plan])
 
@@ -179,7 +179,7 @@ def test_double_backward(block, plan):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own, when jvp is first used
 @pytest.mark.parametrize(("block", "plan"), in_turn(BLOCKS, ["each block", "nested", "twice", "dots"]))
-def test_torch_func(block, plan):
+def test_regions_that_change_objects_run_under_torch_func(block, plan):
     model, x = made(block).double(), numbers(5, 3, WIDTH, grad=False, dtype=torch.float64)
     fit = ms.transform(model, PLANS[plan])
 

@@ -62,7 +62,7 @@ def forward_mode(model):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("way", [functional, of_the_input, forward_mode])
-def test_torch_func(way):
+def test_torch_func_and_forward_mode_find_the_same(way):
     same(way)
 
 
@@ -93,7 +93,7 @@ def test_torch_compile_around_it_leaves_it_as_it_is(how):
 
 
 @pytest.mark.parametrize("bucket_view", [True, False])
-def test_distributed_data_parallel(tmp_path, bucket_view):
+def test_distributed_data_parallel_trains_the_same(tmp_path, bucket_view):
     def train(model):
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
         optimizer = torch.optim.SGD(parallel.parameters(), 0.01)

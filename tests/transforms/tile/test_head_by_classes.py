@@ -121,7 +121,7 @@ MODIFIED = ("smoothing", "weights, smoothing", "softcap", "constant for each cla
     pairwise(itertools.product(SETTINGS, ["mean", "sum", "none"], [torch.bfloat16, torch.float16], [False, True])),
     indirect=["gpu"],
 )
-def test_every_loss(name, reduction, dtype, gpu, taken):
+def test_every_loss_is_as_right_as_untiled(name, reduction, dtype, gpu, taken):
     model, (x, y) = Head().to(dtype), sixteen_bit(dtype)
     by_row = 1 + torch.arange(ROWS).reshape(-1) / 4
 
@@ -137,7 +137,7 @@ def test_every_loss(name, reduction, dtype, gpu, taken):
 @SIXTEEN_BITS
 @pytest.mark.parametrize("chunks", [5, pytest.param(64, marks=pytest.mark.deep), 1000])
 @pytest.mark.parametrize("cast", [wide, lambda logits: logits], ids=["float32", "16 bits"])
-def test_many_rows(cast, chunks, dtype, gpu, taken):
+def test_a_sum_of_many_rows_is_as_right_as_untiled(cast, chunks, dtype, gpu, taken):
     """Of 512 rows added up in pieces, a sum in 16 bits would be visibly wrong."""
     head, y = nn.Linear(64, CLASSES).to(dtype), torch.randint(0, CLASSES, (512,))
     x = torch.randn(512, 64).to(dtype).requires_grad_()
@@ -165,7 +165,7 @@ class TiedWithBias(Tied):
     ],
     ids=["no", "fix", "tied", "tied with bias"],
 )
-def test_heads(make, sweeps, gpu, taken):
+def test_every_head_is_as_right_as_untiled(make, sweeps, gpu, taken):
     model, (x, y) = make().bfloat16(), sixteen_bit(torch.bfloat16)
     as_right_as_untiled(model, tiled(model), x, mean(y))
     assert taken == [gpu] * (sweeps if gpu is SignedRows else 1)
@@ -204,7 +204,7 @@ def test_scaling_and_retain_graph(dtype, gpu, taken):
         loss.backward()
 
 
-def test_the_surroundings(taken):
+def test_the_surroundings_of_a_loss_change_nothing(taken):
     """A default type of 16 bits, autocast around the loss, and a region that recomputes it."""
     model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
 

@@ -66,7 +66,7 @@ def same(model, wanted):
     return all(torch.equal(parameter.grad, wanted[name]) for name, parameter in model.named_parameters())
 
 
-def test_the_same_bits(made, at_once):
+def test_a_late_gradient_has_the_same_bits(made, at_once):
     fit, _, ids = pair()
     wanted = at_once(fit, lambda: loss(fit, ids))
     assert not made
@@ -131,7 +131,7 @@ def test_a_weight_that_is_frozen_before_backward(at_once):
     ],
     ids=["untied", "a small weight", "with bias", "large logits", "small logits"],
 )
-def test_where_it_waits(how, repeats, waits, made):
+def test_a_gradient_waits_only_where_that_saves_memory(how, repeats, waits, made):
     fit, _, ids = pair(**how)
     loss(fit, ids.repeat(repeats)).backward()
     assert len(made) == waits

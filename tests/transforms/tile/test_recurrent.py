@@ -39,7 +39,7 @@ def test_over_the_batch_the_numbers_are_the_same(batch_first, dims, given):
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_elsewhere_is_refused(kind, batch_first):
+def test_a_recurrence_cut_in_its_steps_is_refused(kind, batch_first):
     """Pieces of one step were joined with the states of one layer, in silence."""
     layer = kind(3, WIDTH, batch_first=batch_first)
     fit = ms.transform(layer, {"": ms.tile(size=1)})

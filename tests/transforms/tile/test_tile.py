@@ -116,7 +116,7 @@ def test_where_sums_are_exact_everything_is_bitwise(how):
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
-def test_every_dimension(dim):
+def test_a_tile_may_cut_every_dimension(dim):
     def fn(x):
         return x * x + 2 * x
 
@@ -321,7 +321,7 @@ def test_weight_gradients_arrive_once():
         assert sorted(fired) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_double_backward():
+def test_a_tile_has_second_derivatives():
     model, x = exact_block(), integers(5, 3)
 
     def penalty(fn):
@@ -348,7 +348,7 @@ def test_retain_graph_accumulation_and_partial_gradients():
 
 
 @pytest.mark.parametrize("frozen", ["weights", "input", "both"])
-def test_frozen_parts(frozen):
+def test_frozen_parts_of_a_tile_get_no_gradient(frozen):
     model = exact_block().requires_grad_(frozen == "input")
     x = integers(5, 3).detach().requires_grad_(frozen == "weights")
     out = tile(chunks=2)(model)(x)
@@ -391,7 +391,7 @@ def test_autocast_is_that_of_the_forward():
 # -------------------------------------------------------------------------- torch.func, compile, copies, modules
 
 
-def test_torch_func():
+def test_a_tile_under_torch_func_has_the_same_bits():
     model = exact_block()
     fn, state = ms.functional(model)
     tiled, _ = ms.functional(ms.transform(model, {"": tile(chunks=2)}))

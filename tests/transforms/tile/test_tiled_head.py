@@ -150,7 +150,7 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize("loss", SEQUENCES.values(), ids=SEQUENCES)
-def test_sequences(loss):
+def test_a_head_of_sequences_has_the_same_loss_and_gradients(loss):
     check(loss, 3, 4)
 
 
@@ -361,7 +361,7 @@ HEADS = {
 
 @pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("loss", [LOSSES["mean"], LOSSES["none"], USES["z-loss"]], ids=["mean", "none", "z-loss"])
-def test_heads(make, loss):
+def test_every_head_has_the_same_loss_and_gradients(make, loss):
     check(loss, model=make(), lazy=loss is not USES["z-loss"])
 
 
@@ -444,7 +444,7 @@ def test_what_only_looks_like_a_projection_is_not_lazy(make):
     ],
     ids=repr,
 )
-def test_compositions(how):
+def test_a_composed_head_has_the_same_loss_and_gradients(how):
     model, (x, y) = Head(), inputs()
     untiled = ms.transform(model, {"head": ms.cast(compute=torch.bfloat16)}) if "cast" in repr(how) else model
     found = [
@@ -474,7 +474,7 @@ def test_retain_graph_scaling_and_accumulation():
     close(*found)
 
 
-def test_gradients_arrive_once():
+def test_the_gradient_of_a_tied_weight_arrives_once():
     model = Tied()
     fit, fired = tiled(model), []
     for name, parameter in fit.named_parameters():
