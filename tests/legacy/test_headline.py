@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from tests.legacy.test_wrap_plans import device, rows, stack  # noqa: F401
+from tests.legacy.test_wrap_plans import rows, stack
 
 SHARE = ms.Config(target_gpu_utilization=1)
 
@@ -24,7 +24,7 @@ def train(model: nn.Module, steps: int = 2) -> None:
         optimizer.zero_grad()
 
 
-def test_the_first_training_call_says_once_that_the_step_fits(device, capsys):  # noqa: F811
+def test_the_first_training_call_says_once_that_the_step_fits(device, capsys):
     """The 256 KiB of the output are in it: whether the loop keeps it is not known, and `wrap` takes it that it does."""
     device(500)
     model = ms.wrap(stack(), SHARE)
@@ -54,7 +54,7 @@ def test_what_the_rule_does_is_said(config, said, capsys):
     assert max(map(len, printed.splitlines()), default=0) <= 80
 
 
-def test_one_process_of_a_run_says_what_a_plan_saves_and_costs_and_any_encoding_takes_it(device, monkeypatch, capsys):  # noqa: F811
+def test_one_process_of_a_run_says_what_a_plan_saves_and_costs_and_any_encoding_takes_it(device, monkeypatch, capsys):
     device(1000)
     monkeypatch.setenv("RANK", "1")
     ms.wrap(stack(), sample_input=rows(1024), budget="10MiB")
@@ -68,14 +68,14 @@ def test_one_process_of_a_run_says_what_a_plan_saves_and_costs_and_any_encoding_
 
 
 @pytest.mark.deep
-def test_report_advises_nothing_that_the_config_allows_already(device, capsys):  # noqa: F811
+def test_report_advises_nothing_that_the_config_allows_already(device, capsys):
     device(1000)
     model = ms.wrap(stack(), ms.Config(mode="aggressive"), sample_input=rows(1024), budget="10MiB")
     ms.report(model)
     assert "enable_tiling=True" not in capsys.readouterr().out
 
 
-def test_report_prints_what_is_applied_and_measured(device, capsys):  # noqa: F811
+def test_report_prints_what_is_applied_and_measured(device, capsys):
     device(1000)
     model = ms.wrap(stack(), ms.Config(enable_logging=True), sample_input=rows(1024), budget="10MiB")
     train(model, 3)

@@ -34,17 +34,6 @@ def rows(count):
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture
-def device(monkeypatch):
-    """Sets the device at hand."""
-
-    def of(mib, **fields):
-        box = Hardware(name="box", device_type="cpu", memory_bytes=int(mib * MIB), **fields)
-        monkeypatch.setattr(Hardware, "detect", lambda device=None: box)
-
-    return of
-
-
 def config(**fields):
     return ms.Config(**{"target_gpu_utilization": 1, "enable_logging": False, **fields})
 

@@ -10,43 +10,33 @@ import memscale as ms
 from memscale.hardware.device import Hardware
 from tests.legacy.test_legacy import conv_batch, convnet
 
+MIB = 2**20
 QUIET = {"enable_logging": False}
 
 
-@pytest.fixture
-def memory(monkeypatch):
-    """Sets how much memory the device at hand has."""
-
-    def of(nbytes):
-        box = Hardware(name="box", device_type="cpu", memory_bytes=nbytes)
-        monkeypatch.setattr(Hardware, "detect", lambda device=None: box)
-
-    return of
-
-
-def test_the_skip_is_decided_by_the_profile_of_the_step_with_adamw(memory):
+def test_the_skip_is_decided_by_the_profile_of_the_step_with_adamw(device):
     model, batch = convnet(), conv_batch()
     step = {"optimizer": torch.optim.AdamW(model.parameters()), "loss": lambda output, _: output.sum()}
     step_bytes = ms.profile(model, batch, hardware=Hardware("box", "cpu", 1), **step).taken_bytes
     for nbytes, skips in [(2 * step_bytes, True), (2 * step_bytes - 2, False)]:
-        memory(nbytes)
+        device(nbytes / MIB)
         executor = ms.wrap(convnet(), ms.Config(target_gpu_utilization=0.5, **QUIET), batch)._memscale_executor
         assert (executor.skipped is not None and executor.skipped.startswith("the step fits")) is skips
         assert executor.step_bytes == executor.profile.taken_bytes == pytest.approx(step_bytes, rel=1e-3)
 
 
-def test_without_a_batch_what_stays_from_step_to_step_counts(memory):
+def test_without_a_batch_what_stays_from_step_to_step_counts(device):
     model = convnet()
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     resident = 4 * parameters + sum(buffer.nbytes for buffer in model.buffers())
     for nbytes, skips in [(resident, True), (resident - 1, False)]:
-        memory(nbytes)
+        device(nbytes / MIB)
         executor = ms.wrap(convnet(), ms.Config(target_gpu_utilization=1, **QUIET))._memscale_executor
         assert (executor.skipped is not None, executor.step_bytes, executor.profile) == (skips, resident, None)
 
 
-def test_states_that_an_optimizer_holds_are_those_that_count(memory):
-    memory(1 << 40)
+def test_states_that_an_optimizer_holds_are_those_that_count(device):
+    device(1 << 20)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).bfloat16()
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)

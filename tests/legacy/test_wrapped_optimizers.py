@@ -11,7 +11,7 @@ from torch import nn
 import memscale as ms
 from memscale.legacy import wrapped
 from memscale.optimizers import TransformedOptimizer
-from tests.legacy.test_wrap_plans import MIB, config, device, rows, spellings, stack  # noqa: F401
+from tests.legacy.test_wrap_plans import MIB, config, rows, spellings, stack
 from tests.support.checks import bits
 
 SMALL = config(force_optimize=True, use_8bit_optimizer=True)
@@ -173,7 +173,7 @@ def test_an_optimizer_that_cannot_be_changed_is_left_alone_with_a_notice(caplog)
     ("fields", "wanted"),
     [pytest.param({"use_8bit_optimizer": True}, "quantize_states", marks=pytest.mark.deep), ({}, "step_in_groups")],
 )
-def test_what_does_not_fit_gets_the_way_to_step_that_fits(device, fields, wanted, caplog):  # noqa: F811
+def test_what_does_not_fit_gets_the_way_to_step_that_fits(device, fields, wanted, caplog):
     caplog.set_level(logging.INFO, logger="memscale")
     model = stack(4)
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -188,7 +188,7 @@ def test_what_does_not_fit_gets_the_way_to_step_that_fits(device, fields, wanted
     assert f"the optimizer is under the plan:\n{wanted}" in caplog.text
 
 
-def test_a_larger_batch_plans_again_and_the_optimizer_keeps_its_states(device):  # noqa: F811
+def test_a_larger_batch_plans_again_and_the_optimizer_keeps_its_states(device):
     model = stack(2)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     device(4.2 * weights / MIB)
