@@ -105,10 +105,12 @@ def invite(email: str, team: str | None, role: str) -> None:
     """Prints a one-time link that creates an account for an e-mail address, or sets a new password for it.
 
     Raises:
-        ConfigError: there is no such team or role, or there are several teams and none is given.
+        ConfigError: there is no such team or role, or there are several teams and none is given; or the database is not
+            of this version.
     """
     settings = _set_up()
     _refuse_newer()
+    _refuse_older()
     from memscale.server.invitations import LIVES, invite_to
     from memscale.server.models import Role, Team
 
@@ -213,6 +215,18 @@ def _refuse_newer() -> None:
         raise ConfigError(
             f"the database is of a newer version of memscale (it has {', '.join(unknown)}, which this version does not "
             "know); upgrade memscale to the version that wrote it, or restore the backup made before the upgrade"
+        )
+
+
+def _refuse_older() -> None:
+    """Raises `ConfigError` if the database lacks migrations of this version, as a new one lacks all."""
+    from django.db import connection
+    from django.db.migrations.executor import MigrationExecutor
+
+    executor = MigrationExecutor(connection)
+    if executor.migration_plan(executor.loader.graph.leaf_nodes()):
+        raise ConfigError(
+            "the database is new, or of an older version of memscale; `memscale server migrate` brings it to this one"
         )
 
 

@@ -313,6 +313,14 @@ def test_a_newer_database_is_refused_with_the_remedy_and_an_older_one_is_kept_be
         assert not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'usersessions_usersession'").fetchall()
 
 
+def test_nobody_is_invited_into_a_database_without_tables(tmp_path):
+    command = [sys.executable, "-m", "memscale", "server", "user", "invite", "ada@example.org"]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("memscale: the database is new, or of an older version of memscale; `memscale server")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_full_disk_answers_503_and_loses_nothing():
     from django.db import connection
 
