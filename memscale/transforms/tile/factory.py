@@ -142,8 +142,8 @@ def tile(
     Raises:
         ConfigError: an argument is out of range, or not exactly one of `chunks` and `size` is given.
         TransformError: in a call, if nothing can be cut, if an output is neither concatenated nor reduced, or if the
-            region does something that pieces would change (BatchNorm statistics over the rows) or repeat (filling a
-            cache that is an argument).
+            region does something that pieces would change (BatchNorm statistics or a softmax over the rows) or repeat
+            (filling a cache that is an argument).
 
     Cost: saves all but one piece of the region's residuals and temporaries; pays the region's forward again, in smaller
     kernels.

@@ -75,19 +75,14 @@ class IndependenceWatch(RowwiseWatch):
     ) -> None:
         super().__init__(captures, whole, rows, what)
         self.calls: list[str] = []
-        self._count = next(tensor.shape[dim] for tensor, dim in rows.items())
-        self._places: dict[object, RowDim] = {}
-        self._alive: list[torch.UntypedStorage] = []  # kept, because a new storage could get the same address
-        for tensor, dim in rows.items():
-            self._note(tensor, RowDim(dim))
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_unrecorded() or not isinstance(func, internals.OpOverload):
             return super().on_call(func, args, kwargs)
         given = arguments_of(func, args, kwargs)
         rule = rule_of(func)
-        before = self._rows(given.get("self"))
-        if not any(map(self._rows, pytrees.tensors((args, kwargs)))):
+        before = self._places.rows(given.get("self"))
+        if not any(map(self._places.rows, pytrees.tensors((args, kwargs)))):
             if rule is None and draws(func):
                 raise self._unproven(func)
             result = super().on_call(func, args, kwargs)
@@ -97,7 +92,7 @@ class IndependenceWatch(RowwiseWatch):
             at = result.shape.index(self._count) if func in _FILLED and result.shape.count(self._count) == 1 else None
             if at is not None and (func is not _EXPANDED or result.stride(at) == 0):
                 filled = RowDim(at)
-                self._note(result, filled)
+                self._places.note(result, filled)
                 self.calls.append(f"{spelled(func, given)} {_rows_and_sizes(result, filled)}")
                 return result
             self.calls.append(f"{spelled(func, given)} {[list(each.shape) for each in pytrees.tensors(result)]}")
@@ -108,12 +103,12 @@ class IndependenceWatch(RowwiseWatch):
             if argument.is_write
             for each in pytrees.tensors(given.get(argument.name))
         ]
-        if rule is None or not all(map(self._rows, pytrees.tensors(written))):
+        if rule is None or not all(map(self._places.rows, pytrees.tensors(written))):
             raise self._unproven(func)
         result = super().on_call(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags and before is not None:
-            self._note(given["self"], before)  # the same tensor, with another shape
-        found = rule(RowCall(given, result, self._count, self._rows))
+            self._places.note(given["self"], before)  # the same tensor, with another shape
+        found = rule(RowCall(given, result, self._count, self._places.rows))
         if found is None:
             raise self._unproven(func)
         self.calls.append(spelled(func, given))
@@ -122,13 +117,16 @@ class IndependenceWatch(RowwiseWatch):
         for number, (tensor, place) in enumerate(zip(tensors, places, strict=False)):
             if place is None:
                 continue
-            has_rows = tensor.dim() > place.dim and tensor.shape[place.dim] == self._count * place.each * place.over
+            has_rows = place.holds(tensor, self._count)
             if number == 0 and not has_rows:
                 raise self._unproven(func)
             if has_rows:
-                self._note(tensor, place)
+                self._places.note(tensor, place)
             self.calls.append(_rows_and_sizes(tensor, place))
         return result
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)  # `on_call` proves each result
 
     def check(self, outputs: Any, dims: Mapping[int, int], before: Collection[Any]) -> None:
         """Raises `TransformError` if an output does not hold the rows, in order, along the dimension in `dims`.
@@ -138,7 +136,7 @@ class IndependenceWatch(RowwiseWatch):
         for number, tensor in enumerate(pytrees.flatten(outputs)[0]):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if number not in dims or self._rows(tensor) != RowDim(dims[number]):
+            if number not in dims or self._places.rows(tensor) != RowDim(dims[number]):
                 raise TransformError(
                     f"{self._what}: an output of shape {list(tensor.shape)} is not known to be made of the rows"
                 )
@@ -151,13 +149,6 @@ class IndependenceWatch(RowwiseWatch):
 
     def _unproven(self, func: Any) -> TransformError:
         return TransformError(f"{self._what}: {func} is not known to compute each row by itself")
-
-    def _note(self, tensor: torch.Tensor, place: RowDim) -> None:
-        self._places[_identity(tensor)] = place
-        self._alive.append(tensor.untyped_storage())
-
-    def _rows(self, tensor: Any) -> RowDim | None:
-        return self._places.get(_identity(tensor)) if isinstance(tensor, torch.Tensor) else None
 
 
 def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cut, joined: Joined, what: str) -> Any:
@@ -216,8 +207,3 @@ def _nodes(root: Any, before: Collection[Any]) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += [each for each, _ in node.next_functions]
-
-
-def _identity(tensor: torch.Tensor) -> object:
-    # By memory and layout: autograd makes a new Python object for the same view.
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -1,19 +1,21 @@
 """Detects operations that make a region unfit for computation in pieces of its rows.
 
 The first piece of a region's first call runs under a dispatch mode that sees every operator before it executes, so that
-a refusal comes before any change. Coupling that shows in values only (a softmax or a mean over the rows) is not
-detected here; `memscale.verify` compares numbers.
+a refusal comes before any change. The mode follows the dimension of the rows through the operators that have a rule in
+`row_rules`, and refuses those that couple rows for certain. Coupling by other operators is not detected here;
+`memscale.verify` compares numbers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -33,11 +35,48 @@ from memscale.regions import (
 )
 from memscale.transforms.tile.numbers import arguments_of
 from memscale.transforms.tile.pieces import Take
+from memscale.transforms.tile.row_rules import RowCall, RowDim, couples, passes_on, reduces, rule_of
 
 _BATCH_NORM = (
     "{what} would cut the rows over which {func} computes its statistics (BatchNorm in training), and the numbers "
     "would change; use checkpoint() for this region, or put its norms in eval()"
 )
+
+
+class _OverRows:
+    """The place of the rows in a tensor that was computed over all rows of the piece, such as their mean: none."""
+
+
+_OVER_ROWS = _OverRows()
+
+
+class _Places:
+    """Maps tensors to the places of their rows, by memory and layout: autograd makes new objects for the same view."""
+
+    def __init__(self) -> None:
+        # By storages, weakly: a new storage may get the address of an old one.
+        self._known: WeakKeyDictionary[Any, dict[Any, RowDim | _OverRows]] = WeakKeyDictionary()
+
+    def note(self, tensor: torch.Tensor, place: RowDim | _OverRows | None) -> None:
+        [storage] = storages([tensor])
+        if place is None:
+            self._known.get(storage, {}).pop(_layout(tensor), None)
+        else:
+            self._known.setdefault(storage, {})[_layout(tensor)] = place
+
+    def find(self, tensor: Any) -> RowDim | _OverRows | None:
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        [storage] = storages([tensor])
+        return self._known.get(storage, {}).get(_layout(tensor))
+
+    def rows(self, tensor: Any) -> RowDim | None:
+        place = self.find(tensor)
+        return place if isinstance(place, RowDim) else None
+
+
+def _layout(tensor: torch.Tensor) -> Any:
+    return (tensor.storage_offset(), tensor.shape, tensor.stride()) if tensor.layout is torch.strided else None
 
 
 class RowwiseWatch(OperatorWatch):
@@ -61,6 +100,14 @@ class RowwiseWatch(OperatorWatch):
         # The memory of integers among them and of the rows, and of all that is computed from either.
         self._integers = WeakSet(storages([tensor for _, tensor in shared if _is_integer(tensor)]))
         self._of_rows = WeakSet(storages(list(rows)))
+        self._count = next(tensor.shape[dim] for tensor, dim in rows.items())
+        self._places = _Places()
+        for tensor, dim in rows.items():
+            seen = tensor  # operators get the tensor inside the wrappers of torch.func
+            while internals.functorch.is_functorch_wrapped_tensor(seen):
+                seen = internals.functorch.get_unwrapped(seen)
+            if seen.dim() == tensor.dim():  # vmap's wrapper hides a dimension
+                self._places.note(seen, RowDim(dim))
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(func, internals.OpOverload):
@@ -83,7 +130,7 @@ class RowwiseWatch(OperatorWatch):
                         self._refuse_some_rows(tensor)
         if self._integers and _takes_index(func):
             self._refuse_index(arguments_of(func, args, kwargs))
-        result = func(*args, **kwargs)
+        result = self._followed(func, args, kwargs)
         if self._integers:
             sources = storages(pytrees.tensors((args, kwargs)))
             made = [each for each in pytrees.tensors(result) if each.layout is torch.strided]  # others have no storage
@@ -91,6 +138,37 @@ class RowwiseWatch(OperatorWatch):
                 self._of_rows.update(storages(made))
             if any(each in self._integers for each in sources):
                 self._integers.update(storages(list(filter(_is_integer, made))))
+        return result
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operator and notes where its results have the rows.
+
+        Raises:
+            TransformError: the operator couples rows, before it runs.
+        """
+        places = set(map(self._places.find, pytrees.tensors((args, kwargs)))) - {None}
+        if self._count < 2 or not places:  # of one row, a view does not show which dimension has it
+            return func(*args, **kwargs)
+        call = RowCall(arguments_of(func, args, kwargs), None, self._count, self._places.rows)
+        over_rows = places == {_OVER_ROWS}
+        if _OVER_ROWS in places and not over_rows and passes_on(func):
+            raise TransformError(
+                f"{self._what}: the region uses a number that it computes over its rows, such as a mean or a maximum, "
+                f"in the rows again ({func}). {_COUPLED}"
+            )
+        if not over_rows and couples(func, call):
+            raise TransformError(f"{self._what}: {func} works along the dimension that is cut into pieces. {_COUPLED}")
+        if over_rows or reduces(func, call):
+            result = func(*args, **kwargs)
+            found: Any = _OVER_ROWS if passes_on(func) else None
+        else:
+            result = func(*args, **kwargs)
+            rule = rule_of(func)
+            found = None if rule is None else rule(dataclasses.replace(call, result=result))
+        results = pytrees.tensors(result)
+        for tensor, place in zip(results, found if isinstance(found, tuple) else [found] * len(results), strict=False):
+            has_rows = not isinstance(place, RowDim) or place.holds(tensor, self._count)
+            self._places.note(tensor, place if has_rows else None)
         return result
 
     def _refuse_index(self, given: Mapping[str, Any]) -> None:
@@ -133,6 +211,12 @@ class RowwiseWatch(OperatorWatch):
                     f"{self._what}: the region changes some rows of an argument of shape {list(piece.shape)} in place, "
                     "and would change those of every piece; use checkpoint() for this region, or write out of place"
                 )
+
+
+_COUPLED = (
+    "Each piece would compute it for its own rows, which gives other numbers than for all rows; cut another dimension, "
+    "tile a part of the region that computes each row by itself, or use checkpoint()"
+)
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:
