@@ -11,25 +11,96 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves
 
 import memscale as ms
+from memscale.simulation.allocator.block_pool import round_up
 from memscale.simulation.rules import recurrences
-from tests.support.coverings import DEEP
+from memscale.simulation.rules.recurrences import RNN, RNN_BACKWARD, Recurrence, reserve_bytes
+from memscale.simulation.rules.registry import rule_of
+from memscale.simulation.rules.rule import Result
+from tests.support.kernels import cuda_program
 
+H100 = (9, 0)
 RESULTS = json.loads((Path(__file__).parents[3] / "benchmarks/results/cudnn-rnns.json").read_text())
-MEASURED = RESULTS["rows"]
-EVERY = MEASURED + RESULTS["projections"]
+MEASURED, PROJECTED = RESULTS["rows"], RESULTS["projections"]
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+MODES = {"lstm": 2, "gru": 3, "rnn": 1}
 
 
-def network(row):
-    """A measured network and its input, without memory."""
-    shape, dtype = (row["input"], row["hidden"], row["layers"]), getattr(torch, row["dtype"])
-    options = {"bidirectional": row["bidirectional"], "batch_first": True, "dtype": dtype, "device": "meta"}
-    if "projection" in row:
-        options["proj_size"] = row["projection"]
-    x = torch.empty(row["batch"], row["steps"], row["input"], dtype=dtype, device="meta")
-    return KINDS[row["mode"]](*shape, **options), x
+def network(row, **options):
+    shape = row["input"], row["hidden"], row["layers"]
+    kind = KINDS[row["mode"]]
+    projection = {"proj_size": row["projection"]} if row.get("projection") else {}
+    return kind(*shape, bidirectional=row["bidirectional"], batch_first=True, **projection, **options)
+
+
+def arguments(row, *, flat=None):
+    """Of ``_cudnn_rnn`` for a measured network, as its module calls it."""
+    with torch.device("meta"):
+        module = network(row, dtype=getattr(torch, row["dtype"]))
+        data = torch.empty(row["batch"], row["steps"], row["input"], dtype=module.weight_ih_l0.dtype)
+        layers, projection = row["layers"] * (1 + row["bidirectional"]), row.get("projection", 0)
+        states = [data.new_empty(layers, row["batch"], width) for width in (projection or row["hidden"], row["hidden"])]
+    cx = states[1] if row["mode"] == "lstm" else None
+    flat = row["dtype"] != "bfloat16" if flat is None else flat
+    weights = [weight.data for weight in module.parameters()]
+    options = row["layers"], True, 0.0, True, row["bidirectional"], [], None
+    first = data, weights, 5 if projection else 4, weights[0] if flat else None, states[0], cx
+    return *first, MODES[row["mode"]], row["hidden"], projection, *options
+
+
+def blocks(*tensors):
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(round_up(nbytes, 512) for nbytes in storages.values())
+
+
+def most_with(results, op, args):
+    """The most bytes that a kernel holds at once, with `results`, which it takes one by one or all at once."""
+    held = most = 0
+    rest = dict(enumerate(results))
+    for step in cuda_program(str(op), args, None, H100):
+        if isinstance(step, Result):
+            held += blocks(*flat([rest.pop(step.place, None)]))
+        elif step:
+            held += round_up(abs(step), 512) * (1 if step > 0 else -1)
+        else:
+            held += blocks(*flat(rest.values()))
+            rest.clear()
+        most = max(most, held)
+    return most
+
+
+def flat(results):
+    return [each for each in tree_leaves(list(results)) if isinstance(each, torch.Tensor)]
+
+
+def forward(args):
+    """What is held after a call, and at most in it."""
+    output, hy, cy, reserve, weights = rule_of(RNN).results(*args)
+    states = blocks(args[4]) * (1 if args[5] is None else 2)  # the module makes them
+    weights = [weights] if args[3] is None else []
+    kept = blocks(output, reserve, *weights)
+    made = output, hy, cy if args[5] is not None else None, reserve, *weights
+    return states + kept, states + most_with(made, RNN, args)
+
+
+def backward(args):
+    """The most bytes of a backward pass, of a gradient that lies as the output does, beside what is held."""
+    output, *_, reserve, weights = rule_of(RNN).results(*args)
+    given = *args[:3], weights, *args[4:6], output, output, None, None, *args[6:], reserve, (True,) * 4
+    return blocks(output) + most_with(rule_of(RNN_BACKWARD).results(*given), RNN_BACKWARD, given)
+
+
+def test_reserves_and_peaks_are_those_of_measured_networks():
+    for row in MEASURED + PROJECTED:
+        assert reserve_bytes(Recurrence.of(arguments(row))) == row["reserve"], row
+    for row in MEASURED:
+        held, peak = forward(arguments(row))
+        # A block of which less than 1 MiB is left is not split, and counts whole; beside it peaks are off by 33 kB.
+        assert held <= row["held"] < held + (1 << 20), row
+        assert -(1 << 20) < peak - row["forward_peak"] <= 1 << 15, row
+        assert -(1 << 20) < held + backward(arguments(row)) - row["backward_peak"] <= 1 << 15, row
 
 
 SEEN = io.StringIO()  # a simulation puts back what it finds in modules, lists and dicts
@@ -57,25 +128,11 @@ class Watched(nn.Module):
         return output
 
 
-class Start(torch.autograd.Function):
-    """A loss that takes no memory, whose gradient lies as the output does."""
-
-    @staticmethod
-    def forward(ctx, output):
-        ctx.save_for_backward(output)
-        return output.new_empty(())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return torch.empty_like(ctx.saved_tensors[0])
-
-
 def profiled(module, *inputs, hardware="h100", plan=None):
     """The profile of a step, and what it saved by dtype and shape."""
     plan = None if plan is None else ms.Plan(plan)
-    profile = ms.profile(
-        Watched(module), inputs, loss=lambda output, _: Start.apply(output), hardware=hardware, plan=plan
-    )
+    loss = lambda output, _: output.float().sum()  # noqa: E731
+    profile = ms.profile(Watched(module), inputs, loss=loss, hardware=hardware, plan=plan)
     return profile, sorted((dtype, tuple(shape)) for dtype, shape in json.loads(SEEN.getvalue()))
 
 
@@ -83,25 +140,15 @@ def profiled(module, *inputs, hardware="h100", plan=None):
     "row", [row for row in MEASURED if "saved" in row], ids=lambda row: f"{row['mode']}-{row['dtype']}-{row['layers']}"
 )
 def test_saved_tensors_are_those_of_the_card(row):
-    module, x = network(row)
+    dtype = getattr(torch, row["dtype"])
+    with torch.device("meta"):
+        module, x = network(row, dtype=dtype), torch.empty(row["batch"], row["steps"], row["input"], dtype=dtype)
     _, saved = profiled(module, x)
     expected = [(name, tuple(shape)) for name, shape in row["saved"]]
     if row["dtype"] == "float32":  # all weights lie in one storage, which was seen as the first of them
         expected.remove(("float32", (sum(weight.numel() for weight in module.parameters()),)))
         expected.append(("float32", tuple(module.weight_ih_l0.shape)))
     assert saved == sorted(expected)
-
-
-@pytest.mark.parametrize("row", EVERY if DEEP else EVERY[2::3])
-def test_reserve_and_peak_are_those_of_the_card(row):
-    module, x = network(row)
-    profile, saved = profiled(module, x)
-    assert ("uint8", (row["reserve"],)) in saved
-    peak = profile.peak_bytes - sum(tensor.nbytes for tensor in (x, *module.parameters()))
-    if row["backward_peak"] > row["forward_peak"]:
-        # A block of which less than 1 MiB is left is not split, and counts whole.
-        within = {"rel": 0.05} if "projection" in row else {"rel": 0.01, "abs": 1_700_000}
-        assert peak == pytest.approx(row["backward_peak"], **within)
 
 
 class Packed(nn.Module):
