@@ -28,7 +28,7 @@ AS_PINNED = all(f"{name}=={version(name).partition('+')[0]}" in PINS for name in
 
 # What a page says of a compiler that can do more, or chooses for a model that other releases build otherwise.
 OTHERWISE = {
-    "cast.md": not internals.has("torch._dynamo.variables.dicts.DunderDictVariable"),
+    "cast.md": internals.TORCH_VERSION < (2, 12),
     "tutorial.md": version("transformers").startswith("4."),  # its GPT-2 keeps a mask for each layer
 }
 

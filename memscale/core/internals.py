@@ -147,11 +147,10 @@ INTERNALS = tuple(
         ("torch._dynamo.comptime.comptime", "errors of torch.compile", f"{_T}cast", _NO_REFUSAL),
         ("torch._dynamo.exc.Unsupported", "errors of torch.compile", f"{_T}cast", _NO_REFUSAL),
         (
-            "torch._dynamo.variables.dicts.DunderDictVariable",
-            "tracing a module's attributes",
+            "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer",
+            "tracing how a cast exchanges the state of modules",
             f"{_T}cast",
             "regions of `cast` run uncompiled",
-            "2.12",
         ),
         (
             "torch.nn.modules.module._WrappedHook",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from memscale.core import Assembled, TransformError
 from memscale.transforms.cast.containers import Containers
-from memscale.transforms.cast.converted import Converted
+from memscale.transforms.cast.converted import Converted, unchecked
 from memscale.transforms.cast.precision import Survey, cast_floating
 
 
@@ -66,13 +66,26 @@ def adapted(found: Survey, compute: torch.dtype, natural: torch.dtype | None) ->
     between = [(module, dtype or natural) for module, dtype in found.kept]
     between += [(module, None) for module in found.inner]
     before = [module.__dict__.get("forward") for module, _ in between]
+    put = [Adapted(module, own, inside, compute) for (module, inside), own in zip(between, before, strict=True)]
     try:
-        for (module, inside), forward in zip(between, before, strict=True):
-            module.__dict__["forward"] = Adapted(module, forward, inside, compute)
+        unchecked(_set_forwards, [module for module, _ in between], put)
         yield
     finally:
-        for (module, _), forward in zip(between, before, strict=True):
-            if forward is not None:
-                module.__dict__["forward"] = forward
-            else:
-                module.__dict__.pop("forward", None)
+        unchecked(_set_forwards, [module for module, _ in between], before)
+
+
+def _set_forwards(modules: list[nn.Module], forwards: Sequence[Callable[..., Any] | None]) -> None:
+    for module, forward in zip(modules, forwards, strict=True):
+        if forward is not None:
+            module.__dict__["forward"] = forward
+        else:
+            module.__dict__.pop("forward", None)
+            if torch.compiler.is_compiling():
+                torch._dynamo.comptime.comptime(_forget_forward)
+
+
+def _forget_forward(context: Any) -> None:
+    """Runs inside the compiler: torch 2.12 would delete the `forward` of `module` again in every call."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    module = translator.symbolic_locals["module"].realize()
+    translator.output.side_effects.store_attr_mutations.get(module, {}).pop("forward", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,12 +99,69 @@ def substituted(captures: Captures, dtype: torch.dtype, copies: Converted, lost:
         for position, (slot, before) in enumerate(zip(captures.slots, captures.contents, strict=True)):
             if position not in put and holds(slot, before):
                 continue
-            now = read(slot)
+            now, during = read(slot), put.get(position, before)
             for key, value in list(now.items() if isinstance(now, dict) else enumerate(now)):
                 now[key] = copies.original(value)
                 if copies.mentioned_in(value) and isinstance(before, dict) and key in before:
                     now[key] = before[key]  # a list such as an LSTM rebuilds when it finds unknown weights
-                elif id(slot) in buffers and position in put and now[key] is not before[key]:
+                elif id(slot) in buffers and key in before and during[key] is not before[key] is not now[key]:
                     lost.append(before[key])
                     now[key] = before[key]
             write(slot, now)
+
+
+@contextmanager
+def substituted_in_trace(
+    captures: Any, dtype: torch.dtype, copies: Converted, lost: list[torch.Tensor]
+) -> Iterator[None]:
+    """`substituted` while a compiler traces the region. The compiled code writes nothing to the modules.
+
+    Values that the region stores in attributes of modules stay there. Parameters and buffers that it replaced are
+    appended to `lost`.
+    """
+    put = [(table, key, tensor, copies.of(tensor, dtype)) for table, key, tensor in captures.tensors]
+    unchecked(_put, put)
+    yield
+    unchecked(_take_back, put, lost)
+
+
+_Put = list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]  # table, key, original and copy
+
+
+def _put(put: _Put) -> None:
+    torch._dynamo.comptime.comptime(_ignore_writes)
+    for table, key, _, copy in put:
+        table[key] = copy
+    torch._dynamo.comptime.comptime(_follow_writes)
+
+
+def _take_back(put: _Put, lost: list[torch.Tensor]) -> None:
+    torch._dynamo.comptime.comptime(_ignore_writes)
+    for table, key, tensor, copy in put:
+        if table.get(key) is copy:
+            table[key] = tensor
+        elif "_parameters" not in table:  # the table of parameters or of buffers, not a module's `__dict__`
+            lost.append(tensor)
+    torch._dynamo.comptime.comptime(_follow_writes)
+
+
+def _ignore_writes(context: Any) -> None:
+    """Runs inside the compiler, which would write the tables of modules again in every call, with what they held."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    for place in translator.symbolic_locals["put"].items:
+        translator.output.side_effects.ignore_mutations_on(place.items[0].realize())
+
+
+def _follow_writes(context: Any) -> None:
+    """Runs inside the compiler, after the writes that it ignored."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    for place in translator.symbolic_locals["put"].items:
+        translator.output.side_effects.stop_ignoring_mutations_on(place.items[0].realize())
+
+
+def unchecked(write: Callable[..., None], *arguments: Any) -> None:
+    """Calls `write`, whose writes are undone later. A compiler refuses other writes to modules inside a checkpoint."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(write, *arguments)
+    else:
+        write(*arguments)

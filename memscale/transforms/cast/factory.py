@@ -2,7 +2,7 @@
 
 The region runs on copies of its parameters, buffers and arguments in another dtype, each in the place of its original.
 The copies are made by the differentiable `Tensor.to`, so gradients reach the originals in the originals' dtype, and
-only the tensors that autograd saves outlive the call.
+only the tensors that autograd saves outlive the call. A compiler traces the same steps (`_run`), on what it can see.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from memscale.core import (
     by_name,
     factory,
     internals,
-    is_of_modules,
     matches,
     misfit,
     modules_in,
@@ -33,8 +32,7 @@ from memscale.regions import Captures, copying_ahead, functorch_state, hidden_ch
 from memscale.transforms.cast.between import adapted
 from memscale.transforms.cast.clashes import RecomputeWatch, explained
 from memscale.transforms.cast.containers import Containers
-from memscale.transforms.cast.converted import Converted, substituted
-from memscale.transforms.cast.doubles import Doubles
+from memscale.transforms.cast.converted import Converted, substituted, substituted_in_trace
 from memscale.transforms.cast.precision import (
     NORMS,
     Survey,
@@ -70,8 +68,8 @@ class Casted(Transformed):
     """A function in mixed precision.
 
     Attributes:
-        traceable: whether a compiler can trace the region: the forward of a module that owns all captured tensors, or a
-            function of its arguments alone.
+        traceable: whether a compiler can trace the region: the forward of a module whose tree has all captured modules
+            and, as parameters, buffers and attributes, all tensors; or a function of its arguments alone.
         watched_in_training: whether a call in training mode has shown that the region changes no cast buffer.
         watched: the train/eval flags, and the grad mode, with which a call has been watched for what a cast loses.
     """
@@ -85,14 +83,11 @@ class Casted(Transformed):
     def find_captured(self) -> None:
         """Finds out what `fn` depends on; raises `TransformError` if a pattern of `keep` matches none of it."""
         captures = _CastCaptures(self)
-        owned = {
-            id(value)
-            for module in captures.modules
-            for mapping in (module._parameters, module._buffers, module.__dict__)
-            for value in mapping.values()
-        }
-        self.traceable = (is_of_modules(self.fn) or not captures.modules) and all(
-            id(tensor) in owned or not is_castable(tensor) for _, _, tensor in captures.tensors
+        inside = [module for root in modules_in(self.fn) for module in root.modules()]
+        tables = {id(table) for each in inside for table in (each._parameters, each._buffers, each.__dict__)}
+        slots = [captures.slots[position] for position, _, tensor in captures.tensors if is_castable(tensor)]
+        self.traceable = set(captures.modules).issubset(inside) and all(
+            id(getattr(slot, "mapping", slot)) in tables for slot in slots
         )
         self._refuse_sparse(captures)
         paths = [path for root in captures.roots for path, _ in root.named_modules(remove_duplicate=False)]
@@ -121,10 +116,10 @@ class Casted(Transformed):
         # The `try` makes Dynamo run the region in Python as a whole where it cannot trace; see `Checkpointed`.
         try:
             if torch.compiler.is_compiling():
-                return _traced(self, args, kwargs)
+                return _run(self, args, kwargs)
         finally:
             pass
-        return without_dynamo(_eager)(self, args, kwargs)
+        return without_dynamo(_run)(self, args, kwargs)
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Casted:
         region = super().reassembled(remap)
@@ -272,8 +267,55 @@ class _CastCaptures(Captures):
             super()._visit_module(module)
 
 
-def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
-    how, copies, captures = self.how, Converted(), _CastCaptures(self)
+class _TracedCaptures:
+    """The captures of a region while a compiler traces it: the tensors in the tables of its modules.
+
+    A compiler cannot follow the code of a function to the tensors that the code uses. It sees no version counters
+    either, so a region with floating buffers must have run before.
+    """
+
+    def __init__(self, region: Casted) -> None:
+        how = region.how
+        torch._dynamo.comptime.comptime(_refuse_what_cannot_trace)
+        if not region.traceable:
+            raise TransformError(
+                f"{how!r} under torch.compile: the region is a function that captures modules or tensors, or was made "
+                "by code that is being compiled; transform a module, pass tensors as arguments, and apply the "
+                "transform before torch.compile"
+            )
+        self.roots = list(dict.fromkeys(modules_in(region.fn)))
+        self.survey = _survey(region)
+        for root in self.roots:
+            if not (_is_own(region, root) and _leaves_alone(region, root)):
+                self.survey.add(root)
+        self.modules = self.survey.cast
+        tables = [table for each in self.modules for table in (each._parameters, each._buffers, each.__dict__)]
+        self.tensors = [(table, key, value) for table in tables for key, value in table.items() if is_castable(value)]
+        if not region.watched_in_training and any(
+            module.training and any(is_castable(buffer) for buffer in module._buffers.values())
+            for module in self.modules
+        ):
+            raise TransformError(
+                f"{how!r} under torch.compile: the region has floating buffers, and only a call outside of "
+                "torch.compile can show that it does not change them; call it once in training mode before, or name "
+                "them in keep"
+            )
+
+
+def _refuse_what_cannot_trace(_: Any) -> None:
+    """Runs inside the compiler: before torch 2.12 it makes the region run in Python, or raise under `fullgraph`."""
+    if internals.TORCH_VERSION < (2, 12) or not internals.has(
+        "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer"
+    ):
+        raise torch._dynamo.exc.Unsupported(
+            f"cast() under torch.compile: torch {torch.__version__} cannot trace how the tables of a module change, as "
+            "it can from torch 2.12 on; without fullgraph=True the region runs as it does outside of torch.compile"
+        )
+
+
+def _run(self: Casted, args: Any, kwargs: Any) -> Any:
+    how, copies, compiling = self.how, Converted(), torch.compiler.is_compiling()
+    captures: Any = _TracedCaptures(self) if compiling else _CastCaptures(self)
     leaves, _ = pytrees.flatten((args, kwargs))
     natural = promoted(leaves) or promoted(tensor for _, _, tensor in captures.tensors)
     inside = how.compute
@@ -282,44 +324,69 @@ def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
             inside = own_dtype(root) or natural or inside
     containers = Containers(lambda tensor: copies.of(tensor, inside))
     lost: list[torch.Tensor] = []
-    lies_between = adapted(captures.survey, how.compute, natural)
-    flags = (*captures.flags, torch.is_grad_enabled())
     try:
-        with copying_ahead():  # also for tensors inside objects among the arguments
+        with nullcontext() if compiling else copying_ahead():  # also for tensors inside objects among the arguments
             args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
         with (
             own_kernels(captures.survey),
-            lies_between,
-            substituted(captures, how.params or how.compute, copies, lost),
-            explained(how, captures.roots, how.keep),
+            adapted(captures.survey, how.compute, natural),
+            (substituted_in_trace if compiling else substituted)(captures, how.params or how.compute, copies, lost),
         ):
-            made = copies.made()
-            watch = flags not in self.watched and not functorch_state.active()
-            weights = {id(tensor) for _, _, tensor in captures.tensors}
-            cast_weights = [copy for copy in made if id(copies.original(copy)) in weights]
-            with (
-                hidden_changes.refused(
-                    made,
-                    lambda index: _describe(copies.original(made[index]), copies, captures, leaves),
-                    how,
-                    f"goes to a copy in another dtype. {_remedy(how)}",
-                    watch=watch,
-                ),
-                RecomputeWatch(how, captures.roots, cast_weights) if watch and flags[-1] else nullcontext(),
-            ):
-                result = self.fn(*args, **kwargs)
+            result = self.fn(*args, **kwargs) if compiling else _watched(self, captures, copies, leaves, args, kwargs)
     finally:
         containers.take_back(copies.original, how.output or natural)
     containers.refuse_changed_copies()
-    if lost := [*lost, *copies.changed()]:
+    _refuse_lost(self, captures, copies, lost, leaves)
+    if not compiling:
+        _remember(self, captures)
+    outside = how.output or natural
+    return result if outside is None else cast_floating(result, lambda tensor: tensor.to(outside))
+
+
+def _remember(self: Casted, captures: _CastCaptures) -> None:
+    if not functorch_state.active():
+        self.watched.add((*captures.flags, torch.is_grad_enabled()))
+    self.watched_in_training = self.watched_in_training or any(module.training for module in captures.modules)
+
+
+def _watched(
+    self: Casted, captures: _CastCaptures, copies: Converted, leaves: list[Any], args: Any, kwargs: Any
+) -> Any:
+    """Runs the function outside of a compiler, where changes through ``.data`` and clashes of dtypes can be named."""
+    how, made, flags = self.how, copies.made(), (*captures.flags, torch.is_grad_enabled())
+    watch = flags not in self.watched and not functorch_state.active()
+    weights = {id(tensor) for _, _, tensor in captures.tensors}
+    cast_weights = [copy for copy in made if id(copies.original(copy)) in weights]
+    with (
+        explained(how, captures.roots, how.keep),
+        hidden_changes.refused(
+            made,
+            lambda index: _describe(copies.original(made[index]), copies, captures, leaves),
+            how,
+            f"goes to a copy in another dtype. {_remedy(how)}",
+            watch=watch,
+        ),
+        RecomputeWatch(how, captures.roots, cast_weights) if watch and flags[-1] else nullcontext(),
+    ):
+        return self.fn(*args, **kwargs)
+
+
+def _refuse_lost(self: Casted, captures: Any, copies: Converted, lost: list[torch.Tensor], leaves: list[Any]) -> None:
+    """Raises `TransformError` if the region changed a copy, or replaced a cast buffer."""
+    how = self.how
+    if torch.compiler.is_compiling():
+        why = (
+            f"{how!r} under torch.compile: the region changes a parameter, buffer or argument in place, and the change "
+            f"goes to a copy in another dtype; a call outside of torch.compile names the tensor. {_remedy(how)}"
+        )
+        if lost:
+            raise TransformError(why)
+        copies.refuse_traced_changes(why)
+    elif lost := [*lost, *copies.changed()]:
         raise TransformError(
             f"{how!r}: the region changed {_describe(lost[0], copies, captures, leaves)}, and the change went to a "
             f"copy in another dtype. {_remedy(how)}"
         )
-    if not functorch_state.active():
-        self.watched.add(flags)
-    self.watched_in_training = self.watched_in_training or any(module.training for module in captures.modules)
-    return _returned(how, natural, result)
 
 
 def _remedy(how: Cast) -> str:
@@ -328,11 +395,6 @@ def _remedy(how: Cast) -> str:
         f"Add the path of its module to keep=({kept}{',' * (len(how.keep) == 1)}) so that it stays in its own "
         "precision, or do not change it inside the region"
     )
-
-
-def _returned(how: Cast, natural: torch.dtype | None, result: Any) -> Any:
-    outside = how.output or natural
-    return result if outside is None else cast_floating(result, lambda tensor: tensor.to(outside))
 
 
 def _describe(tensor: torch.Tensor, copies: Converted, captures: _CastCaptures, leaves: list[Any]) -> str:
@@ -344,57 +406,6 @@ def _describe(tensor: torch.Tensor, copies: Converted, captures: _CastCaptures, 
                 return f"{kind} {path!r} of {type(root).__name__} ({what})"
     kind = "argument" if any(leaf is tensor for leaf in leaves) else "captured tensor"
     return f"its {kind} {what}"
-
-
-def _refuse_what_cannot_list(_: Any) -> None:
-    """Runs inside the compiler: before torch 2.12 it makes the region run in Python, or raise under `fullgraph`."""
-    if not internals.has("torch._dynamo.variables.dicts.DunderDictVariable"):
-        raise torch._dynamo.exc.Unsupported(
-            f"cast() under torch.compile: torch {torch.__version__} cannot trace what attributes a module has, as "
-            "it can from torch 2.12 on; without fullgraph=True the region runs as it does outside of torch.compile"
-        )
-
-
-def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
-    """Runs the region under `torch.compile`, which sees neither the places of captured tensors nor version counters."""
-    how = self.how
-    torch._dynamo.comptime.comptime(_refuse_what_cannot_list)
-    if not self.traceable:
-        raise TransformError(
-            f"{how!r} under torch.compile: the region is a function that captures modules or tensors, or was made by "
-            "code that is being compiled; transform a module, pass tensors as arguments, and apply the transform "
-            "before torch.compile"
-        )
-    found, roots = _survey(self), list(dict.fromkeys(modules_in(self.fn)))
-    inside = how.compute
-    for root in roots:
-        own = _is_own(self, root)
-        if own and is_kept(root, "", how.keep):
-            inside = own_dtype(root) or inside
-        if not (own and _leaves_alone(self, root)):
-            found.add(root)
-    state = [t for module in found.cast for t in (*module._parameters.values(), *module._buffers.values())]
-    if not self.watched_in_training and any(
-        module.training and any(is_castable(buffer) for buffer in module._buffers.values()) for module in found.cast
-    ):
-        raise TransformError(
-            f"{how!r} under torch.compile: the region has floating buffers, and only a call outside of torch.compile "
-            "can show that it does not change them; call it once in training mode before, or name them in keep"
-        )
-    natural = promoted(pytrees.flatten((args, kwargs))[0]) or promoted(state)
-    copies = Converted()
-    containers = Containers(lambda tensor: copies.of(tensor, inside))
-    args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
-    doubles = Doubles(found, copies, how.params or how.compute, how.compute, natural)
-    result = (doubles.rebind(self.fn) if roots else self.fn)(*args, **kwargs)
-    doubles.give_back()
-    containers.take_back(lambda value: value, how.output or natural)
-    containers.refuse_changed_copies()
-    copies.refuse_traced_changes(
-        f"{how!r} under torch.compile: the region changes a parameter, buffer or argument in place, and the change "
-        f"goes to a copy in another dtype; a call outside of torch.compile names the tensor. {_remedy(how)}"
-    )
-    return _returned(how, natural, result)
 
 
 factory("cast", cast)

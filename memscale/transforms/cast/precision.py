@@ -128,7 +128,7 @@ def cast_floating(tree: Any, convert: Callable[[torch.Tensor], torch.Tensor]) ->
 def own_kernels(found: Survey) -> Iterator[None]:
     """Disables the fused kernels of `nn.TransformerEncoder` in the body: they bypass the forward of submodules."""
     mha = torch.backends.mha
-    if not found.kept or not mha.get_fastpath_enabled():
+    if not found.kept or torch.compiler.is_compiling() or not mha.get_fastpath_enabled():
         yield
         return
     mha.set_fastpath_enabled(False)

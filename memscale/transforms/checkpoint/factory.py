@@ -67,7 +67,6 @@ class Checkpointed(Transformed):
     Attributes:
         learned: the effects that earlier runs found, for each segment between cuts.
         captured: the modules that `fn` captures, if `fn` is neither a module nor made of modules.
-        changes: while Dynamo traces, `may_change` of the region from which this region was reassembled; else None.
     """
 
     how: Checkpoint
@@ -75,7 +74,6 @@ class Checkpointed(Transformed):
     def __init__(self, fn: Callable[..., Any], how: Checkpoint) -> None:
         super().__init__(fn, how)
         self.captured: list[nn.Module] = []
-        self.changes: bool | None = None
         self.learned = [LearnedEffects() for _ in how.cuts or (0,)]  # of each segment
 
     def find_captured(self) -> None:
@@ -93,9 +91,6 @@ class Checkpointed(Transformed):
     def reassembled(self, remap: Callable[[Any], Any]) -> Checkpointed:
         region = super().reassembled(remap)
         region.captured = [remap(module) for module in self.captured]
-        # The new region exists in the trace alone, where `may_change` cannot be called.
-        if torch.compiler.is_compiling():
-            region.changes = self.may_change() if self.changes is None else self.changes
         return region
 
     @property
@@ -113,9 +108,7 @@ class Checkpointed(Transformed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
         if compiling and self.keeps_inputs_only and not functorch_state.active():
-            why = why_not_compiled(
-                [self.fn, *self.captured], self.learned, self.may_change() if self.changes is None else self.changes
-            )
+            why = why_not_compiled([self.fn, *self.captured], self.learned, self.may_change())
             if why is not None:
                 return uncompiled(_eager, why, self, args, kwargs)
         # The `try` makes Dynamo leave the whole frame to Python, where `is_compiling` is false, if Dynamo cannot trace
