@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from memscale.core.errors import RuntimeUnavailable
 
 #: A regular expression for the sites that bytes may be sent to: encrypted, or on this machine. ASCII, in any case.
-SITE = r"(?:https://(?:[\w.-]+|\[[\da-f:]+\])|http://(?:localhost|127\.0\.0\.1|\[::1\]))(?::\d+)?"
+SITE = r"(?:https://(?:[\w.-]+|\[[\da-f:]+\])|http://(?:localhost|127\.0\.0\.1|\[::1\]))(?::[1-9]\d{0,4})?"
 _MOST_ANSWER_BYTES = 2 << 20
 
 
