@@ -302,10 +302,16 @@ class _TracedCaptures:
             )
 
 
-def _refuse_what_cannot_trace(_: Any) -> None:
+_SIDE_EFFECTS = ("ignore_mutations_on", "stop_ignoring_mutations_on", "store_attr_mutations")
+
+
+def _refuse_what_cannot_trace(context: Any) -> None:
     """Runs inside the compiler: before torch 2.12 it makes the region run in Python, or raise under `fullgraph`."""
-    if internals.TORCH_VERSION < (2, 12) or not internals.has(
-        "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer"
+    side_effects = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
+    if (
+        internals.TORCH_VERSION < (2, 12)
+        or not internals.has("torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer")
+        or not all(hasattr(side_effects, name) for name in _SIDE_EFFECTS)
     ):
         raise torch._dynamo.exc.Unsupported(
             f"cast() under torch.compile: torch {torch.__version__} cannot trace how the tables of a module change, as "
