@@ -365,7 +365,7 @@ def reduces(op: Any, call: RowCall) -> bool:
     if name in _PRODUCTS:
         (one, left), (other, right) = _operands(call)
         return left is not None and right is not None and (left.dim, right.dim) == (one.dim() - 1, other.dim() - 2)
-    if name not in _REDUCTIONS or (found := call.only("self")) is None:
+    if name not in _REDUCTIONS or "other" in call.given or (found := call.only("self")) is None:
         return False
     dims = call.dims(found[0])
     return dims is None or found[1].dim in dims
@@ -376,11 +376,12 @@ def passes_on(op: Any) -> bool:
     return rule_of(op) is not None and not op._schema.name.endswith("_like")
 
 
+# The operands of products; `addmm` has a `self` besides, which it adds.
 _PRODUCTS = {
-    "mm": ("self", "mat2"),
     "addmm": ("mat1", "mat2"),
-    "bmm": ("self", "mat2"),
     "baddbmm": ("batch1", "batch2"),
+    "mm": ("self", "mat2"),
+    "bmm": ("self", "mat2"),
 }
 # `any` and `all` are left out: models ask by them for infinities, which they then clip in every row.
 _REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "prod", "var", "std", "var_mean", "std_mean", "max", "min"))

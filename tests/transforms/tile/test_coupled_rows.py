@@ -76,6 +76,7 @@ COUPLED = {
     "median of all": ({}, lambda: lambda x: (x > x.flatten().median()) * x),
     "scaled by a sum": ({"reduce": "sum"}, lambda: lambda x: (x / x.sum()).square().sum()),
     "contrast": ({}, lambda: lambda x: contrast(x.flatten(1))),
+    "product of rows": ({}, lambda: lambda x: torch.addmm(torch.ones(()), x.flatten(1), x.flatten(1).T)),
     "attention": (SEQUENCE, Attention),
     "convolution": (SEQUENCE, lambda: Convolution(kernel_size=3, padding=1)),
     "norm": (SEQUENCE, lambda: lambda x: F.layer_norm(x, x.shape[1:])),
