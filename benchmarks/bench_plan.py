@@ -177,13 +177,19 @@ def smallest_as_fast(engine: ms.DecisionEngine, curve: ms.Frontier, pace: float)
     return found
 
 
-def against_peers(name: str, rounds: int, against: str) -> dict[str, Any]:
+def against_peers(name: str, rounds: int, against: str, exact: bool) -> dict[str, Any]:
     """Each peer, our fastest plan that takes no more than it does, and our smallest that is no slower."""
     case = CASES[name]
     model, batch = case.make("fp32")
     optimizer = case.make_optimizer(model.parameters())
     engine = ms.DecisionEngine(
-        model, batch, keeps_output=False, optimizer=optimizer, loss=case.loss, hardware=ms.Hardware.measure("cpu")
+        model,
+        batch,
+        keeps_output=False,
+        optimizer=optimizer,
+        loss=case.loss,
+        hardware=ms.Hardware.measure("cpu"),
+        config=ms.Config(mode="aggressive", enable_tiling=not exact),
     )
     resident = sum(each.nbytes for each in model.parameters()) * 3  # with AdamW's states
     curve = engine.frontier(16)
@@ -308,6 +314,7 @@ def main() -> None:
     parser.add_argument("--smallest", action="store_true", help="smallest peaks beside plans by hand")
     parser.add_argument("--random", type=int, default=0, help="with --smallest: so many random compositions as well")
     parser.add_argument("--against", default="", help="only peers whose names contain this")
+    parser.add_argument("--exact", action="store_true", help="with --peers: plans that keep every bit, without tiles")
     parser.add_argument("--rounds", type=int, default=5, help="of steps that are timed beside each other")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
@@ -321,7 +328,7 @@ def main() -> None:
             if options.smallest:
                 found[name] = smallest(SMALL[name], options.random)
             elif options.peers:
-                found[name] = against_peers(name, options.rounds, options.against)
+                found[name] = against_peers(name, options.rounds, options.against, options.exact)
             else:
                 found[name] = kept_budgets(name, options.budgets)
             if options.output:  # after each, for whoever has no time for all
