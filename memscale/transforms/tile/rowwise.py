@@ -51,13 +51,15 @@ _OVER_ROWS = _OverRows()
 
 
 class _Places:
-    """Maps tensors to the places of their rows, by memory and layout: autograd makes new objects for the same view."""
+    """Maps strided tensors to the places of their rows, by memory and layout: autograd makes new objects for a view."""
 
     def __init__(self) -> None:
         # By storages, weakly: a new storage may get the address of an old one.
         self._known: WeakKeyDictionary[Any, dict[Any, RowDim | _OverRows]] = WeakKeyDictionary()
 
     def note(self, tensor: torch.Tensor, place: RowDim | _OverRows | None) -> None:
+        if tensor.layout is not torch.strided:  # a sparse tensor has no storage, and its `==` is no bool
+            return
         [storage] = storages([tensor])
         if place is None:
             self._known.get(storage, {}).pop(_layout(tensor), None)
@@ -65,7 +67,7 @@ class _Places:
             self._known.setdefault(storage, {})[_layout(tensor)] = place
 
     def find(self, tensor: Any) -> RowDim | _OverRows | None:
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return None
         [storage] = storages([tensor])
         return self._known.get(storage, {}).get(_layout(tensor))
@@ -76,7 +78,7 @@ class _Places:
 
 
 def _layout(tensor: torch.Tensor) -> Any:
-    return (tensor.storage_offset(), tensor.shape, tensor.stride()) if tensor.layout is torch.strided else None
+    return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 class RowwiseWatch(OperatorWatch):

@@ -94,6 +94,8 @@ APART = {
     "loops over rows": ({}, lambda: in_loops),
     "gradients of a sum": ({}, lambda: energy_and_force),
     "mean as the result": ({"reduce": "mean"}, lambda: lambda x: x.square().mean()),
+    "sparse weights": ({}, lambda: lambda x: (torch.eye(8).to_sparse() @ x.flatten(0, 1).T).T.view(x.shape)),
+    "sparse rows": ({}, lambda: lambda x: (x.flatten(1).to_sparse() * x.flatten(1)).to_dense()),
     "gram": ({"reduce": "sum"}, lambda: lambda x: x.flatten(1).T @ x.flatten(1)),
 }
 
