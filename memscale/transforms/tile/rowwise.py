@@ -2,8 +2,8 @@
 
 The first piece of a region's first call runs under a dispatch mode that sees every operator before it executes, so that
 a refusal comes before any change. The mode follows the dimension of the rows through the operators that have a rule in
-`row_rules`, and refuses those that couple rows for certain. Coupling by other operators is not detected here;
-`memscale.verify` compares numbers.
+`row_rules`, and refuses those that couple rows for certain (`coupling`). Coupling by other operators is not
+detected here; `memscale.verify` compares numbers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from memscale.regions import (
     storages,
     takes_batch_statistics,
 )
+from memscale.transforms.tile.coupling import couples, passes_on, reduces
 from memscale.transforms.tile.numbers import arguments_of
 from memscale.transforms.tile.pieces import Take
-from memscale.transforms.tile.row_rules import RowCall, RowDim, couples, passes_on, reduces, rule_of
+from memscale.transforms.tile.row_rules import RowCall, RowDim, rule_of
 
 _BATCH_NORM = (
     "{what} would cut the rows over which {func} computes its statistics (BatchNorm in training), and the numbers "
@@ -160,13 +161,11 @@ class RowwiseWatch(OperatorWatch):
             )
         if not over_rows and couples(func, call):
             raise TransformError(f"{self._what}: {func} works along the dimension that is cut into pieces. {_COUPLED}")
-        if over_rows or reduces(func, call):
-            result = func(*args, **kwargs)
-            found: Any = _OVER_ROWS if passes_on(func) else None
-        else:
-            result = func(*args, **kwargs)
-            rule = rule_of(func)
-            found = None if rule is None else rule(dataclasses.replace(call, result=result))
+        over_rows = over_rows or reduces(func, call)
+        result = func(*args, **kwargs)
+        found: Any = _OVER_ROWS if over_rows and passes_on(func) else None
+        if not over_rows and (rule := rule_of(func)) is not None:
+            found = rule(dataclasses.replace(call, result=result))
         results = pytrees.tensors(result)
         for tensor, place in zip(results, found if isinstance(found, tuple) else [found] * len(results), strict=False):
             has_rows = not isinstance(place, RowDim) or place.holds(tensor, self._count)

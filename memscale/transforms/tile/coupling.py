@@ -1,0 +1,112 @@
+"""Operators that couple rows for certain, and numbers over the rows: what the watch of `rowwise` refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memscale.transforms.tile.row_rules import RowCall, RowDim, rule_of
+
+
+def couples(op: Any, call: RowCall) -> bool:
+    """Whether the rows of a result depend on other rows, for certain: a softmax along the rows, attention among them.
+
+    An operator without a rule here, or whose rows a rule cannot place, may couple rows as well.
+    """
+    rule = _COUPLING.get(op._schema.name)
+    return rule is not None and rule(call)
+
+
+def reduces(op: Any, call: RowCall) -> bool:
+    """Whether the result is computed over the rows, and has none: a sum, a maximum, a product along the rows."""
+    name = op._schema.name.removeprefix("aten::")
+    if name in _PRODUCTS:
+        (one, left), (other, right) = _operands(call)
+        return left is not None and right is not None and (left.dim, right.dim) == (one.dim() - 1, other.dim() - 2)
+    if name not in _REDUCTIONS or "other" in call.given or (found := call.only("self")) is None:
+        return False
+    dims = call.dims(found[0])
+    return dims is None or found[1].dim in dims
+
+
+def passes_on(op: Any) -> bool:
+    """Whether the numbers of the result depend on those of the arguments, by a rule."""
+    return rule_of(op) is not None and not op._schema.name.endswith("_like")
+
+
+# The operands of products; `addmm` has a `self` besides, which it adds.
+_PRODUCTS = {
+    "addmm": ("mat1", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+    "mm": ("self", "mat2"),
+    "bmm": ("self", "mat2"),
+}
+# `any` and `all` are left out: models ask by them for infinities, which they then clip in every row.
+_REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "prod", "var", "std", "var_mean", "std_mean", "max", "min"))
+_REDUCTIONS |= {"logsumexp", "linalg_vector_norm", "median", "kthvalue"}
+
+
+def _operands(call: RowCall) -> tuple[tuple[torch.Tensor, RowDim | None], ...]:
+    names = next(names for names in _PRODUCTS.values() if all(name in call.given for name in names))
+    return tuple((call.given[name], call.rows(call.given[name])) for name in names)
+
+
+def _multiplied(call: RowCall) -> bool:
+    """A product of rows with rows: every row meets every other."""
+    (one, left), (other, right) = _operands(call)
+    return left is not None and right is not None and (left.dim, right.dim) == (one.dim() - 2, other.dim() - 1)
+
+
+def _worked_along(name: str) -> Callable[[RowCall], bool]:
+    def rule(call: RowCall) -> bool:
+        found = call.only("self")
+        return found is not None and found[1].dim in (call.dims(found[0], name) or ())
+
+    return rule
+
+
+def _attended(call: RowCall) -> bool:
+    key = call.given["key"]
+    return (rows := call.rows(key)) is not None and rows.dim == key.dim() - 2
+
+
+def _convolved(call: RowCall) -> bool:
+    """A convolution along the rows whose windows overlap."""
+    if (found := call.only("input")) is None or (at := found[1].dim - 2) < 0:
+        return False
+    return bool(call.given["weight"].shape[at + 2] > call.given["stride"][min(at, len(call.given["stride"]) - 1)])
+
+
+def _normalized_over(call: RowCall) -> bool:
+    found = call.only("input")
+    if found is None or "normalized_shape" not in call.given:
+        return found is not None and found[1].dim > 1  # the statistics of groups are over all dimensions but the first
+    return found[1].dim >= found[0].dim() - len(call.given["normalized_shape"])
+
+
+def _stepped(call: RowCall) -> bool:
+    """A recurrent layer along the rows. The layer of a CPU gets the steps first in any case."""
+    rows = call.rows(call.given["input"])
+    return rows is not None and rows.dim == (1 if call.given.get("batch_first") and "weight" in call.given else 0)
+
+
+_COUPLING: dict[str, Callable[[RowCall], bool]] = {
+    f"aten::{name}": rule
+    for names, rule in (
+        ("_softmax _log_softmax _safe_softmax sort topk cumsum cumprod", _worked_along("dim")),
+        ("logcumsumexp cummax cummin _fft_c2c _fft_c2r _fft_r2c", _worked_along("dim")),
+        ("flip roll", _worked_along("dims")),
+        (" ".join(_PRODUCTS), _multiplied),
+        ("convolution", _convolved),
+        ("native_group_norm native_layer_norm _fused_rms_norm", _normalized_over),
+        ("mkldnn_rnn_layer _cudnn_rnn", _stepped),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+            _attended,
+        ),
+    )
+    for name in names.split()
+}
