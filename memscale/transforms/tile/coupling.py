@@ -1,8 +1,9 @@
-"""Operators that couple rows for certain, and numbers over the rows: what the watch of `rowwise` refuses."""
+"""Operators that couple rows for certain, numbers over the rows, and rows by number: what `rowwise` refuses to mix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,56 @@ def passes_on(op: Any) -> bool:
     return rule_of(op) is not None and not op._schema.name.endswith("_like")
 
 
+@dataclass(frozen=True)
+class SomeRows:
+    """The place of the rows in what was computed from some of them, by their number: ``x[1:]``, ``x[0]``."""
+
+    begin: float
+    end: float
+    step: int = 1
+
+
+def takes_rows(op: Any, call: RowCall) -> bool:
+    """Whether the results are some of the rows, by their number, of a tensor that does not hold integers.
+
+    The first row of integers, such as positions, often equals the others.
+    """
+    name, found = op._schema.name.removeprefix("aten::"), call.only("self")
+    if name not in _TAKING or found is None or not (found[0].is_floating_point() or found[0].is_complex()):
+        return False
+    return bool(call.given.get("dim", 0) % found[0].dim() == found[1].dim)
+
+
+def taken(call: RowCall, result: torch.Tensor) -> RowDim | SomeRows | None:
+    """Returns which rows of its argument the view `result` of `takes_rows` holds: all, some, or none that are known."""
+    found = call.only("self")
+    assert found is not None, "takes_rows asked for it"
+    (tensor, rows), period = found, call.count * found[1].each
+    step, kept = tensor.stride(rows.dim), result.dim() == tensor.dim()
+    size = result.shape[rows.dim] if kept else 1
+    if not step or not size:  # rows that are one row repeated, or no row
+        return None
+    begin = (result.storage_offset() - tensor.storage_offset()) // step
+    apart = result.stride(rows.dim) // step if size > 1 else 1
+    if apart == 1 and kept and begin % period == 0 and size % period == 0:
+        return RowDim(rows.dim, rows.each, size // period)
+    begin %= period
+    return SomeRows(begin / rows.each, (begin + (size - 1) * apart + 1) / rows.each, apart)
+
+
+def are_in_order(places: Sequence[Any], count: int) -> bool:
+    """Whether these are parts of `count` rows that follow each other, and together are all of them."""
+    at = 0.0
+    for place in places:
+        if not isinstance(place, SomeRows) or place.step != 1 or place.begin != at:
+            return False
+        at = place.end
+    return at == count
+
+
+# Operators whose results are views of parts of `self` along `dim`.
+_TAKING = frozenset(("select", "unbind", "slice", "split", "unsafe_split", "split_with_sizes"))
+
 # The operands of products; `addmm` has a `self` besides, which it adds.
 _PRODUCTS = {
     "addmm": ("mat1", "mat2"),
@@ -65,6 +116,14 @@ def _worked_along(name: str) -> Callable[[RowCall], bool]:
         return found is not None and found[1].dim in (call.dims(found[0], name) or ())
 
     return rule
+
+
+def _shifted(call: RowCall) -> bool:
+    """Padding that takes rows away at one end, as a shift by one row does."""
+    if (found := call.only("self")) is None:
+        return False
+    at = 2 * (found[0].dim() - 1 - found[1].dim)
+    return any(size < 0 for size in call.given["pad"][at : at + 2])
 
 
 def _attended(call: RowCall) -> bool:
@@ -100,6 +159,7 @@ _COUPLING: dict[str, Callable[[RowCall], bool]] = {
         ("flip roll", _worked_along("dims")),
         (" ".join(_PRODUCTS), _multiplied),
         ("convolution", _convolved),
+        ("constant_pad_nd", _shifted),
         ("native_group_norm native_layer_norm _fused_rms_norm", _normalized_over),
         ("mkldnn_rnn_layer _cudnn_rnn", _stepped),
         (

@@ -33,7 +33,7 @@ from memscale.regions import (
     storages,
     takes_batch_statistics,
 )
-from memscale.transforms.tile.coupling import couples, passes_on, reduces
+from memscale.transforms.tile.coupling import SomeRows, are_in_order, couples, passes_on, reduces, taken, takes_rows
 from memscale.transforms.tile.numbers import arguments_of
 from memscale.transforms.tile.pieces import Take
 from memscale.transforms.tile.row_rules import RowCall, RowDim, rule_of
@@ -49,6 +49,7 @@ class _OverRows:
 
 
 _OVER_ROWS = _OverRows()
+_Place = RowDim | SomeRows | _OverRows
 
 
 class _Places:
@@ -56,9 +57,9 @@ class _Places:
 
     def __init__(self) -> None:
         # By storages, weakly: a new storage may get the address of an old one.
-        self._known: WeakKeyDictionary[Any, dict[Any, RowDim | _OverRows]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Any, dict[Any, _Place]] = WeakKeyDictionary()
 
-    def note(self, tensor: torch.Tensor, place: RowDim | _OverRows | None) -> None:
+    def note(self, tensor: torch.Tensor, place: _Place | None) -> None:
         if tensor.layout is not torch.strided:  # a sparse tensor has no storage, and its `==` is no bool
             return
         [storage] = storages([tensor])
@@ -67,7 +68,7 @@ class _Places:
         else:
             self._known.setdefault(storage, {})[_layout(tensor)] = place
 
-    def find(self, tensor: Any) -> RowDim | _OverRows | None:
+    def find(self, tensor: Any) -> _Place | None:
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return None
         [storage] = storages([tensor])
@@ -105,6 +106,7 @@ class RowwiseWatch(OperatorWatch):
         self._of_rows = WeakSet(storages(list(rows)))
         self._count = next(tensor.shape[dim] for tensor, dim in rows.items())
         self._places = _Places()
+        self._numbers = _Places()  # of the numbers of the rows, such as torch.arange(len(x)), and what is made of them
         for tensor, dim in rows.items():
             seen = tensor  # operators get the tensor inside the wrappers of torch.func
             while internals.functorch.is_functorch_wrapped_tensor(seen):
@@ -149,9 +151,14 @@ class RowwiseWatch(OperatorWatch):
         Raises:
             TransformError: the operator couples rows, before it runs.
         """
-        places = set(map(self._places.find, pytrees.tensors((args, kwargs)))) - {None}
-        if self._count < 2 or not places:  # of one row, a view does not show which dimension has it
+        if self._count < 2:  # of one row, a view does not show which dimension has it
             return func(*args, **kwargs)
+        tensors = pytrees.tensors((args, kwargs))
+        places = {place for each in tensors if (place := self._places.find(each)) is not None}
+        if places and torch.Tag.pointwise in func.tags:
+            self._refuse_numbers(func, tensors)
+        if not places:
+            return self._numbered(func, tensors, args, kwargs)
         call = RowCall(arguments_of(func, args, kwargs), None, self._count, self._places.rows)
         over_rows = places == {_OVER_ROWS}
         if _OVER_ROWS in places and not over_rows and passes_on(func):
@@ -159,17 +166,58 @@ class RowwiseWatch(OperatorWatch):
                 f"{self._what}: the region uses a number that it computes over its rows, such as a mean or a maximum, "
                 f"in the rows again ({func}). {_COUPLED}"
             )
+        if any(isinstance(place, SomeRows) for place in places):
+            return self._followed_by_number(func, call, places, args, kwargs)
         if not over_rows and couples(func, call):
             raise TransformError(f"{self._what}: {func} works along the dimension that is cut into pieces. {_COUPLED}")
         over_rows = over_rows or reduces(func, call)
         result = func(*args, **kwargs)
-        found: Any = _OVER_ROWS if over_rows and passes_on(func) else None
-        if not over_rows and (rule := rule_of(func)) is not None:
-            found = rule(dataclasses.replace(call, result=result))
+        call = dataclasses.replace(call, result=result)
         results = pytrees.tensors(result)
+        found: Any = _OVER_ROWS if over_rows and passes_on(func) else None
+        if not over_rows and takes_rows(func, call):
+            found = tuple(taken(call, each) for each in results)
+        elif not over_rows and (rule := rule_of(func)) is not None:
+            found = rule(call)
         for tensor, place in zip(results, found if isinstance(found, tuple) else [found] * len(results), strict=False):
             has_rows = not isinstance(place, RowDim) or place.holds(tensor, self._count)
             self._places.note(tensor, place if has_rows else None)
+        return result
+
+    def _numbered(self, func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """Runs an operator without rows in its arguments, and notes a result that holds the numbers of the rows."""
+        result = func(*args, **kwargs)
+        if func._schema.name in ("aten::arange", "aten::linspace") and result.shape == (self._count,):
+            self._numbers.note(result, RowDim(0))
+        elif any(map(self._numbers.rows, tensors)) and (rule := rule_of(func)) is not None:
+            found = rule(RowCall(arguments_of(func, args, kwargs), result, self._count, self._numbers.rows))
+            if isinstance(found, RowDim) and isinstance(result, torch.Tensor) and found.holds(result, self._count):
+                self._numbers.note(result, found)
+        return result
+
+    def _refuse_numbers(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        # Integers may be numbers of rows: an index of each row's own entries, in a piece as in the whole.
+        behind = {rows.dim - each.dim() for each in tensors if (rows := self._numbers.rows(each)) is not None}
+        for each in tensors if behind else ():
+            if not _is_integer(each) and (rows := self._places.rows(each)) and rows.dim - each.dim() in behind:
+                raise TransformError(
+                    f"{self._what}: the region computes with the numbers of its rows, such as torch.arange(len(x)) "
+                    f"({func}). {_COUPLED}"
+                )
+
+    def _followed_by_number(self, func: Any, call: RowCall, places: set[_Place], args: Any, kwargs: Any) -> Any:
+        """Runs an operator on some of the rows; `places` are those of all tensors that have one."""
+        if len(places) > 1 and passes_on(func):
+            joined = call.given.get("tensors")
+            if joined is None or not are_in_order(list(map(self._places.find, joined)), self._count):
+                raise TransformError(
+                    f"{self._what}: the region takes rows by their number, such as x[:1] or a loop over time, and "
+                    f"computes with others ({func}). {_COUPLED}"
+                )
+        result = func(*args, **kwargs)
+        for tensor in pytrees.tensors(result):
+            only = len(places) == 1 and passes_on(func) and tensor.numel() > 1
+            self._places.note(tensor, next(iter(places)) if only else None)
         return result
 
     def _refuse_index(self, given: Mapping[str, Any]) -> None:

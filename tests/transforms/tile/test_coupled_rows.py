@@ -64,6 +64,60 @@ def deviation(x):
     return x
 
 
+class Doubles(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner.double()
+
+    def forward(self, x):
+        return self.inner(x.double()).to(x.dtype)
+
+
+class Steps(nn.Module):
+    """A recurrence written as a loop over the first dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+
+    def forward(self, x):
+        state, states = torch.zeros_like(x[0]), []
+        for step in x.unbind(0):
+            state = self.cell(step, state)
+            states.append(state)
+        return torch.stack(states)
+
+
+def each_by_number(x):
+    found = torch.empty_like(x)
+    for at in range(len(x)):
+        found[at] = torch.sin(x[at] / x[at].norm())
+    return found
+
+
+def halves(x):
+    """Queries and keys that were stacked in front of the rows are all rows, not some."""
+    query, key = torch.cat([x, 2 * x]).view(2, *x.shape).flatten(0, 1).chunk(2)
+    return query * key
+
+
+def own_entries(x):
+    """The numbers of the rows as an index of entries of each row."""
+    kept = x.flatten(1)
+    return kept.flatten()[torch.arange(len(x)).mul(kept.shape[1]).unsqueeze(1) + x.argmax(-1) % 8]
+
+
+class Positions(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, x):
+        found = self.table(torch.arange(x.shape[self.dim]))
+        return x + (found if self.dim else found.unsqueeze(1))
+
+
 COUPLED = {
     "softmax": ({}, lambda: lambda x: torch.softmax(x, 0)),
     "cumulative sum": (SEQUENCE, lambda: lambda x: x.cumsum(1)),
@@ -81,6 +135,18 @@ COUPLED = {
     "convolution": (SEQUENCE, lambda: Convolution(kernel_size=3, padding=1)),
     "norm": (SEQUENCE, lambda: lambda x: F.layer_norm(x, x.shape[1:])),
     "recurrence": ({}, Recurrence),
+    "steps": ({}, Steps),
+    "recurrence in float64": ({}, lambda: Doubles(Recurrence())),
+    "first row": ({}, lambda: lambda x: x - x[:1]),
+    "last row": (SEQUENCE, lambda: lambda x: x * x[:, -1].unsqueeze(1)),
+    "differences": (SEQUENCE, lambda: lambda x: F.pad(x[:, 1:] - x[:, :-1], (0, 0, 0, 1))),
+    "token shift": (SEQUENCE, lambda: lambda x: x + F.pad(x, (0, 0, 1, -1))),
+    "rolled by hand": ({}, lambda: lambda x: torch.cat([x[1:], x[:1]])),
+    "shifted": ({}, lambda: lambda x: x + torch.cat([torch.zeros_like(x[:1]), x[:-1]])),
+    "numbers of rows": ({}, lambda: lambda x: x * torch.arange(len(x)).view(-1, 1, 1)),
+    "the first rows alone": ({}, lambda: lambda x: torch.where((torch.arange(len(x)) < 1).view(-1, 1, 1), x, 0.0)),
+    "positions": (SEQUENCE, lambda: Positions(1)),
+    "pairs": ({}, lambda: lambda x: torch.cat([x[::2] * x[1::2]] * 2)),
 }
 APART = {
     "softmax": ({}, lambda: lambda x: torch.softmax(x, 1)),
@@ -92,6 +158,16 @@ APART = {
     "mask of ones": (SEQUENCE, lambda: lambda x: x * torch.ones(x.shape[1]).unsqueeze(1)),
     "clipped where a number is infinite": ({}, lambda: clipped),
     "loops over rows": ({}, lambda: in_loops),
+    "rows one by one": ({}, lambda: each_by_number),
+    "stacked rows": ({}, lambda: lambda x: torch.stack([torch.cat([row, 2 * row]) for row in x.sin()])),
+    "halves": ({}, lambda: halves),
+    "padded": (SEQUENCE, lambda: lambda x: F.pad(x, (0, 0, 0, 2)).exp()[:, : x.shape[1]]),
+    "steps along another dimension": (SEQUENCE, Steps),
+    "positions along another dimension": ({}, lambda: Positions(1)),
+    "positions of another dimension": (SEQUENCE, lambda: Positions(0)),
+    "as many numbers as rows": ({}, lambda: lambda x: (x.unflatten(2, (-1, 2)) * torch.arange(2.0)).flatten(2)),
+    "own entries": ({}, lambda: own_entries),
+    "tiles inside": ({}, lambda: tile(chunks=2)(nn.Linear(8, 8))),
     "gradients of a sum": ({}, lambda: energy_and_force),
     "mean as the result": ({"reduce": "mean"}, lambda: lambda x: x.square().mean()),
     "sparse weights": ({}, lambda: lambda x: (torch.eye(8).to_sparse() @ x.flatten(0, 1).T).T.view(x.shape)),
@@ -109,9 +185,10 @@ def given():
 def test_a_region_that_couples_its_rows_is_refused_in_the_first_call(how, make, mode):
     if mode == "torch.func" and make in (Recurrence, Attention):
         pytest.skip("torch.func refuses the recurrence itself, and runs the projection of attention in other operators")
-    run = tile(chunks=2, **how)(make())
+    fn = make()
+    run = tile(chunks=2, **how)(fn)
     if mode == "torch.func":
-        run = torch.func.grad(lambda x: tile(chunks=2, **how)(make())(x).sum())
+        run = torch.func.grad(lambda x: tile(chunks=2, **how)(fn)(x).sum())
     with pytest.raises(ms.TransformError, match="its own rows, which gives other numbers"):
         run(given())
 
