@@ -33,4 +33,4 @@ from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, sta
 from memscale.regions.state_slots import Attributes, Content, Names, StateSlot, differing, holds, read, write
 from memscale.regions.streams import Streams
 from memscale.regions.uncompiled import OperatorWatch, floats_as_constants, never_compiled, uncompiled, without_dynamo
-from memscale.regions.unrecorded import copying_ahead, is_unrecorded, unrecorded, unrecorded_depth
+from memscale.regions.unrecorded import copying_ahead, hiding, is_unrecorded, unrecorded, unrecorded_depth

@@ -11,7 +11,8 @@ class _Local(threading.local):
     ahead = 0
 
 
-_local = _Local()
+# Hooks that run for each saved tensor count `depth` themselves: a context would take ten times as long.
+hiding = _Local()
 
 
 class _Counted(AbstractContextManager[None]):
@@ -19,12 +20,12 @@ class _Counted(AbstractContextManager[None]):
         self._depth, self._ahead = depth, ahead
 
     def __enter__(self) -> None:
-        _local.depth += self._depth
-        _local.ahead += self._ahead
+        hiding.depth += self._depth
+        hiding.ahead += self._ahead
 
     def __exit__(self, *_: object) -> None:
-        _local.depth -= self._depth
-        _local.ahead -= self._ahead
+        hiding.depth -= self._depth
+        hiding.ahead -= self._ahead
 
 
 _unrecorded = _Counted(depth=1, ahead=0)
@@ -42,12 +43,12 @@ def is_unrecorded(since: int = 0) -> bool:
 
     A recorder that was made inside `unrecorded()` passes the depth at which it was made.
     """
-    return _local.depth > since
+    return hiding.depth > since
 
 
 def unrecorded_depth() -> int:
     """Returns how many `unrecorded()` contexts are open in this thread."""
-    return _local.depth
+    return hiding.depth
 
 
 def copying_ahead(*, recorded: bool = True) -> AbstractContextManager[None]:
@@ -59,4 +60,4 @@ def copying_ahead(*, recorded: bool = True) -> AbstractContextManager[None]:
 
 
 def copies_ahead() -> bool:
-    return _local.ahead > 0
+    return hiding.ahead > 0

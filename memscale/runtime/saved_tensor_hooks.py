@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, changed_error, check_tier, internals, version
-from memscale.regions import PacksSeveral, dispatch_modes, hooks_around, never_compiled, recomputes, unrecorded
+from memscale.regions import PacksSeveral, dispatch_modes, hiding, hooks_around, never_compiled, recomputes, unrecorded
 from memscale.runtime.engine.entry import Handle, kept_tensor
 from memscale.runtime.engine.offload_engine import Engine
 from memscale.runtime.parameters.host_parameter import Saved, any_is_running, host_parameter_on_device
@@ -63,11 +63,14 @@ class Hooks(PacksSeveral):
             if nbytes:
                 self._small[storage._cdata] = tensor
             return self.keep(tensor)
-        with _UNRECORDED:
+        hiding.depth += 1
+        try:
             engine = self._engines.get((type(tensor), tensor.device)) or self._engine(tensor)
             if engine is None:
                 return self.keep(tensor)
             return engine.stash(tensor, tier=self._tier, region=self._region, storage=storage)
+        finally:
+            hiding.depth -= 1
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Packs several detached tensors; faster than `pack` for tensors that were packed before."""
@@ -96,8 +99,11 @@ class Hooks(PacksSeveral):
         """Returns the tensor behind what `pack` returned."""
         kind = type(packed)
         if kind is Handle:
-            with _UNRECORDED:
+            hiding.depth += 1
+            try:
                 return packed.record.entry.engine.fetch(packed)  # type: ignore[no-any-return]
+            finally:
+                hiding.depth -= 1
         if kind is tuple:
             tensor, expected = packed
             if version(tensor) != expected:

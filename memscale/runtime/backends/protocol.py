@@ -121,9 +121,10 @@ class Backend(Protocol):
         """
 
     def gather(self, sources: Sequence[torch.Tensor], buffer: Buffer, *, after: Sequence[Event]) -> Event:
-        """Queues one copy out of several contiguous device tensors, as `copy` does, if `together_bytes` is not 0.
+        """Queues one copy out of several device tensors, as `copy` does, if `together_bytes` is not 0.
 
-        Each tensor starts in the buffer at the next multiple of `ALIGNMENT` behind the one before.
+        The memory of each tensor is in one piece, from its first element on. In the buffer it starts at the next
+        multiple of `ALIGNMENT` behind the one before.
         """
 
     def wait(self, event: Event, stream: int | None = None) -> None:

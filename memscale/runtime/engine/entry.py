@@ -22,8 +22,8 @@ class Layout(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    conjugate: bool
-    negative: bool
+    conjugate: bool = False
+    negative: bool = False
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, offset: int | None = None) -> Layout:
@@ -77,18 +77,28 @@ class Record:
             # Another tensor over the same memory, such as `.data`, may have a version counter of its own.
             and self._origin() is _counted_with(tensor)
             and version(tensor) == self.version >= 0
-            and Layout.from_tensor(tensor) == Layout.from_tensor(alias)
+            # What `Layout` has, without two of them: their construction takes twice the time of the comparison.
+            and tensor.dtype is alias.dtype
+            and tensor.storage_offset() == alias.storage_offset()
+            and tensor.size() == alias.size()
+            and tensor.stride() == alias.stride()
+            and tensor.is_conj() == alias.is_conj()
+            and tensor.is_neg() == alias.is_neg()
         )
 
     def move_out(self, alias: torch.Tensor, into: Entry, part: Moving, index: int) -> None:
         """Drops the alias and keeps its layout in `part`, which is number `index` of the entry `into`."""
-        self.is_source = alias is part.source
-        offset = int(alias.storage_offset()) + (part.start - part.first) // alias.dtype.itemsize
-        self.layout = Layout.from_tensor(alias, offset)
+        _, _, source, first, start = part
+        self.is_source = alias is source
+        if self.is_source:  # its bytes begin with its first element, and it is neither conjugate nor negative
+            self.layout = Layout(alias.dtype, alias.size(), alias.stride(), start // alias.dtype.itemsize)
+        else:
+            offset = int(alias.storage_offset()) + (start - first) // alias.dtype.itemsize
+            self.layout = Layout.from_tensor(alias, offset)
         # From here on nobody else can reach the storage, so the version read now is final.
         now = alias._version if self.version >= 0 else -1
         self.changed = now if now != self.version else None
-        self.part, self.start, self.entry = index, part.start, into
+        self.part, self.start, self.entry = index, start, into
         self.alias = None
 
     def check(self) -> None:
@@ -136,25 +146,6 @@ class Handle:
         record.is_dropped = True
         record.alias = None  # frees a tensor that never left the device
         record.entry.engine.drop(record.entry)
-
-
-class Moving(NamedTuple):
-    """The bytes of one storage that travel in an entry.
-
-    Attributes:
-        aliases: the records of the storage's views, each with its tensor.
-        source: the bytes, as uint8 or a contiguous tensor of the caller's dtype.
-        first: their first byte in the storage.
-        start: their first byte in the entry.
-        is_source: whether that source is the tensor itself.
-        region: the region that saved them.
-    """
-
-    aliases: list[tuple[Record, torch.Tensor]]
-    source: torch.Tensor
-    first: int
-    start: int
-    region: str
 
 
 class Owner(Protocol):
@@ -262,16 +253,18 @@ class Entry(Loadable):
         held = [alias for record in self.records if (alias := record.alias) is not None]  # kept during the count
         return bool(held) and torch._C._storage_Use_Count(self.key) <= len(held) + self.engine.bare_references
 
-    def part(self, start: int, *, as_is: bool) -> Moving | None:
-        """Returns the bytes that the records cover, for byte `start` of an entry on; None if the views are empty.
+    def part(self, behind: int, *, as_is: bool) -> Moving | None:
+        """Returns the bytes that the records cover, to go behind byte `behind` of an entry; None if there are none.
 
-        With `as_is` the bytes may be given as a contiguous tensor of any dtype, which takes a third of the time.
+        With `as_is` the bytes may be given as a tensor of any dtype that is one piece of memory from its first element
+        on, which takes a third of the time.
         """
         aliases = self.aliases()
+        start = behind + -behind % ALIGNMENT
         if as_is and len(aliases) == 1:  # the usual case, in a third of the time
             alias = aliases[0][1]
-            if alias.is_contiguous() and not (alias.storage_offset() or alias.is_conj() or alias.is_neg()):
-                return Moving(aliases, alias, 0, start, self.region) if alias.numel() else None
+            if _is_one_piece(alias) and not (alias.storage_offset() or alias.is_conj() or alias.is_neg()):
+                return (self, aliases, alias, 0, start) if alias.numel() else None
         first, stop, whole = -1, 0, None
         for _, alias in aliases:
             begin, end = _extent(alias)
@@ -283,9 +276,21 @@ class Entry(Loadable):
         if first < 0:
             return None
         if as_is and whole is not None and whole.nbytes == stop:
-            return Moving(aliases, whole, 0, start, self.region)
+            return self, aliases, whole, 0, start
         first -= first % ALIGNMENT
-        return Moving(aliases, _bytes_between(aliases[0][1], first, stop), first, start, self.region)
+        return self, aliases, _bytes_between(aliases[0][1], first, stop), first, start
+
+
+# The bytes of one storage that travel in an entry: the storage's own entry, the records of its views, each with its
+# tensor; the bytes; their first byte in the storage, and in the entry. A tuple, since a class with names would take a
+# tenth of the time that a small storage takes to move.
+Moving = tuple[Entry, list[tuple[Record, torch.Tensor]], torch.Tensor, int, int]
+
+
+def _is_one_piece(tensor: torch.Tensor) -> bool:
+    """Whether `tensor`, in whatever order, has all bytes from its first element on; integers in order only."""
+    # The simulation carries the values of integers, and reads them in the order of the tensor.
+    return tensor.is_contiguous() or (tensor.dtype.is_floating_point and _spans(tensor) == tensor.nbytes)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -293,10 +298,13 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     first, nbytes = int(tensor.storage_offset()), tensor.dtype.itemsize
     if tensor.is_contiguous():
         return first * nbytes, first * nbytes + tensor.nbytes
-    if tensor.numel() == 0:
-        return 0, 0
-    last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return first * nbytes, (last + 1) * nbytes
+    return (first * nbytes, first * nbytes + _spans(tensor)) if tensor.numel() else (0, 0)
+
+
+def _spans(tensor: torch.Tensor) -> int:
+    """Returns the bytes from the first element of `tensor` to the end of the one that is last in memory."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (last + 1) * tensor.dtype.itemsize
 
 
 def _bytes_between(alias: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -194,10 +194,10 @@ class Engine:
         """Moves the storages that only handles refer to now. Called at the end of a region, where tensors are freed."""
         with self.lock:
             self._regions += 1
-            self._look()
+            depth = self._look()
             # After the last regions of a forward no stash follows that would retire these, and the peak is still to
             # come.
-            while self._leaving and self._regions - self._leaving[0][0] > self._prefetch.depth():
+            while self._leaving and self._regions - self._leaving[0][0] > depth:
                 self._retire_first()
             self.transfers.pump()
         self.go_on()
@@ -230,7 +230,8 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------ copies out
 
-    def _look(self, most: int = 0) -> None:
+    def _look(self, most: int = 0) -> int:
+        """Moves those of the `most` oldest waiting storages that may move; returns the depth of the prefetch."""
         most = most or _LOOKS * max(1, self._unseen)
         self._unseen = self._unseen_bytes = 0
         self._is_due = False
@@ -262,6 +263,7 @@ class Engine:
                     self._waiting.append(oldest)
         for together in self._together(ready):
             self._move(together, depth)
+        return depth
 
     def _together(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         """Returns `entries` in groups that travel as one: of small storages that are alike."""
@@ -295,38 +297,39 @@ class Engine:
 
     def _take_out(self, entries: Sequence[Entry]) -> Entry | None:
         """Allocates a buffer for `entries` and moves them to the first of them, which owns their bytes from now on."""
-        moving: list[tuple[Entry, Moving]] = []
+        moving: list[Moving] = []
         nbytes = 0
         as_is = len(entries) > 1
         for entry in entries:
-            if (part := entry.part(nbytes + -nbytes % ALIGNMENT, as_is=as_is)) is not None:
-                moving.append((entry, part))
-                nbytes = part.start + part.source.nbytes
+            if (part := entry.part(nbytes, as_is=as_is)) is not None:
+                moving.append(part)
+                nbytes = part[4] + part[2].nbytes
         if not moving:
             return None
-        into = moving[0][0]
-        into.like = moving[0][1].source.new_empty(0, dtype=torch.uint8)
+        into, _, source, _, _ = moving[0]
+        into.like = source.new_empty(0, dtype=torch.uint8)
         into.buffer = self._allocate(nbytes, into.tier)
         if into.buffer is None:
-            for entry, _ in moving:
+            for entry, *_ in moving:
                 self._keep(entry)
             return None
         # After an exception from here on the entry still has its bytes, and `_retire` resumes.
         self._leaving.append((self._regions, into))
-        into.sources = [part.source for _, part in moving]
+        into.sources = [source for _, _, source, _, _ in moving]
         into.nbytes, into.state = nbytes, LoadState.LEAVING
-        into.ordinals = sum([entry.ordinals for entry, _ in moving], ())
+        into.ordinals = sum([entry.ordinals for entry, *_ in moving], ())
         into.moved_bytes = moved_bytes = dict[str, int]()
-        ends = [part.start for _, part in moving[1:]] + [nbytes]
-        for index, ((entry, part), end) in enumerate(zip(moving, ends, strict=True)):
-            moved_bytes[part.region] = moved_bytes.get(part.region, 0) + end - part.start
+        ends = [part[4] for part in moving[1:]] + [nbytes]
+        for index, (part, end) in enumerate(zip(moving, ends, strict=True)):
+            entry, aliases, _, _, start = part
+            moved_bytes[entry.region] = moved_bytes.get(entry.region, 0) + end - start
             del self._by_storage[entry.key]
             if entry is not into:
                 entry.into, entry.state = into, LoadState.LEAVING
                 into.records += entry.records
                 for ordinal in entry.ordinals:
                     self._moved[ordinal] = into
-            for record, alias in part.aliases:
+            for record, alias in aliases:
                 record.move_out(alias, into, part, index)
         for region, nbytes in moved_bytes.items():
             self._counters.met(region, "moved", nbytes)

@@ -80,9 +80,10 @@ class Transfers:
 
     def pump(self) -> None:
         """Starts the copies that fit in the windows."""
-        for link in (self._out, self._in):
-            if link.waiting:
-                link.pump()
+        if self._out.waiting:
+            self._out.pump()
+        if self._in.waiting:
+            self._in.pump()
 
     def arrive(self, copy: Copy, memory: torch.Tensor) -> Event:
         """Makes the caller's present compute stream wait for a copy to `memory`, and marks the memory as used there."""

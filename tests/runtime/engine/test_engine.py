@@ -250,6 +250,30 @@ def test_small_storages_share_a_copy_each_way_and_come_back_as_they_were():
     assert engine.stats().live_bytes == {"pinned": 0}
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_small_storages_travel_in_whatever_order_their_numbers_are(depth):
+    numbers = torch.arange(24.0)
+    views = [
+        lambda t: t.view(4, 6).t(),
+        lambda t: t.view(2, 3, 4).permute(2, 0, 1),
+        lambda t: t[:9].as_strided((3, 3), (2, 2)),  # as many bytes as its numbers have, with gaps and repeats
+        lambda t: t.as_strided((2, 3), (0, 4)),
+        lambda t: t[2:].view(2, 11).t(),
+        lambda t: t.view(4, 6).to(torch.complex64).t(),
+    ]
+    engine = together(NBYTES, depth)
+    handles = [engine.stash(view(numbers.clone())) for view in views]
+    engine.look_again()
+    assert len({handle.entry for handle in handles}) == 1
+    for handle, view in zip(handles, views, strict=True):
+        found, expected = engine.fetch(handle), view(numbers)
+        assert (bits(found), found.stride()) == (bits(expected), expected.stride())
+        del found
+    del handle
+    handles.clear()
+    assert engine.backend.finish() == []
+
+
 def test_a_few_integers_stay_where_they_are():
     engine = together(NBYTES)
     seed, mask = engine.stash(torch.tensor([7, 9])), None
