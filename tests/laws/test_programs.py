@@ -84,9 +84,9 @@ def test_a_random_program_gives_the_same_numbers(sort):
 
 
 def test_a_difference_is_found_and_its_program_printed_shows_it():
-    """Rows that see each other are what the docs of `tile` say that nobody can see but in the numbers."""
+    """Rows that depend on their count are what the docs of `tile` say that nobody can see but in the numbers."""
     step = programs.Step("nothing", (), "backward", ())
-    blocks = ((("linear", "positions of rows"), "two"),)
+    blocks = ((("linear", "number of rows"), "two"),)
     program = programs.Program(blocks, ((0, "sin"),), False, (step,), (("b0", programs.TILE),))
     wrong, end = fails(program)
     assert end == "different", wrong

@@ -49,10 +49,15 @@ class SomeRows:
 def takes_rows(op: Any, call: RowCall) -> bool:
     """Whether the results are some of the rows, by their number, of a tensor that does not hold integers.
 
-    The first row of integers, such as positions, often equals the others.
+    The first row of integers, such as positions, often equals the others, and code for one sample takes the only row.
     """
     name, found = op._schema.name.removeprefix("aten::"), call.only("self")
-    if name not in _TAKING or found is None or not (found[0].is_floating_point() or found[0].is_complex()):
+    if (
+        call.count < 2
+        or name not in _TAKING
+        or found is None
+        or not (found[0].is_floating_point() or found[0].is_complex())
+    ):
         return False
     return bool(call.given.get("dim", 0) % found[0].dim() == found[1].dim)
 

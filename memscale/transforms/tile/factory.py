@@ -191,7 +191,8 @@ class Tiled(Transformed):
         super().__init__(fn, how)
         self.body = Checkpointed(fn, Checkpoint(nothing_saveable if how.recompute else everything_saveable))
         self._projects: dict[tuple[bool, ...], bool] = {}  # by train/eval flags, because dropout makes it no projection
-        self._watched: set[tuple[bool, ...]] = set()  # the train/eval flags with which a piece has been watched
+        # The train/eval flags with which a piece has been watched, and whether that piece had several rows.
+        self._watched: set[tuple[tuple[bool, ...], bool]] = set()
         self.captured: list[nn.Module] = []
         self.normalizes = False
         self.watched: tuple[bool, ...] = ()
@@ -277,14 +278,17 @@ class Tiled(Transformed):
             return piece(*args, **kwargs)
 
         def piece(*args: Any, **kwargs: Any) -> Any:
-            if flags in self._watched:
+            if (flags, True) in self._watched:
                 return self.body(*args, **kwargs)
             leaves = pytrees.flatten((args, kwargs))[0]
             rows = {leaves[index]: dim for index, dim in cut.dims.items()}
-            with RowwiseWatch(captures, whole, rows, repr(self.how)):
+            seen = flags, any(piece.shape[dim] > 1 for piece, dim in rows.items())
+            if seen in self._watched:
+                return self.body(*args, **kwargs)
+            with RowwiseWatch(captures, whole, rows, repr(self.how), total=cut.total):
                 result = self.body(*args, **kwargs)
             refuse_stored_tensors(captures, repr(self.how))
-            self._watched.add(flags)
+            self._watched.add(seen)
             if any(flags) not in self.watched:
                 self.watched = (*self.watched, any(flags))
             return result

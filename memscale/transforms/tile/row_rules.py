@@ -25,8 +25,9 @@ class RowDim:
         return RowDim(dim, self.each, self.over)
 
     def holds(self, tensor: torch.Tensor, count: int) -> bool:
-        """Whether `tensor` may have `count` rows at this place."""
-        return tensor.dim() > self.dim and tensor.shape[self.dim] == count * self.each * self.over
+        """Whether `tensor` may have `count` rows at this place; one row may be at any dimension of size 1."""
+        size = count * self.each * self.over
+        return tensor.dim() > self.dim and tensor.shape[self.dim] == size and (size > 1 or tensor.shape.count(1) == 1)
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def _kept(name: str = "self", *, last: int = 0) -> Rule:
 
 @_of_one
 def _viewed(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
+    if tensor.shape[rows.dim] == 1:
+        return RowDim(call.result.shape.index(1)) if 1 in call.result.shape else None
     before, outer = math.prod(tensor.shape[: rows.dim]) * rows.over, 1
     for dim, size in enumerate(call.result.shape):
         if outer * size > before:  # this dimension holds the rows
@@ -144,7 +147,7 @@ def _without(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None
 def _squeezed(call: RowCall, tensor: torch.Tensor, rows: RowDim) -> RowDim | None:
     named = call.dims(tensor)
     gone = [dim for dim in named or range(tensor.dim()) if tensor.shape[dim] == 1]
-    return rows.at(rows.dim - sum(dim < rows.dim for dim in gone))
+    return None if rows.dim in gone else rows.at(rows.dim - sum(dim < rows.dim for dim in gone))
 
 
 def _along(name: str = "dim") -> Rule:

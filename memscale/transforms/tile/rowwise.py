@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -87,11 +88,21 @@ class RowwiseWatch(OperatorWatch):
     """Raises `TransformError` at an operator that couples rows, or whose effect depends on how often it runs."""
 
     def __init__(
-        self, captures: Captures, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str
+        self,
+        captures: Captures,
+        whole: list[torch.Tensor],
+        rows: Mapping[torch.Tensor, int],
+        what: str,
+        *,
+        total: int = sys.maxsize,
     ) -> None:
-        """Watches a run on `rows`, pieces with their cut dimension, and `whole`, tensors that each piece gets."""
+        """Watches a run on `rows`, pieces with their cut dimension, and `whole`, tensors that each piece gets.
+
+        There are `total` rows. Of one row, there is nothing to couple.
+        """
         super().__init__()
         self._what = what
+        self._total = total
         self._pieces = rows
         shared = [*((repr(str(key)), tensor) for _, key, tensor in captures.tensors)]
         shared += [(f"an argument of shape {list(tensor.shape)} that is passed whole", tensor) for tensor in whole]
@@ -111,7 +122,8 @@ class RowwiseWatch(OperatorWatch):
             seen = tensor  # operators get the tensor inside the wrappers of torch.func
             while internals.functorch.is_functorch_wrapped_tensor(seen):
                 seen = internals.functorch.get_unwrapped(seen)
-            if seen.dim() == tensor.dim():  # vmap's wrapper hides a dimension
+            # vmap's wrapper hides a dimension.
+            if seen.dim() == tensor.dim() and RowDim(dim).holds(seen, self._count):
                 self._places.note(seen, RowDim(dim))
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -151,7 +163,7 @@ class RowwiseWatch(OperatorWatch):
         Raises:
             TransformError: the operator couples rows, before it runs.
         """
-        if self._count < 2:  # of one row, a view does not show which dimension has it
+        if self._total < 2:
             return func(*args, **kwargs)
         tensors = pytrees.tensors((args, kwargs))
         places = {place for each in tensors if (place := self._places.find(each)) is not None}
@@ -187,7 +199,7 @@ class RowwiseWatch(OperatorWatch):
     def _numbered(self, func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Runs an operator without rows in its arguments, and notes a result that holds the numbers of the rows."""
         result = func(*args, **kwargs)
-        if func._schema.name in ("aten::arange", "aten::linspace") and result.shape == (self._count,):
+        if func._schema.name in _NUMBERING and result.shape == (self._count,) and self._count > 1:
             self._numbers.note(result, RowDim(0))
         elif any(map(self._numbers.rows, tensors)) and (rule := rule_of(func)) is not None:
             found = rule(RowCall(arguments_of(func, args, kwargs), result, self._count, self._numbers.rows))
@@ -262,6 +274,7 @@ class RowwiseWatch(OperatorWatch):
                 )
 
 
+_NUMBERING = ("aten::arange", "aten::linspace")
 _COUPLED = (
     "Each piece would compute it for its own rows, which gives other numbers than for all rows; cut another dimension, "
     "tile a part of the region that computes each row by itself, or use checkpoint()"

@@ -193,8 +193,42 @@ def test_a_region_that_couples_its_rows_is_refused_in_the_first_call(how, make, 
         run(given())
 
 
+# Of one row alone, a part of the rows looks like the row itself, and views do not show where the row is.
+UNSEEN = [
+    "steps",
+    "recurrence in float64",
+    "first row",
+    "last row",
+    "differences",
+    "token shift",
+    "rolled by hand",
+    "shifted",
+    "numbers of rows",
+    "the first rows alone",
+    "positions",
+    "pairs",
+    "median of all",
+    "attention",
+]
+
+
+@pytest.mark.parametrize("name", [name for name in COUPLED if name not in UNSEEN])
+def test_pieces_of_one_row_are_watched_too(name):
+    how, make = COUPLED[name]
+    with pytest.raises(ms.TransformError, match="its own rows, which gives other numbers"):
+        tile(size=1, **how)(make())(given())
+
+
+def test_a_region_is_watched_again_in_the_first_piece_of_several_rows():
+    run = tile(size=2)(Steps())
+    run(given()[:1])  # a loop of one turn, which couples nothing
+    with pytest.raises(ms.TransformError, match="its own rows, which gives other numbers"):
+        run(given())
+
+
 @pytest.mark.parametrize(("how", "make"), APART.values(), ids=APART)
-def test_a_region_that_treats_each_row_alone_runs_in_pieces(how, make):
+@pytest.mark.parametrize("pieces", [{"chunks": 2}, {"size": 1}], ids=["several", "one"])
+def test_a_region_that_treats_each_row_alone_runs_in_pieces(how, make, pieces):
     torch.manual_seed(0)
     fn = make()
-    torch.testing.assert_close(tile(chunks=2, **how)(fn)(given()), fn(given()))
+    torch.testing.assert_close(tile(**pieces, **how)(fn)(given()), fn(given()))
