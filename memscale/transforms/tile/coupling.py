@@ -143,6 +143,32 @@ def _convolved(call: RowCall) -> bool:
     return bool(call.given["weight"].shape[at + 2] > call.given["stride"][min(at, len(call.given["stride"]) - 1)])
 
 
+def _pooled(call: RowCall) -> bool:
+    """A pooling along the rows whose windows overlap."""
+    if (found := call.only("self")) is None or (at := found[1].dim - 2) < 0:
+        return False
+    kernel, stride = call.given["kernel_size"], call.given.get("stride") or call.given["kernel_size"]
+    return bool(kernel[min(at, len(kernel) - 1)] > stride[min(at, len(stride) - 1)])
+
+
+def _resized(call: RowCall) -> bool:
+    """An interpolation along the rows, or a pooling to a given size."""
+    found = call.only("self")
+    return found is not None and found[1].dim >= 2
+
+
+def _in_windows(call: RowCall) -> bool:
+    found = call.only("self")
+    along = found is not None and found[1].dim == call.given["dimension"] % found[0].dim()
+    return along and bool(call.given["size"] > call.given["step"])
+
+
+def _in_pairs(call: RowCall) -> bool:
+    """The distances of rows from rows."""
+    places = [(each, call.rows(each)) for each in (call.given["x1"], call.given["x2"])]
+    return all(rows is not None and rows.dim == each.dim() - 2 for each, rows in places)
+
+
 def _normalized_over(call: RowCall) -> bool:
     found = call.only("input")
     if found is None or "normalized_shape" not in call.given:
@@ -165,6 +191,14 @@ _COUPLING: dict[str, Callable[[RowCall], bool]] = {
         (" ".join(_PRODUCTS), _multiplied),
         ("convolution", _convolved),
         ("constant_pad_nd", _shifted),
+        ("max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d", _pooled),
+        (
+            "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d upsample_linear1d "
+            "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d",
+            _resized,
+        ),
+        ("unfold", _in_windows),
+        ("_cdist_forward _euclidean_dist", _in_pairs),
         ("native_group_norm native_layer_norm _fused_rms_norm", _normalized_over),
         ("mkldnn_rnn_layer _cudnn_rnn", _stepped),
         (

@@ -143,6 +143,10 @@ COUPLED = {
     "token shift": (SEQUENCE, lambda: lambda x: x + F.pad(x, (0, 0, 1, -1))),
     "rolled by hand": ({}, lambda: lambda x: torch.cat([x[1:], x[:1]])),
     "shifted": ({}, lambda: lambda x: x + torch.cat([torch.zeros_like(x[:1]), x[:-1]])),
+    "distances": ({}, lambda: lambda x: torch.cdist(x.flatten(1), x.flatten(1)) @ x.flatten(1)),
+    "windows": (SEQUENCE, lambda: lambda x: F.pad(x.unfold(1, 3, 1).sum(-1), (0, 0, 0, 2))),
+    "pools": (SEQUENCE, lambda: lambda x: F.max_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2)),
+    "resized": (SEQUENCE, lambda: lambda x: F.interpolate(x.transpose(1, 2), scale_factor=2.0, mode="linear").mT),
     "numbers of rows": ({}, lambda: lambda x: x * torch.arange(len(x)).view(-1, 1, 1)),
     "the first rows alone": ({}, lambda: lambda x: torch.where((torch.arange(len(x)) < 1).view(-1, 1, 1), x, 0.0)),
     "positions": (SEQUENCE, lambda: Positions(1)),
@@ -152,6 +156,9 @@ APART = {
     "softmax": ({}, lambda: lambda x: torch.softmax(x, 1)),
     "attention": ({}, Attention),
     "convolution": ({}, lambda: Convolution(kernel_size=3, padding=1)),
+    "pools": (SEQUENCE, lambda: lambda x: F.avg_pool1d(x, 2).repeat_interleave(2, -1)),
+    "distances": ({}, lambda: lambda x: torch.cdist(x, x)),
+    "nearest": (SEQUENCE, lambda: lambda x: F.interpolate(x.transpose(1, 2), scale_factor=1.0).transpose(1, 2)),
     "patches": (SEQUENCE, lambda: Convolution(kernel_size=1)),
     "merged": ({}, lambda: lambda x: torch.softmax(x.flatten(0, 1), 1).view(x.shape)),
     "norm": (SEQUENCE, lambda: nn.LayerNorm(8)),
@@ -209,6 +216,8 @@ UNSEEN = [
     "pairs",
     "median of all",
     "attention",
+    "windows",
+    "pools",
 ]
 
 
