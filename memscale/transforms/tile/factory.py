@@ -315,7 +315,9 @@ class Tiled(Transformed):
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not self.how.by_rule:
             return False
         hidden = args[0]
-        if torch.compiler.is_compiling() or functorch_state.active() or isinstance(hidden, LazyLogits):
+        if torch.compiler.is_compiling() or isinstance(hidden, LazyLogits):
+            return False
+        if functorch_state.active() or functorch_state.inside_region():  # a function of `torch.func` needs values
             return False
         if hidden.dim() < 2 or not hidden.is_floating_point():
             return False

@@ -248,6 +248,20 @@ def test_settings_that_do_not_fit_raise_as_without_tiles(gpu):
             F.cross_entropy(tiled(model)(x), y.index_fill(0, torch.tensor([3]), wrong))
 
 
+@ON_A_GPU
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_class_weights_that_change_or_are_trained_raise_as_without_tiles(reduction, gpu):
+    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
+    for fn in (model, tiled(model)):
+        weight = torch.rand(CLASSES).bfloat16()
+        loss = F.cross_entropy(fn(x), y, weight=weight, reduction=reduction).sum()
+        weight.mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match=r"not differentiable with respect to argument 'weight'"):
+            F.cross_entropy(fn(x), y, weight=weight.requires_grad_(), reduction=reduction)
+
+
 # ------------------------------------------------------------------------------------------------- when, and the memory
 
 

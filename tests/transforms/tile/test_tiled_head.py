@@ -518,6 +518,12 @@ def test_torch_func_computes_the_logits():
     close(*found)
 
 
+def test_a_checkpoint_around_a_tiled_head_computes_the_logits_under_torch_func():
+    model, (x, _) = Head(), inputs()
+    fit = ms.transform(model, {"head": compose(checkpoint(), tile(chunks=5))})
+    close(*[[torch.func.grad(lambda x, fn=fn: fn(x).square().sum())(x)] for fn in (model, fit)])
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["loss in the region", "loss of the whole"])
 def test_a_loss_in_a_checkpointed_region(inside):
     model, (x, y) = Head(), inputs()

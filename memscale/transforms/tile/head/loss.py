@@ -169,7 +169,8 @@ class _Node(torch.autograd.Function):
         with without_hooks():
             value, saved = algorithm.forward(hidden, target)
         ctx.algorithm = algorithm
-        ctx.save_for_backward(hidden, target, *saved, *captured)
+        # Class weights too, only for the error if they are changed in place before backward, which reads them again.
+        ctx.save_for_backward(hidden, target, *saved, *captured, algorithm.loss.class_weight)
         return value
 
     @staticmethod

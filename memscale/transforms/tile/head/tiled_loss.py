@@ -47,7 +47,9 @@ def cross_entropy(
     rows = hidden.shape[:-1]
     plain = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
     fits = target.shape == rows or (target.is_floating_point() and target.shape == shape)
-    if not plain or not fits:
+    # PyTorch refuses class weights that need a gradient, unless the targets are probabilities.
+    trains_weight = weight is not None and weight.requires_grad and not target.is_floating_point()
+    if not plain or not fits or trains_weight:
         return NotImplemented
     projection.check()
     hidden = hidden.reshape(-1, hidden.shape[-1])
