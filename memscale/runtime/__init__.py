@@ -13,5 +13,5 @@ from memscale.runtime.parameters.host_parameter import (
 )
 from memscale.runtime.parameters.host_parameters import HostParameters
 from memscale.runtime.runtime import Runtime, default_runtime, runtime_for, runtimes_replaced
-from memscale.runtime.saved_tensor_hooks import Hooks, hooks_here, is_plain
+from memscale.runtime.saved_tensor_hooks import Hooks, hooks_here, is_plain, is_traced
 from memscale.runtime.stats import CopyTimeline, DeviceStats, Stats

@@ -28,9 +28,9 @@ def hooks_here(
     *,
     region: str = "",
 ) -> Hooks | None:
-    """Returns hooks for a region that begins now; None in `make_fx`, and in a checkpoint, which drops what is saved."""
+    """Returns hooks for a region that begins now; None in a trace, and in a checkpoint, which drops what is saved."""
     outer = hooks_around()
-    if (outer is not None and recomputes(outer[1])) or _is_traced():
+    if (outer is not None and recomputes(outer[1])) or is_traced():
         return None
     # Inside a region with host parameters, an inner region saves these parameters too.
     kind = kind or (HooksAmongHostParameters if any_is_running() else Hooks)
@@ -115,11 +115,11 @@ class Hooks(PacksSeveral):
         return packed.unpack(self)  # type: ignore[no-any-return]
 
     def _engine(self, tensor: torch.Tensor) -> Engine | None:
-        """Returns the engine for `tensor`, or None in `make_fx`."""
+        """Returns the engine for `tensor`, or None in a trace."""
         key = type(tensor), tensor.device
         engine = self._engines.get(key)
         if engine is None:
-            if _is_traced():
+            if is_traced():
                 return None
             engine = self._engines[key] = self._runtime.engine(tensor)
             self._runtime.warn_of_tier(engine, self._tier)
@@ -178,9 +178,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
-def _is_traced() -> bool:
-    """Whether `make_fx` traces, whose graph would hold the bytes that come back from a tier as constants."""
-    return any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in dispatch_modes())
+def is_traced() -> bool:
+    """Whether `make_fx` or `torch.jit.trace` traces, whose graph would hold what comes back from a tier as constants.
+
+    `torch.func.linearize` and exporters call one of the two.
+    """
+    traces: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return traces or any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in dispatch_modes())
 
 
 def _stays(tensor: torch.Tensor) -> bool:

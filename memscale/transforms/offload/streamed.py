@@ -41,7 +41,7 @@ from memscale.regions import (
     unrecorded,
     write,
 )
-from memscale.runtime import HostParameter, Residency, Runtime, hooks_here, host_parameter_of, runtime_for
+from memscale.runtime import HostParameter, Residency, Runtime, hooks_here, host_parameter_of, is_traced, runtime_for
 from memscale.transforms.offload.saving import StreamedHooks, saving_by
 
 _table_lock = threading.Lock()
@@ -100,8 +100,9 @@ class Streamed(Placing):
     def find(self, captures: Captures, device: torch.device) -> tuple[list[HostParameter], list[torch.Tensor]]:
         """Returns the captured host parameters, and other captured parameters that are on another device."""
         own = {id(tensor): tensor for _, _, tensor in captures.tensors if type(tensor) is nn.Parameter}
-        if functorch_state.active() or functorch_state.inside_region():
-            own = {}  # an outer recompute has made them arguments
+        # In a region under `torch.func` an outer recompute has made them arguments; a trace would hold device tensors.
+        if functorch_state.active() or functorch_state.inside_region() or is_traced():
+            own = {}
         hosts = [host for host in self.place(list(own.values()), device) if host.device == device]
         found = {id(host.parameter()) for host in hosts}
         if untitled := {id(host.parameter()): host for host in hosts if not host.title}:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
 import memscale as ms
@@ -64,6 +65,28 @@ def forward_mode(model):
 @pytest.mark.parametrize("way", [functional, of_the_input, forward_mode])
 def test_torch_func_and_forward_mode_find_the_same(way):
     same(way)
+
+
+TRACES = {
+    "make_fx": lambda model: make_fx(model)(rows()),
+    "jit": lambda model: torch.jit.trace(model, (rows(),)),
+    "linearize": lambda model: torch.func.linearize(model, rows())[1],
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.:DeprecationWarning", "ignore:Attempted to insert a get_attr:UserWarning"
+)
+@pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
+@pytest.mark.parametrize("placed", [False, True], ids=["first", "later"])
+def test_a_trace_holds_parameters_and_no_device_tensors(trace, placed):
+    plain, (model, _) = layers(), streamed()
+    if placed:
+        model(rows())
+    with torch.no_grad():
+        found = trace(model)
+        assert bits([model(rows()), found(rows())]) == bits([plain(rows()), trace(plain)(rows())])
+    assert bits(list(model.parameters())) == bits(list(plain.parameters()))
 
 
 @pytest.mark.filterwarnings(
