@@ -102,6 +102,7 @@ class _InBackward(StepPart):
         super().__init__(how, optimizer, inner)
         self.stepped: set[int] = set()  # ids of the parameters that have stepped since the last `step`
         self._refused = False  # whether a backward has raised since the last `step`
+        self._finished = False  # whether a backward in which parameters stepped has come to its end since
         self._hooks: dict[int, _Hook] = {}
         self._clip = None if how.max_norm is None else TwoPasses(how.max_norm)
         weakref.finalize(optimizer, _remove, self._hooks).atexit = False
@@ -143,7 +144,7 @@ class _InBackward(StepPart):
 
     def after_step(self) -> None:
         self.stepped.clear()
-        self._refused = False
+        self._refused = self._finished = False
         if self._clip is not None:
             self._clip.clear()
         for hook in self._hooks.values():
@@ -166,9 +167,14 @@ class _InBackward(StepPart):
                 parameter.grad = None
                 return
             self._clip.clip(parameter, gradient, self.parameters)
+        if not self.stepped:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self.stepped.add(id(parameter))
         optimizer._advance_in_backward(hook.number, parameter)
         parameter.grad = SpentGradient(parameter, hook.title)
+
+    def _finish(self) -> None:
+        self._finished = True
 
     @property
     def backward_passes(self) -> int:
@@ -198,17 +204,17 @@ class _InBackward(StepPart):
     def _check_gradients(self) -> None:
         """Raises `CorrectnessError` where the plain step would see another gradient than backward has stepped with.
 
-        A loop that continues after an error calls `zero_grad`, which removes all gradients: this case is accepted.
+        A loop that continues after an error in backward calls `zero_grad`, which removes all gradients: accepted.
         """
         stepped = [parameter for parameter in self.parameters if id(parameter) in self.stepped]
         wrong = [parameter for parameter in stepped if not isinstance(parameter.grad, SpentGradient)]
         replaced = [parameter for parameter in wrong if parameter.grad is not None]
-        if replaced or 0 < len(wrong) < len(stepped):
+        if replaced or (wrong and (self._finished or len(wrong) < len(stepped))):
             title = self.optimizer._places()[id((replaced or wrong)[0])][1]
             raise CorrectnessError(
                 f"{self.how!r}: the gradient of {title} was {'replaced' if replaced else 'taken away'} after backward, "
-                "in which the parameter has stepped; change gradients in a hook (Tensor.register_hook) or before "
-                "that, or give this parameter an optimizer of its own"
+                "in which the parameter has stepped; call zero_grad() after step(), and change gradients in a hook "
+                "(Tensor.register_hook), or give this parameter an optimizer of its own"
             )
 
     def _check_passes(self) -> None:

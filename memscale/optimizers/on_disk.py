@@ -138,9 +138,9 @@ class OnDisk(StepPart):
         state: Any = self.optimizer.state
         before = {parameter: state.get(parameter) for parameter in self.parameters}
         try:
-            for key in self._stored:
+            for key in list(self._stored):
                 self._arrive(self._by_id[key])
-                if not simulating():
+                if not simulating() and key in self._stored:
                     self._part(self._by_id[key])
             yield
         finally:
@@ -236,8 +236,15 @@ class OnDisk(StepPart):
     # ------------------------------------------------------------------------------------------------------- memory
 
     def _stored_of(self, key: int) -> _Stored | None:
-        """Returns where these states are; a simulation gets a buffer of its own, as the real one holds real states."""
+        """Returns where these states are; a simulation gets a buffer of its own, as the real one holds real states.
+
+        A parameter that the optimizer's `state` no longer has, after ``state.clear()`` or a `state_dict` without it,
+        begins without states.
+        """
         stored = self._stored.get(key)
+        if stored is not None and self._by_id[key] not in self.optimizer.state:
+            self._stored.pop(key).free()
+            return None
         if stored is not None and simulating() and stored.engine is not self._engine():
             order = stored.order
             stored = self._stored[key] = self._new_room(stored.likes)

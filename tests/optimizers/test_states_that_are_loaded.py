@@ -135,3 +135,23 @@ def test_an_optimizer_that_steps_what_has_no_gradient_is_refused():
 
     with pytest.raises(ms.TransformError, match="Decays steps parameters that have no gradient, such as frozen ones"):
         ms.step_in_backward()(Decays(Scaled(torch.float32).parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("maker", [lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), MAKERS["AdamW, fused"]])
+@pytest.mark.parametrize("clears", [True, False], ids=["cleared", "loaded without"])
+def test_states_on_disk_go_with_the_entries_of_their_parameters(clears, maker):
+    def run(how):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 64))
+        optimizer = how(maker([weight]))
+        new = optimizer.state_dict()
+        for number in range(4):
+            if number == 2 and clears:
+                optimizer.state.clear()
+            elif number == 2:
+                optimizer.load_state_dict(new)
+            weight.grad = torch.randn(64, 64)
+            optimizer.step()
+        return numbers(nn.ParameterList([weight]), optimizer)
+
+    assert run(DISK) == run(ms.identity)

@@ -179,6 +179,23 @@ def test_gradients_that_change_too_late_are_noticed(change, how):
     assert numbers(model, optimizer) == before
 
 
+@pytest.mark.parametrize("drop", [lambda model, optimizer: model, lambda model, optimizer: optimizer])
+def test_gradients_that_are_dropped_before_the_step_are_noticed_unless_backward_failed(drop):
+    _, (model, optimizer) = twins(ADAMW, HOW)
+    backward(model)
+    drop(model, optimizer).zero_grad()
+    with pytest.raises(ms.CorrectnessError, match=r"was taken away after backward.*call zero_grad\(\) after step\(\)"):
+        optimizer.step()
+    model, optimizer = twins(ADAMW, HOW)[1]
+    handle = model[0].register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model)
+    handle.remove()
+    drop(model, optimizer).zero_grad()
+    optimizer.step()
+    backward(model)
+
+
 def test_gradients_that_it_cannot_step_with():
     table = nn.Embedding(8, 2, sparse=True)
     optimizer = HOW(torch.optim.SGD(table.parameters(), lr=0.1))
