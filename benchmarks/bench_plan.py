@@ -6,6 +6,7 @@
     python benchmarks/bench_plan.py --peers --only vit --against "torch checkpoint, every block"
     python benchmarks/bench_plan.py --smallest       # smallest peaks beside plans by hand: twelve small models
     python benchmarks/bench_plan.py --smallest --random 1000 --only clip
+    python benchmarks/bench_plan.py --slower --budgets 16   # larger budgets with slower plans: 34 architectures
 
 A budget is met if neither the first step nor a later one takes more, by `torch.profiler`'s allocation events. The table
 says how much of each budget is used, and what a step takes beside the step as it is by the simulation's clock. After
@@ -35,12 +36,22 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import memscale as ms
+from memscale.algebra import chain
 from memscale.core import MemscaleError, call, matches, scalar_loss, template
 from memscale.planning import Point, repeated_blocks
 from memscale.simulation.measured import training_roles
 
 MODELS = ("gpt2", "mixtral", "bert", "t5", "vit", "resnet", "unet", "lstm")
 PEERS = ("bert", "vit", "convnet", "gpt2-tile")
+# Of the zoo, with a card for each in turn; `exact` plans but for every third.
+# fmt: off
+SLOWER = (
+    "gpt2", "llama", "llama-tied", "gemma2", "phi3", "qwen3", "mixtral", "qwen2-moe", "granite-moe", "patchtst",
+    "bert", "distilbert", "t5", "bart", "vit", "swin", "convnext", "resnet", "whisper", "wav2vec2", "convnet", "unet",
+    "depthwise", "conv3d", "groupnorm", "diffusion", "autoencoder", "gru", "rms-norm", "transformer", "gpt-sdpa",
+    "mlp", "llama-lora", "gpt2-accumulate",
+)
+# fmt: on
 _USED = 0.97
 _MARGIN = 1e-3  # of a budget, that plans leave free where they can
 _HALVINGS = 5  # in the search for our smallest plan that is as fast as a peer
@@ -306,11 +317,47 @@ def smallest(small: Small, count: int) -> dict[str, Any]:
     return found
 
 
+def slower_with_more(name: str, count: int) -> dict[str, Any]:
+    """The plans for `count` budgets on a card, and how much slower a larger budget's plan is than a smaller one's."""
+    case, at = ZOO[name], SLOWER.index(name)
+    with torch.device("meta"):
+        model, batch = case.build()
+    engine = ms.DecisionEngine(
+        model,
+        batch,
+        loss=case.loss,
+        optimizer=case.make_optimizer([each for each in model.parameters() if each.requires_grad]),
+        hardware=("rtx-4090", "h100")[at % 2],
+        accumulate=case.accumulate,
+        keeps_output=False,
+        config=ms.Config(mode="aggressive", enable_tiling=at % 3 == 0),
+    )
+    least, most = engine.smallest().evidence.planned.taken_bytes, engine.plain.taken_bytes
+    budgets = [least + (most - least) * at // (count - 1) for at in range(count)]
+    plans = [engine.plan(budget) for budget in budgets]
+    seconds = [plan.evidence.planned.step_seconds for plan in plans]
+    worst = max(later / min(seconds[: at + 1]) for at, later in enumerate(seconds))
+    over = sum(plan.evidence.planned.taken_bytes > budget for plan, budget in zip(plans, budgets, strict=True))
+    used = (how for plan in plans for rule in plan for how in chain(rule.transform))
+    streams = any(how.spelling == "offload" and how.what == "params" for how in used)
+    print(f"  {engine.hardware.name:30} slower by at most {worst - 1:.2%}  over {over}  streams {streams}", flush=True)
+    rows = [(budget, plan.evidence.planned.taken_bytes) for budget, plan in zip(budgets, plans, strict=True)]
+    return {
+        "card": engine.hardware.name,
+        "slower": worst - 1,
+        "over": over,
+        "streams": streams,
+        "bytes": rows,
+        "seconds": seconds,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names of the zoo, with commas between")
     parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--slower", action="store_true", help="larger budgets whose plan is slower")
     parser.add_argument("--smallest", action="store_true", help="smallest peaks beside plans by hand")
     parser.add_argument("--random", type=int, default=0, help="with --smallest: so many random compositions as well")
     parser.add_argument("--against", default="", help="only peers whose names contain this")
@@ -318,7 +365,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of steps that are timed beside each other")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
-    usual = PEERS if options.peers else tuple(SMALL) if options.smallest else MODELS
+    usual = PEERS if options.peers else tuple(SMALL) if options.smallest else SLOWER if options.slower else MODELS
     names = [name for name in options.only.split(",") if name] or usual
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
@@ -327,6 +374,8 @@ def main() -> None:
             print(name, flush=True)
             if options.smallest:
                 found[name] = smallest(SMALL[name], options.random)
+            elif options.slower:
+                found[name] = slower_with_more(name, options.budgets)
             elif options.peers:
                 found[name] = against_peers(name, options.rounds, options.against, options.exact)
             else:
