@@ -283,4 +283,6 @@ def check_config(config: object) -> None:
     instead = f"write {as_code(fields)}" if fields else "build one with Config(...)"
     if isinstance(config, torch.Tensor):
         instead = "a sample batch is given by its name: sample_input=..."
+    elif type(config) in (int, float) or (isinstance(config, str) and config[:1].isdigit()):
+        instead = f"a budget is given by its name: budget={config!r}"
     raise ConfigError(f"config={shown(config)} must be a memscale.Config or None; {instead}")

@@ -288,7 +288,8 @@ def as_plan(plan: Any) -> Plan:
             f"budget write plan(model, batch, budget=...), and for {'this' if is_text else 'a file'} {write}"
         )
     if not isinstance(plan, Iterable):
-        raise PlanError(f"a plan is a Plan or a mapping from paths to transforms, got {shown(plan)}")
+        instead = f"; write {{'layers.*': {plan!r}}}, with your paths" if isinstance(plan, Transform) else ""
+        raise PlanError(f"a plan is a Plan or a mapping from paths to transforms, got {shown(plan)}{instead}")
     return plan if isinstance(plan, Plan) else Plan(plan)
 
 

@@ -75,6 +75,11 @@ def test_a_container_cannot_be_a_region(path):
         ms.transform(Model(), {path: checkpoint()})
 
 
+def test_a_transform_in_the_place_of_a_plan_is_told_where_it_belongs():
+    with pytest.raises(ms.PlanError, match=r"got checkpoint\(\); write \{'layers\.\*': checkpoint\(\)\}"):
+        ms.transform(Model(), checkpoint())
+
+
 def test_all_patterns_that_match_nothing_are_reported_at_once_with_the_nearest_paths():
     plan = {"layer.0": checkpoint(), "layers.*": checkpoint(), "haed": checkpoint()}
     with pytest.raises(ms.PlanError) as caught:

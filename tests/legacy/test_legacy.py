@@ -189,6 +189,8 @@ def test_bad_arguments_of_wrap_are_refused():
     before = traces(model)
     with pytest.raises(ConfigError, match=r"config={} must be a memscale.Config or None; build one with"):
         wrap(model, {})
+    with pytest.raises(ConfigError, match=r"config='20GiB' must be .*; a budget is given by its name: budget='20GiB'"):
+        wrap(model, "20GiB")
     with pytest.raises(ConfigError, match=r"Config\(async_offload=1\) must be True or False"):
         wrap(model, async_offload=1)
     with pytest.raises(ConfigError, match=r"Config\(async_config=3\) must be an AsyncOffloadConfig"):
