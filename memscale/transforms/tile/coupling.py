@@ -25,7 +25,11 @@ def reduces(op: Any, call: RowCall) -> bool:
     name = op._schema.name.removeprefix("aten::")
     if name in _PRODUCTS:
         (one, left), (other, right) = _operands(call)
-        return left is not None and right is not None and (left.dim, right.dim) == (one.dim() - 1, other.dim() - 2)
+        return (left is not None and left.dim == one.dim() - 1) or (right is not None and right.dim == other.dim() - 2)
+    if name == "mv":
+        return (rows := call.rows(call.given["self"])) is not None and rows.dim == 1
+    if name in _OVER_ALL:
+        return any(rows is not None and rows.dim == 0 for rows in map(call.rows, call.tensors()))
     if name not in _REDUCTIONS or "other" in call.given or (found := call.only("self")) is None:
         return False
     dims = call.dims(found[0])
@@ -33,8 +37,9 @@ def reduces(op: Any, call: RowCall) -> bool:
 
 
 def passes_on(op: Any) -> bool:
-    """Whether the numbers of the result depend on those of the arguments, by a rule."""
-    return rule_of(op) is not None and not op._schema.name.endswith("_like")
+    """Whether the numbers of the result depend on those of the arguments, by a rule; `matmul` squeezes in place."""
+    name = op._schema.name
+    return name == "aten::squeeze_" or (rule_of(op) is not None and not name.endswith("_like"))
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,10 @@ _PRODUCTS = {
 }
 # `any` and `all` are left out: models ask by them for infinities, which they then clip in every row.
 _REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "prod", "var", "std", "var_mean", "std_mean", "max", "min"))
-_REDUCTIONS |= {"logsumexp", "linalg_vector_norm", "median", "kthvalue"}
+_REDUCTIONS |= {"logsumexp", "linalg_vector_norm", "median", "kthvalue", "mode", "aminmax", "count_nonzero", "trace"}
+_REDUCTIONS |= {"argmax", "argmin", "histc", "bincount", "nansum", "nanmedian"}
+# Sums over the first dimension of all operands.
+_OVER_ALL = frozenset(("dot", "vdot", "addbmm"))
 
 
 def _operands(call: RowCall) -> tuple[tuple[torch.Tensor, RowDim | None], ...]:
@@ -118,7 +126,10 @@ def _multiplied(call: RowCall) -> bool:
 def _worked_along(name: str) -> Callable[[RowCall], bool]:
     def rule(call: RowCall) -> bool:
         found = call.only("self")
-        return found is not None and found[1].dim in (call.dims(found[0], name) or ())
+        if found is None:
+            return False
+        dims = call.dims(found[0], name)
+        return dims is None or found[1].dim in dims
 
     return rule
 
@@ -129,6 +140,27 @@ def _shifted(call: RowCall) -> bool:
         return False
     at = 2 * (found[0].dim() - 1 - found[1].dim)
     return any(size < 0 for size in call.given["pad"][at : at + 2])
+
+
+def _within(last: int) -> Callable[[RowCall], bool]:
+    """Makes a rule for operators that work within the `last` dimensions, such as those of a matrix."""
+
+    def rule(call: RowCall) -> bool:
+        found = call.only("A" if "A" in call.given else "self")
+        return found is not None and found[1].dim >= found[0].dim() - last
+
+    return rule
+
+
+def _on_diagonal(call: RowCall) -> bool:
+    found = call.only("self")
+    return found is not None and found[1].dim in {call.given[name] % found[0].dim() for name in ("dim1", "dim2")}
+
+
+def _limited(call: RowCall) -> bool:
+    """A limit on the norms of all parts along another dimension."""
+    found = call.only("self")
+    return found is not None and found[1].dim != call.given["dim"] % found[0].dim()
 
 
 def _attended(call: RowCall) -> bool:
@@ -187,7 +219,15 @@ _COUPLING: dict[str, Callable[[RowCall], bool]] = {
     for names, rule in (
         ("_softmax _log_softmax _safe_softmax sort topk cumsum cumprod", _worked_along("dim")),
         ("logcumsumexp cummax cummin _fft_c2c _fft_c2r _fft_r2c", _worked_along("dim")),
-        ("flip roll", _worked_along("dims")),
+        ("flip roll rot90", _worked_along("dims")),
+        ("diagonal", _on_diagonal),
+        ("renorm renorm_", _limited),
+        ("put put_", lambda call: call.only("self") is not None),
+        (
+            "triu tril _linalg_svd linalg_qr _linalg_eigh _linalg_eigvals linalg_eig linalg_cholesky_ex linalg_inv_ex "
+            "_linalg_solve_ex _linalg_det _linalg_slogdet linalg_lu_factor_ex linalg_matrix_exp",
+            _within(2),
+        ),
         (" ".join(_PRODUCTS), _multiplied),
         ("convolution", _convolved),
         ("constant_pad_nd", _shifted),

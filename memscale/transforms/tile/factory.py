@@ -285,8 +285,10 @@ class Tiled(Transformed):
             seen = flags, any(piece.shape[dim] > 1 for piece, dim in rows.items())
             if seen in self._watched:
                 return self.body(*args, **kwargs)
-            with RowwiseWatch(captures, whole, rows, repr(self.how), total=cut.total):
+            with RowwiseWatch(captures, whole, rows, repr(self.how), total=cut.total) as watch:
                 result = self.body(*args, **kwargs)
+            if self.how.reduce is None:
+                watch.refuse_over_rows(result)
             refuse_stored_tensors(captures, repr(self.how))
             self._watched.add(seen)
             if any(flags) not in self.watched:

@@ -75,6 +75,12 @@ class _Places:
         [storage] = storages([tensor])
         return self._known.get(storage, {}).get(_layout(tensor))
 
+    def is_part(self, tensor: Any) -> bool:
+        """Whether `tensor` is some rows of a tensor that holds them all, as ``x[0]`` is."""
+        if not isinstance(self.find(tensor), SomeRows):
+            return False
+        return any(isinstance(place, RowDim) for place in self._known[storages([tensor])[0]].values())
+
     def rows(self, tensor: Any) -> RowDim | None:
         place = self.find(tensor)
         return place if isinstance(place, RowDim) else None
@@ -119,9 +125,7 @@ class RowwiseWatch(OperatorWatch):
         self._places = _Places()
         self._numbers = _Places()  # of the numbers of the rows, such as torch.arange(len(x)), and what is made of them
         for tensor, dim in rows.items():
-            seen = tensor  # operators get the tensor inside the wrappers of torch.func
-            while internals.functorch.is_functorch_wrapped_tensor(seen):
-                seen = internals.functorch.get_unwrapped(seen)
+            seen = _unwrapped(tensor)
             # vmap's wrapper hides a dimension.
             if seen.dim() == tensor.dim() and RowDim(dim).holds(seen, self._count):
                 self._places.note(seen, RowDim(dim))
@@ -182,12 +186,14 @@ class RowwiseWatch(OperatorWatch):
             return self._followed_by_number(func, call, places, args, kwargs)
         if not over_rows and couples(func, call):
             raise TransformError(f"{self._what}: {func} works along the dimension that is cut into pieces. {_COUPLED}")
-        over_rows = over_rows or reduces(func, call)
+        reduced = not over_rows and reduces(func, call)
         result = func(*args, **kwargs)
         call = dataclasses.replace(call, result=result)
         results = pytrees.tensors(result)
-        found: Any = _OVER_ROWS if over_rows and passes_on(func) else None
-        if not over_rows and takes_rows(func, call):
+        found: Any = None
+        if reduced or (over_rows and passes_on(func)):
+            found = _OVER_ROWS
+        elif not over_rows and takes_rows(func, call):
             found = tuple(taken(call, each) for each in results)
         elif not over_rows and (rule := rule_of(func)) is not None:
             found = rule(call)
@@ -226,11 +232,24 @@ class RowwiseWatch(OperatorWatch):
                     f"{self._what}: the region takes rows by their number, such as x[:1] or a loop over time, and "
                     f"computes with others ({func}). {_COUPLED}"
                 )
+        written = {each.name for each in func._schema.arguments if each.is_write}
+        changed = [value for name, value in call.given.items() if name in written and self._places.is_part(value)]
+        given = [value for name, value in call.given.items() if name not in written]
+        if changed and not any(isinstance(self._places.find(each), SomeRows) for each in pytrees.tensors(given)):
+            raise TransformError(f"{self._what}: the region changes rows by their number, as x[0] = 0 does. {_COUPLED}")
         result = func(*args, **kwargs)
         for tensor in pytrees.tensors(result):
             only = len(places) == 1 and passes_on(func) and tensor.numel() > 1
             self._places.note(tensor, next(iter(places)) if only else None)
         return result
+
+    def refuse_over_rows(self, result: Any) -> None:
+        """Raises `TransformError` if an output was computed over the rows, and is as long as they are."""
+        for each in pytrees.tensors(result):
+            if self._places.find(_unwrapped(each)) is _OVER_ROWS and self._count in each.shape:
+                raise TransformError(
+                    f"{self._what}: an output of shape {list(each.shape)} is computed over the rows. {_COUPLED}"
+                )
 
     def _refuse_index(self, given: Mapping[str, Any]) -> None:
         indexed = given["self"]
@@ -272,6 +291,13 @@ class RowwiseWatch(OperatorWatch):
                     f"{self._what}: the region changes some rows of an argument of shape {list(piece.shape)} in place, "
                     "and would change those of every piece; use checkpoint() for this region, or write out of place"
                 )
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor inside the wrappers of torch.func, which operators get."""
+    while internals.functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = internals.functorch.get_unwrapped(tensor)
+    return tensor
 
 
 _NUMBERING = ("aten::arange", "aten::linspace")

@@ -59,6 +59,12 @@ def energy_and_force(x):
     return x * force
 
 
+def first_row_set(x):
+    found = x.sin()
+    found[0] = 0
+    return found
+
+
 def deviation(x):
     x = x - x.mean(0)
     return x
@@ -143,6 +149,19 @@ COUPLED = {
     "token shift": (SEQUENCE, lambda: lambda x: x + F.pad(x, (0, 0, 1, -1))),
     "rolled by hand": ({}, lambda: lambda x: torch.cat([x[1:], x[:1]])),
     "shifted": ({}, lambda: lambda x: x + torch.cat([torch.zeros_like(x[:1]), x[:-1]])),
+    "rolled through all": ({}, lambda: lambda x: x.roll(1)),
+    "sums as the result": ({}, lambda: lambda x: torch.ones(len(x), len(x)).tril() @ x.flatten(1)),
+    "most frequent": ({}, lambda: lambda x: x * x.mode(0).values),
+    "largest of all": ({}, lambda: lambda x: x * x.argmax(0)),
+    "histogram": ({}, lambda: lambda x: x * torch.histc(x, 4)[0]),
+    "weights over the rows": ({}, lambda: lambda x: x.flatten(1) * (torch.ones(len(x)) @ x.flatten(1))),
+    "dot": ({}, lambda: lambda x: x * torch.dot(x[:, 0, 0], x[:, 0, 1])),
+    "trace": ({}, lambda: lambda x: x * x[:, 0].trace()),
+    "diagonal": ({}, lambda: lambda x: x * x[:, :, 0].diagonal().sum()),
+    "triangle": ({}, lambda: lambda x: x.flatten(1).triu()),
+    "singular values": ({}, lambda: lambda x: x * torch.linalg.svdvals(x.flatten(1)).sum()),
+    "limited norms": ({}, lambda: lambda x: x.renorm(2, 1, 1.0)),
+    "first row set": ({}, lambda: first_row_set),
     "distances": ({}, lambda: lambda x: torch.cdist(x.flatten(1), x.flatten(1)) @ x.flatten(1)),
     "windows": (SEQUENCE, lambda: lambda x: F.pad(x.unfold(1, 3, 1).sum(-1), (0, 0, 0, 2))),
     "pools": (SEQUENCE, lambda: lambda x: F.max_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2)),
@@ -159,6 +178,8 @@ APART = {
     "pools": (SEQUENCE, lambda: lambda x: F.avg_pool1d(x, 2).repeat_interleave(2, -1)),
     "distances": ({}, lambda: lambda x: torch.cdist(x, x)),
     "nearest": (SEQUENCE, lambda: lambda x: F.interpolate(x.transpose(1, 2), scale_factor=1.0).transpose(1, 2)),
+    "largest of each": ({}, lambda: lambda x: x * x.argmax(-1, keepdim=True)),
+    "singular values": ({}, lambda: lambda x: x * torch.linalg.svdvals(x).sum(-1)[:, None, None]),
     "patches": (SEQUENCE, lambda: Convolution(kernel_size=1)),
     "merged": ({}, lambda: lambda x: torch.softmax(x.flatten(0, 1), 1).view(x.shape)),
     "norm": (SEQUENCE, lambda: nn.LayerNorm(8)),
@@ -218,6 +239,7 @@ UNSEEN = [
     "attention",
     "windows",
     "pools",
+    "first row set",
 ]
 
 
