@@ -282,7 +282,7 @@ class Tiled(Transformed):
                 return self.body(*args, **kwargs)
             leaves = pytrees.flatten((args, kwargs))[0]
             rows = {leaves[index]: dim for index, dim in cut.dims.items()}
-            seen = flags, any(piece.shape[dim] > 1 for piece, dim in rows.items())
+            seen = flags, any(tensor.shape[dim] > 1 for tensor, dim in rows.items())
             if seen in self._watched:
                 return self.body(*args, **kwargs)
             with RowwiseWatch(captures, whole, rows, repr(self.how), total=cut.total) as watch:
