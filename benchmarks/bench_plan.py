@@ -43,7 +43,7 @@ from memscale.simulation.measured import training_roles
 
 MODELS = ("gpt2", "mixtral", "bert", "t5", "vit", "resnet", "unet", "lstm")
 PEERS = ("bert", "vit", "convnet", "gpt2-tile")
-# Of the zoo, with a card for each in turn; `exact` plans but for every third.
+# Names of the zoo. The two cards take turns, and every third plan may have tiles.
 # fmt: off
 SLOWER = (
     "gpt2", "llama", "llama-tied", "gemma2", "phi3", "qwen3", "mixtral", "qwen2-moe", "granite-moe", "patchtst",
@@ -319,7 +319,7 @@ def smallest(small: Small, count: int) -> dict[str, Any]:
 
 def slower_with_more(name: str, count: int) -> dict[str, Any]:
     """The plans for `count` budgets on a card, and how much slower a larger budget's plan is than a smaller one's."""
-    case, at = ZOO[name], SLOWER.index(name)
+    case, number = ZOO[name], SLOWER.index(name)
     with torch.device("meta"):
         model, batch = case.build()
     engine = ms.DecisionEngine(
@@ -327,10 +327,10 @@ def slower_with_more(name: str, count: int) -> dict[str, Any]:
         batch,
         loss=case.loss,
         optimizer=case.make_optimizer([each for each in model.parameters() if each.requires_grad]),
-        hardware=("rtx-4090", "h100")[at % 2],
+        hardware=("rtx-4090", "h100")[number % 2],
         accumulate=case.accumulate,
         keeps_output=False,
-        config=ms.Config(mode="aggressive", enable_tiling=at % 3 == 0),
+        config=ms.Config(mode="aggressive", enable_tiling=number % 3 == 0),
     )
     least, most = engine.smallest().evidence.planned.taken_bytes, engine.plain.taken_bytes
     budgets = [least + (most - least) * at // (count - 1) for at in range(count)]

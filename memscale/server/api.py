@@ -114,7 +114,7 @@ class RunPage(Schema):
     next: str | None
 
 
-class Kept(Schema):
+class StoredRun(Schema):
     """The answer to a run: its id, and whether it is new."""
 
     id: str
@@ -200,7 +200,7 @@ def list_runs(
     return {"runs": page.runs, "next": f"{request.path}?{page.next}" if page.next else None}
 
 
-@api.post(_PROJECT + "/runs", url_name="runs", response={200: Kept, 201: Kept, **_P})
+@api.post(_PROJECT + "/runs", url_name="runs", response={200: StoredRun, 201: StoredRun, **_P})
 def send_run(request: HttpRequest, team: str, project: str, run: RunDocument) -> Any:
     """Stores a run: 201 for a new one, 200 for a known one. Sending an id twice stores one run."""
     new = keep(request.auth, request.auth.project(project), run)

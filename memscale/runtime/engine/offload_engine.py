@@ -303,7 +303,8 @@ class Engine:
         for entry in entries:
             if (part := entry.part(nbytes, as_is=as_is)) is not None:
                 moving.append(part)
-                nbytes = part[4] + part[2].nbytes
+                _, _, source, _, start = part
+                nbytes = start + source.nbytes
         if not moving:
             return None
         into, _, source, _, _ = moving[0]
@@ -319,7 +320,7 @@ class Engine:
         into.nbytes, into.state = nbytes, LoadState.LEAVING
         into.ordinals = sum([entry.ordinals for entry, *_ in moving], ())
         into.moved_bytes = moved_bytes = dict[str, int]()
-        ends = [part[4] for part in moving[1:]] + [nbytes]
+        ends = [start for *_, start in moving[1:]] + [nbytes]
         for index, (part, end) in enumerate(zip(moving, ends, strict=True)):
             entry, aliases, _, _, start = part
             moved_bytes[entry.region] = moved_bytes.get(entry.region, 0) + end - start

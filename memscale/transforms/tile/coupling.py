@@ -28,8 +28,8 @@ def reduces(op: Any, call: RowCall) -> bool:
         return (left is not None and left.dim == one.dim() - 1) or (right is not None and right.dim == other.dim() - 2)
     if name == "mv":
         return (rows := call.rows(call.given["self"])) is not None and rows.dim == 1
-    if name in _OVER_ALL:
-        return any(rows is not None and rows.dim == 0 for rows in map(call.rows, call.tensors()))
+    if name in _SUMMED:
+        return any((rows := call.rows(call.given[each])) is not None and rows.dim == 0 for each in _SUMMED[name])
     if name not in _REDUCTIONS or "other" in call.given or (found := call.only("self")) is None:
         return False
     dims = call.dims(found[0])
@@ -37,40 +37,45 @@ def reduces(op: Any, call: RowCall) -> bool:
 
 
 def passes_on(op: Any) -> bool:
-    """Whether the numbers of the result depend on those of the arguments, by a rule; `matmul` squeezes in place."""
+    """Whether the numbers of the result depend on those of the arguments, by a rule.
+
+    `squeeze_` has no rule of its own: `matmul` of a vector ends with it.
+    """
     name = op._schema.name
     return name == "aten::squeeze_" or (rule_of(op) is not None and not name.endswith("_like"))
 
 
 @dataclass(frozen=True)
 class SomeRows:
-    """The place of the rows in what was computed from some of them, by their number: ``x[1:]``, ``x[0]``."""
+    """The place of the rows in what was computed from some of them, by their number: ``x[1:]``, ``x[0]``.
+
+    Attributes:
+        begin, end: the first row, and the row behind the last; fractions where a view merges other dimensions.
+        step: every which row counts.
+    """
 
     begin: float
     end: float
     step: int = 1
 
 
-def takes_rows(op: Any, call: RowCall) -> bool:
+def is_row_view(op: Any, call: RowCall) -> bool:
     """Whether the results are some of the rows, by their number, of a tensor that does not hold integers.
 
     The first row of integers, such as positions, often equals the others, and code for one sample takes the only row.
     """
     name, found = op._schema.name.removeprefix("aten::"), call.only("self")
-    if (
-        call.count < 2
-        or name not in _TAKING
-        or found is None
-        or not (found[0].is_floating_point() or found[0].is_complex())
-    ):
+    if call.count < 2 or name not in _ROW_VIEWS or found is None:
+        return False
+    if not (found[0].is_floating_point() or found[0].is_complex()):
         return False
     return bool(call.given.get("dim", 0) % found[0].dim() == found[1].dim)
 
 
-def taken(call: RowCall, result: torch.Tensor) -> RowDim | SomeRows | None:
-    """Returns which rows of its argument the view `result` of `takes_rows` holds: all, some, or none that are known."""
+def rows_of_view(call: RowCall, result: torch.Tensor) -> RowDim | SomeRows | None:
+    """Returns which rows the view `result` of `is_row_view` holds: all, some, or none that are known."""
     found = call.only("self")
-    assert found is not None, "takes_rows asked for it"
+    assert found is not None, "is_row_view asked for it"
     (tensor, rows), period = found, call.count * found[1].each
     step, kept = tensor.stride(rows.dim), result.dim() == tensor.dim()
     size = result.shape[rows.dim] if kept else 1
@@ -95,7 +100,7 @@ def are_in_order(places: Sequence[Any], count: int) -> bool:
 
 
 # Operators whose results are views of parts of `self` along `dim`.
-_TAKING = frozenset(("select", "unbind", "slice", "split", "unsafe_split", "split_with_sizes"))
+_ROW_VIEWS = frozenset(("select", "unbind", "slice", "split", "unsafe_split", "split_with_sizes"))
 
 # The operands of products; `addmm` has a `self` besides, which it adds.
 _PRODUCTS = {
@@ -108,8 +113,8 @@ _PRODUCTS = {
 _REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "prod", "var", "std", "var_mean", "std_mean", "max", "min"))
 _REDUCTIONS |= {"logsumexp", "linalg_vector_norm", "median", "kthvalue", "mode", "aminmax", "count_nonzero", "trace"}
 _REDUCTIONS |= {"argmax", "argmin", "histc", "bincount", "nansum", "nanmedian"}
-# Sums over the first dimension of all operands.
-_OVER_ALL = frozenset(("dot", "vdot", "addbmm"))
+# The operands over whose first dimension an operator sums.
+_SUMMED = {"dot": ("self", "tensor"), "vdot": ("self", "other"), "addbmm": ("batch1", "batch2")}
 
 
 def _operands(call: RowCall) -> tuple[tuple[torch.Tensor, RowDim | None], ...]:

@@ -38,8 +38,8 @@ from memscale.transforms.tile.head.lazy_logits import LazyLogits, defer
 from memscale.transforms.tile.head.linear import is_projection
 from memscale.transforms.tile.packed_pieces import packed_pieces_of
 from memscale.transforms.tile.pieces import Source
-from memscale.transforms.tile.rowwise import (
-    RowwiseWatch,
+from memscale.transforms.tile.rowwise import RowwiseWatch
+from memscale.transforms.tile.unfit_regions import (
     index_explained,
     names,
     refuse_changed_arguments,
@@ -191,8 +191,7 @@ class Tiled(Transformed):
         super().__init__(fn, how)
         self.body = Checkpointed(fn, Checkpoint(nothing_saveable if how.recompute else everything_saveable))
         self._projects: dict[tuple[bool, ...], bool] = {}  # by train/eval flags, because dropout makes it no projection
-        # The train/eval flags with which a piece has been watched, and whether that piece had several rows.
-        self._watched: set[tuple[tuple[bool, ...], bool]] = set()
+        self._watched: dict[tuple[bool, ...], int] = {}  # by train/eval flags: 1 if a watched piece had one row, else 2
         self.captured: list[nn.Module] = []
         self.normalizes = False
         self.watched: tuple[bool, ...] = ()
@@ -278,19 +277,20 @@ class Tiled(Transformed):
             return piece(*args, **kwargs)
 
         def piece(*args: Any, **kwargs: Any) -> Any:
-            if (flags, True) in self._watched:
+            seen = self._watched.get(flags, 0)
+            if seen == 2:
                 return self.body(*args, **kwargs)
             leaves = pytrees.flatten((args, kwargs))[0]
             rows = {leaves[index]: dim for index, dim in cut.dims.items()}
-            seen = flags, any(tensor.shape[dim] > 1 for tensor, dim in rows.items())
-            if seen in self._watched:
+            count = min(2, *(tensor.shape[dim] for tensor, dim in rows.items()))
+            if count <= seen:
                 return self.body(*args, **kwargs)
-            with RowwiseWatch(captures, whole, rows, repr(self.how), total=cut.total) as watch:
+            with RowwiseWatch(captures, whole, rows, repr(self.how)) as watch:
                 result = self.body(*args, **kwargs)
             if self.how.reduce is None:
                 watch.refuse_over_rows(result)
             refuse_stored_tensors(captures, repr(self.how))
-            self._watched.add(seen)
+            self._watched[flags] = count
             if any(flags) not in self.watched:
                 self.watched = (*self.watched, any(flags))
             return result

@@ -20,7 +20,8 @@ from memscale.regions import Captures, is_unrecorded
 from memscale.transforms.tile.cutting import Cut, Joined
 from memscale.transforms.tile.numbers import arguments_of, spelled
 from memscale.transforms.tile.row_rules import RowCall, RowDim, draws, is_known, rule_of
-from memscale.transforms.tile.rowwise import RowwiseWatch, names
+from memscale.transforms.tile.rowwise import RowwiseWatch
+from memscale.transforms.tile.unfit_regions import names
 
 #: Each of the two runs needs two rows: with one row, a view does not show which dimension of size 1 holds the rows.
 FEWEST_ROWS = 3

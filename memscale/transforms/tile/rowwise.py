@@ -10,39 +10,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-import sys
-import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
 
-from memscale.core import TransformError, internals, modules_in, pytrees
+from memscale.core import TransformError, internals, pytrees
 from memscale.regions import (
-    ArgumentSpec,
     Captures,
     OperatorWatch,
-    code_names,
     is_unrecorded,
     memory_of,
-    read,
-    refuse_iterators,
     storages,
     takes_batch_statistics,
 )
-from memscale.transforms.tile.coupling import SomeRows, are_in_order, couples, passes_on, reduces, taken, takes_rows
-from memscale.transforms.tile.numbers import arguments_of
-from memscale.transforms.tile.pieces import Take
-from memscale.transforms.tile.row_rules import RowCall, RowDim, rule_of
-
-_BATCH_NORM = (
-    "{what} would cut the rows over which {func} computes its statistics (BatchNorm in training), and the numbers "
-    "would change; use checkpoint() for this region, or put its norms in eval()"
+from memscale.transforms.tile.coupling import (
+    SomeRows,
+    are_in_order,
+    couples,
+    is_row_view,
+    passes_on,
+    reduces,
+    rows_of_view,
 )
+from memscale.transforms.tile.numbers import arguments_of
+from memscale.transforms.tile.row_rules import RowCall, RowDim, rule_of
+from memscale.transforms.tile.unfit_regions import BATCH_NORM
 
 
 class _OverRows:
@@ -94,21 +88,11 @@ class RowwiseWatch(OperatorWatch):
     """Raises `TransformError` at an operator that couples rows, or whose effect depends on how often it runs."""
 
     def __init__(
-        self,
-        captures: Captures,
-        whole: list[torch.Tensor],
-        rows: Mapping[torch.Tensor, int],
-        what: str,
-        *,
-        total: int = sys.maxsize,
+        self, captures: Captures, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str
     ) -> None:
-        """Watches a run on `rows`, pieces with their cut dimension, and `whole`, tensors that each piece gets.
-
-        There are `total` rows. Of one row, there is nothing to couple.
-        """
+        """Watches a run on `rows`, pieces with their cut dimension, and `whole`, tensors that each piece gets."""
         super().__init__()
         self._what = what
-        self._total = total
         self._pieces = rows
         shared = [*((repr(str(key)), tensor) for _, key, tensor in captures.tensors)]
         shared += [(f"an argument of shape {list(tensor.shape)} that is passed whole", tensor) for tensor in whole]
@@ -140,7 +124,7 @@ class RowwiseWatch(OperatorWatch):
         if is_unrecorded():
             return func(*args, **kwargs)
         if takes_batch_statistics(func, args, kwargs):
-            raise TransformError(_BATCH_NORM.format(what=self._what, func=func))
+            raise TransformError(BATCH_NORM.format(what=self._what, func=func))
         if func._schema.is_mutable:
             arguments = func._schema.arguments
             given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
@@ -167,8 +151,6 @@ class RowwiseWatch(OperatorWatch):
         Raises:
             TransformError: the operator couples rows, before it runs.
         """
-        if self._total < 2:
-            return func(*args, **kwargs)
         tensors = pytrees.tensors((args, kwargs))
         places = {place for each in tensors if (place := self._places.find(each)) is not None}
         if places and torch.Tag.pointwise in func.tags:
@@ -193,8 +175,8 @@ class RowwiseWatch(OperatorWatch):
         found: Any = None
         if reduced or (over_rows and passes_on(func)):
             found = _OVER_ROWS
-        elif not over_rows and takes_rows(func, call):
-            found = tuple(taken(call, each) for each in results)
+        elif not over_rows and is_row_view(func, call):
+            found = tuple(rows_of_view(call, each) for each in results)
         elif not over_rows and (rule := rule_of(func)) is not None:
             found = rule(call)
         for tensor, place in zip(results, found if isinstance(found, tuple) else [found] * len(results), strict=False):
@@ -319,107 +301,3 @@ def _takes_index(func: Any) -> bool:
     kinds = {argument.name: str(argument.type) for argument in func._schema.arguments}
     by_dim = kinds.keys() >= {"self", "dim"} and kinds.get("index") == "Tensor"
     return by_dim or ("self" in kinds and kinds.get("indices", "").startswith("List"))
-
-
-def _modules(parts: list[Any]) -> list[nn.Module]:
-    """Returns the modules that `parts` are or consist of, and those below them."""
-    return [module for part in parts for root in modules_in(part) for module in root.modules()]
-
-
-def names(parts: list[Any], name: str) -> bool:
-    """Whether user code that `parts` run contains the name `name`."""
-    forwards = {type(module).forward for module in _modules(parts) if not type(module).__module__.startswith("torch.")}
-    named = [code_names(fn.__code__) for fn in (*forwards, *parts) if isinstance(fn, types.FunctionType)]
-    return any(name in each for each in named)
-
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...], what: object) -> None:
-    """Raises `TransformError` if a region under `torch.compile`, where no mode watches, may be unfit for pieces.
-
-    Args:
-        parts: the functions and modules of the region.
-        normalizes: whether the region's code names `batch_norm`.
-        watched: the modes (whether any module trains) in which a call outside of `torch.compile` was watched.
-        what: the transform, converted to text in errors only, because the compiler may keep its numbers dynamic.
-    """
-    modules = _modules(parts)
-    for module in modules:
-        if isinstance(module, _BATCH_NORMS) and (module.training or module.running_mean is None):
-            raise TransformError(_BATCH_NORM.format(what=what, func=type(module).__name__))
-    training = any(module.training for module in modules)
-    if training not in watched and (normalizes or any(len(module._buffers) > 0 for module in modules)):
-        raise TransformError(
-            f"{what} under torch.compile: the region {'names batch_norm' if normalizes else 'has buffers'}, and only a "
-            "call outside of torch.compile can show that pieces may go through it one by one; call it once "
-            f"{'in training mode' if training else 'in eval()'} before"
-        )
-
-
-def refuse_stored_tensors(captures: Captures, what: str) -> None:
-    """Raises `TransformError` if the region has stored a tensor or module since `captures` was read."""
-    for slot, content in zip(captures.slots, captures.contents, strict=True):
-        now = read(slot)
-        for key, value in now.items() if isinstance(now, dict) else enumerate(now):
-            before = content.get(key) if isinstance(content, dict) else dict(enumerate(content)).get(key)
-            if isinstance(value, nn.Module) and before is None:
-                raise TransformError(
-                    f"{what}: the region makes a module, {key!r}, and would make another one for every piece; now that "
-                    "it is there, call the region again, or make it before the first call"
-                )
-            if isinstance(value, torch.Tensor) and value is not before:
-                raise TransformError(
-                    f"{what}: the region stores a tensor of shape {list(value.shape)} under {key!r}, and of several "
-                    "pieces only the last would remain; return it from the region instead, or use checkpoint()"
-                )
-
-
-_OUT_OF_BOUNDS = re.compile(r"index (\d+) is out of bounds for dimension \d+ with size (\d+)")
-
-
-@contextmanager
-def index_explained(what: str, length: int, total: int) -> Iterator[None]:
-    """Explains PyTorch's error of an index that is no row of the piece of `length` rows, but one of all `total`."""
-    try:
-        yield
-    except IndexError as error:
-        found = _OUT_OF_BOUNDS.search(str(error))
-        if found is None or int(found[2]) != length or int(found[1]) >= total:
-            raise
-        raise TransformError(
-            f"{what}: the region picks row {found[1]} of {total} where a piece has {length} ({error}); tile a part of "
-            "it that computes each row by itself, or use checkpoint()"
-        ) from error
-
-
-# Autograd's error about an in-place change of a piece or of a view of one. It says the same of the outputs of `split`.
-_CHANGED_PIECE = re.compile(rf"Output \d+ of ({Take.__name__}|(?!\w*Split|Unbind)\w+ .* returns multiple views)")
-
-
-@contextmanager
-def refuse_changed_arguments(args: Any, kwargs: Any, what: str) -> Iterator[None]:
-    """Raises `TransformError` if the body changes a list, dictionary or object reachable from `args` and `kwargs`.
-
-    It also raises if the body changes in place one of their tensors, or a view of one, that requires a gradient.
-    """
-    refuse_iterators(pytrees.flatten((args, kwargs))[0])
-    given = ArgumentSpec(args, kwargs, None, hold=True)
-    before = given.contents()
-    try:
-        yield
-    except RuntimeError as error:
-        if not _CHANGED_PIECE.match(str(error)):
-            raise
-        raise TransformError(
-            f"{what}: the region changes an argument in place, or a view of one, and backward would see that of one "
-            "piece alone; write out of place, or clone the argument first"
-        ) from error
-    for (thing, then), (_, now) in zip(before, given.contents(), strict=True):
-        if not then.same(now):
-            raise TransformError(
-                f"{what}: the region changes one of its arguments, a {type(thing).__name__}, and every piece would do "
-                "so again; use checkpoint() for this region, or do without (use_cache=False, if it is the cache of a "
-                "Hugging Face model)"
-            )

@@ -178,6 +178,7 @@ APART = {
     "pools": (SEQUENCE, lambda: lambda x: F.avg_pool1d(x, 2).repeat_interleave(2, -1)),
     "distances": ({}, lambda: lambda x: torch.cdist(x, x)),
     "nearest": (SEQUENCE, lambda: lambda x: F.interpolate(x.transpose(1, 2), scale_factor=1.0).transpose(1, 2)),
+    "sum of products": ({}, lambda: lambda x: torch.addbmm(x[:, 0], x.transpose(0, 1), x.new_ones(6, 8, 8))),
     "largest of each": ({}, lambda: lambda x: x * x.argmax(-1, keepdim=True)),
     "singular values": ({}, lambda: lambda x: x * torch.linalg.svdvals(x).sum(-1)[:, None, None]),
     "patches": (SEQUENCE, lambda: Convolution(kernel_size=1)),
@@ -250,9 +251,9 @@ def test_pieces_of_one_row_are_watched_too(name):
         tile(size=1, **how)(make())(given())
 
 
-def test_a_region_is_watched_again_in_the_first_piece_of_several_rows():
-    run = tile(size=2)(Steps())
-    run(given()[:1])  # a loop of one turn, which couples nothing
+def test_a_region_is_watched_again_in_the_first_pieces_of_several_rows():
+    run = tile(chunks=2)(Steps())
+    run(given()[:2])  # in pieces of one row, of which a loop over the rows shows nothing
     with pytest.raises(ms.TransformError, match="its own rows, which gives other numbers"):
         run(given())
 

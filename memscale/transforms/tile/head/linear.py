@@ -20,7 +20,7 @@ from memscale.core import TransformError, internals, pytrees
 from memscale.regions import ArgumentSpec, Captures, Environment, holds
 from memscale.transforms.checkpoint import Checkpointed
 from memscale.transforms.tile.numbers import arguments_of, spelled
-from memscale.transforms.tile.rowwise import names
+from memscale.transforms.tile.unfit_regions import names
 
 # Operators that are linear in the rows; of two factors only the listed one may hold rows. Dropout (of an adapter) is
 # not among them, because it would draw another mask in each use of the logits.
