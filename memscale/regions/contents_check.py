@@ -16,15 +16,14 @@ def contents_check(contents: list[tuple[StateSlot, Content]]) -> Callable[[], bo
     """Returns a function that tells whether every slot still holds its recorded objects, in the recorded order.
 
     Objects are compared by `is`: CPython keeps the references of a tuple in a row behind its head, and comparing these
-    bytes takes a twentieth of the time of `is` for every object. Of attributes only the values and the last name are
-    compared: a new name comes last, so another name for any value changes one of these. The function that collects the
-    objects is one expression, which takes three quarters of the time of a loop over the slots.
+    bytes takes a twentieth of the time of `is` for every object. Of attributes only the values are compared: a new name
+    comes last, so another name for a value moves it, unless it was the last one. The function that collects the objects
+    is one expression, which takes three quarters of the time of a loop over the slots.
 
     Args:
         contents: the slots and their contents, at the time of recording.
     """
     reads: list[tuple[Callable[[Any], Any], Any]] = []  # (get, place): `get(place)` returns objects that are held now
-    attributes: list[Any] = []
     empty: list[Any] = []
     others: list[tuple[StateSlot, Content]] = []
 
@@ -37,14 +36,17 @@ def contents_check(contents: list[tuple[StateSlot, Content]]) -> Callable[[], bo
         elif kind is Names and all(name in slot.mapping for name in slot.names):
             reads.append((operator.itemgetter(*slot.names, slot.names[0]), slot.mapping))
         elif kind is Attributes or (kind is Fields and not slot.members):
-            (attributes if (own := dictionary_of(slot)) else empty).append(own)
+            own = dictionary_of(slot)
+            if own:
+                reads.append((dict.values, own))
+            else:
+                empty.append(own)
         elif kind is dict:
             reads += [(dict.keys, slot), (dict.values, slot)]
         else:
             others.append((slot, content))
-    reads += [(dict.values, own) for own in attributes]
     objects: Callable[[], tuple[Any, ...]] = eval(
-        _reading(len(reads), len(attributes)),
+        _reading(len(reads)),
         {f"get_{at}": get for at, (get, _) in enumerate(reads)}
         | {f"place_{at}": place for at, (_, place) in enumerate(reads)},
     )
@@ -58,7 +60,7 @@ def contents_check(contents: list[tuple[StateSlot, Content]]) -> Callable[[], bo
             if any(empty):
                 return False
             now = objects()
-        except (KeyError, ValueError, StopIteration):  # an entry, the value of a cell or every attribute was deleted
+        except (KeyError, ValueError):  # an entry or the value of a cell was deleted
             return False
         return (
             len(now) == len(recorded)
@@ -70,11 +72,10 @@ def contents_check(contents: list[tuple[StateSlot, Content]]) -> Callable[[], bo
 
 
 @functools.lru_cache(maxsize=256)
-def _reading(count: int, attributes: int) -> types.CodeType:
-    """Returns the code of a function that makes a tuple of what `count` places hold, the last of them `attributes`."""
+def _reading(count: int) -> types.CodeType:
+    """Returns the code of a function that makes a tuple of what `count` places hold."""
     held = "".join([f"*get_{at}(place_{at}), " for at in range(count)])
-    names = "".join([f"next(reversed(place_{at})), " for at in range(count - attributes, count)])
-    return compile(f"lambda: ({held}{names})", __file__, "eval")
+    return compile(f"lambda: ({held})", __file__, "eval")
 
 
 _in_cell = operator.attrgetter("cell_contents", "cell_contents")  # with a single name it would return no tuple

@@ -14,6 +14,8 @@ class _Inside(threading.local):
 
 
 _local = _Inside()
+# Every call of a region asks for both.
+_stack, _tangents = torch._C._functorch.get_interpreter_stack, torch.autograd.forward_ad
 
 
 def active() -> bool:
@@ -32,11 +34,7 @@ def forward_ad() -> bool:
 
 def is_absent() -> bool:
     """Whether no transform is active, no tensor has a tangent, and this thread is in no region under a transform."""
-    return not (
-        _local.inside
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._functorch.get_interpreter_stack() is not None
-    )
+    return _stack() is None and _tangents._current_level < 0 and not _local.inside
 
 
 def inside_region() -> bool:
