@@ -295,13 +295,6 @@ class Snapshot:
                 found.append(leaf)
         return found
 
-    def changes_beyond_norms(self, effects: RegionEffects) -> bool:
-        """Whether a run with these `effects` changes tensors in place besides the running statistics of norms."""
-        norms = {id(m._buffers) for m in self.captures.modules if isinstance(m, internals.NormBase)}
-        captures = self.captures
-        of_norms = {label for slot, label in zip(captures.slots, captures.labels, strict=True) if id(slot) in norms}
-        return any(isinstance(name, int) or name[0] not in of_norms for name in effects.changed)
-
     def made_tensors(self) -> bool:
         """Whether the run put a tensor where there was none, such as a statistic made from the first batch."""
         for slot, content in zip(self.captures.slots, self.captures.contents, strict=True):

@@ -1,129 +1,106 @@
-"""Regions that `torch.compile` cannot recompute: those that change a buffer in place.
+"""Regions that a graph of `torch.compile` would recompute to other numbers; they run uncompiled.
 
-A compiled graph ends by writing the new value of a buffer over the old value. Its recompute in backward starts from the
-new value, so the gradient is wrong without an error, with `torch.utils.checkpoint` as well. No code of memscale runs in
-a compiled region: its effects must be known from an earlier uncompiled run. The code of the modules tells whether such
-a run is needed.
+A compiled graph ends by writing the new value of an input (a buffer, a parameter, an argument) over the old value. Its
+recompute in backward starts from the new value, so the gradient is wrong without an error, with
+`torch.utils.checkpoint` as well. And a backend that runs Dynamo's graph as it is draws other random numbers in the
+recompute. No code of memscale runs in a compiled region, so `_refuse_inexact` runs inside
+the compiler, when the region's graph is complete.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
+import inspect
 import re
-import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
 
-from memscale.core import internals, modules_in
-from memscale.regions import cached_by_class
-from memscale.transforms.checkpoint.learned_effects import LearnedEffects
-
-_WRITES = re.compile(r"[a-zA-Z0-9]_$")  # PyTorch's names of methods that write in place
+#: The backends of PyTorch that run the graph of Dynamo as it is. `aot_eager` and `inductor` make a backward graph.
+_NO_BACKWARD_GRAPH = ("eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager")
 
 
-def may_change(modules: Iterable[nn.Module]) -> bool:
-    """Whether a module with buffers, among `modules`, has code that may write in place.
-
-    The search includes modules in lists and dictionaries of `modules`, and global modules that their code names. It
-    leaves out normalizations, whose backward does not read the running statistics that their forward updates.
-    """
-    found = [module for root in modules for module in (root, *_in_containers(root))]
-    kinds: set[Any] = {type(module) for module in found}
-    return any(map(_has_and_writes, found)) or any(map(_names_one_that_writes, kinds))
+def checked(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns ``fn(*args, **kwargs)``, and makes Dynamo, which traces the call, refuse a region that is inexact."""
+    result = fn(*args, **kwargs)
+    torch._dynamo.comptime.comptime(_refuse_inexact)
+    return result
 
 
-def _has_and_writes(module: nn.Module) -> bool:
-    kind: Any = type(module)
-    return bool(module._buffers) and _class_writes(kind)
+def _refuse_inexact(context: Any) -> None:
+    """Runs inside the compiler at the end of a region: raises the error by which Dynamo runs the region in Python."""
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    name = getattr(output.compiler_fn, "__name__", None)
+    if name in _NO_BACKWARD_GRAPH:
+        raise torch._dynamo.exc.Unsupported(
+            f"checkpoint() under torch.compile: backend {name!r} makes no graph of backward, and its recompute would "
+            "draw other random numbers; use backend='aot_eager', or compile without fullgraph=True"
+        )
+    if not hasattr(output.current_tracer, "_input_versions_at_beginning"):
+        raise torch._dynamo.exc.Unsupported("checkpoint(): this torch.compile does not tell what a region changes")
+    inputs = {_memory(node) for node in output.root_tracer.graph.nodes if node.op in ("placeholder", "get_attr")}
+    for node in _changed(output.current_tracer):
+        if _memory(node) in inputs and _is_read(node, output.nn_modules):
+            raise torch._dynamo.exc.Unsupported(
+                f"checkpoint() under torch.compile: the region changes {node.name} in place and reads it, and the "
+                "recompute would lack the old value; compile without fullgraph=True, and the region runs uncompiled"
+            )
 
 
-def _in_containers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules in lists, tuples and dictionaries among the attributes of `module`, children excluded."""
-    for name in module.__dict__.keys() - _REGISTERED:
-        value = module.__dict__[name]
-        if type(value) in (list, tuple, dict) and value:
-            for each in value.values() if type(value) is dict else value:
-                if isinstance(each, nn.Module):
-                    yield from each.modules()
+def _changed(tracer: Any) -> Iterator[Any]:
+    """Yields the inputs of a region, whose graph `tracer` has made, that the region may change in place."""
+    found: dict[int | None, set[int]] = {}  # the versions at the end: two, if the region has written to `x.data`
+    for node in tracer.graph.nodes:
+        if (memory := _memory(node)) is not None:
+            found.setdefault(memory, {0}).add(node.meta["example_value"]._version)
+    versions = iter(tracer._input_versions_at_beginning)
+    for node in tracer.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("example_value"), torch.Tensor):
+            moved = found.get(_memory(node), set()) - {0, next(versions)}
+            # Versions miss the statistics of norms and `torch._foreach_mul_`, which the names of the calls show.
+            if moved or any(node in _arguments(user)[0] for user in node.users):
+                yield node
 
 
-_REGISTERED = frozenset(nn.Module().__dict__)
-
-
-@cached_by_class
-def _class_writes(kind: Any) -> bool:
-    return not issubclass(kind, internals.NormBase) and any(_writes(each.__code__) for each in _functions(kind))
-
-
-@cached_by_class
-def _names_one_that_writes(kind: Any) -> bool:
-    if kind.__module__.startswith("torch."):
-        return False
-    named = [each.__globals__.get(name) for each in _functions(kind) for name in each.__code__.co_names]
-    modules = [module for each in named if isinstance(each, nn.Module) for module in each.modules()]
-    return any(map(_has_and_writes, modules))
-
-
-def _functions(kind: type[Any]) -> Iterator[types.FunctionType]:
-    """Yields the functions of a module class, and the functions of the same file that their code names."""
-    functions = [
-        function
-        for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
-        for function in vars(base).values()
-        if isinstance(function, types.FunctionType) and function.__name__ != "__init__"
-    ]
-    seen: set[types.FunctionType] = set()
-    while functions:
-        if (function := functions.pop()) in seen:
+def _is_read(node: Any, graphs: Any) -> bool:
+    """Whether the value of `node` affects more than the memory of `node`. `graphs` has the graphs of inner regions."""
+    for user in node.users:
+        if user.target is torch.ops.higher_order.tag_activation_checkpoint:
+            inner = graphs[user.args[0].target].graph.find_nodes(op="placeholder")
+            if any(_is_read(each, graphs) for each, outer in zip(inner, user.args[1:], strict=True) if outer is node):
+                return True
             continue
-        seen.add(function)
-        yield function
-        named = [function.__globals__.get(name) for name in function.__code__.co_names]
-        functions += [
-            each for each in named if isinstance(each, types.FunctionType) and each.__globals__ is function.__globals__
-        ]
-
-
-@functools.lru_cache(maxsize=4096)
-def _writes(code: types.CodeType) -> bool:
-    if any(_WRITES.search(name) for name in code.co_names):
-        return True
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType) and _writes(constant):
+        written, others = _arguments(user)
+        if node in others or node not in written or (_memory(user) == _memory(node) and _is_read(user, graphs)):
             return True
-        if isinstance(constant, tuple) and "out" in constant:  # the names of the arguments of a call
-            return True
-    return any(
-        each.opname == "STORE_SUBSCR" or each.opname.startswith("INPLACE_") or each.argrepr in _ADDS
-        for each in dis.get_instructions(code)
-    )
+    return False
 
 
-_ADDS = {f"{operator}=" for operator in ("+", "-", "*", "/", "//", "%", "@", "**", "&", "|", "^", "<<", ">>")}
+def _arguments(call: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the arguments that `call` writes to, as its name tells, and the others: nodes of its graph."""
+    written: Any = ()
+    others: Any = (call.args, call.kwargs)
+    name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")
+    if call.target in (F.batch_norm, F.instance_norm):
+        given = inspect.signature(call.target).bind(*call.args, **call.kwargs)
+        given.apply_defaults()
+        if given.arguments.get("training", given.arguments.get("use_input_stats")):
+            written = [given.arguments.pop(each) for each in ("running_mean", "running_var")]
+            others = tuple(given.arguments.values())
+    elif "_norm" in name and name.startswith(("batch", "instance", "native_batch", "cudnn_batch", "miopen_batch")):
+        written = others  # an operator, whose fake kernel does not say what it writes to
+    elif re.search("[a-z0-9]_$", name):
+        written, others = call.args[:1], (call.args[1:], call.kwargs)
+    return _nodes(written), _nodes(others)
 
 
-def why_not_compiled(parts: list[Any], learned: Sequence[LearnedEffects], looks_like_it: bool) -> str | None:
-    """Returns the reason why a region must run uncompiled, now or always; `None` if the region can be compiled.
+def _nodes(arguments: Any) -> list[Any]:
+    found: list[Any] = []
+    torch.fx.node.map_arg(arguments, found.append)
+    return found
 
-    Args:
-        parts: the functions and modules that the region is made of.
-        learned: the effects that earlier uncompiled runs found.
-        looks_like_it: the result of `may_change`.
-    """
-    if any(each.changes for each in learned):
-        return (
-            "checkpoint() around a region that changes a tensor in place: if the region were compiled, its recompute "
-            "would lack the old value"
-        )
-    if not looks_like_it:
-        return None
-    training = any(module.training for part in parts for root in modules_in(part) for module in root.modules())
-    if any(training not in each.trained_in for each in learned):
-        return (
-            "checkpoint() around a module with buffers, whose code may write to the buffers in place, needs one "
-            "uncompiled run in training mode, and one in eval()"
-        )
-    return None
+
+def _memory(node: Any) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) and value.layout is torch.strided else None

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from memscale.algebra import Transform, Transformed, walk
-from memscale.core import TransformError, by_name, factory, internals, is_of_modules, modules_in
+from memscale.algebra import Transform, Transformed
+from memscale.core import TransformError, by_name, factory, internals
 from memscale.policies import (
     EverythingSaveable,
     Move,
@@ -25,14 +24,12 @@ from memscale.policies import (
     nothing_saveable,
 )
 from memscale.regions import (
-    Captures,
     functorch_state,
     name_refused_hooks,
-    uncompiled,
     without_dynamo,
 )
 from memscale.transforms.checkpoint import functorch, recompute
-from memscale.transforms.checkpoint.compiled import may_change, why_not_compiled
+from memscale.transforms.checkpoint.compiled import checked
 from memscale.transforms.checkpoint.cuts import Cut, check_cuts, check_row, segments
 from memscale.transforms.checkpoint.learned_effects import LearnedEffects
 from memscale.transforms.checkpoint.selective import Recorder
@@ -55,10 +52,7 @@ class Checkpoint(Transform):
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         if self.cuts:
             check_row(fn, self.cuts)
-        region = Checkpointed(fn, self)
-        if not torch.compiler.is_compiling():
-            region.find_captured()
-        return region
+        return Checkpointed(fn, self)
 
 
 class Checkpointed(Transformed):
@@ -66,32 +60,13 @@ class Checkpointed(Transformed):
 
     Attributes:
         learned: the effects that earlier runs found, for each segment between cuts.
-        captured: the modules that `fn` captures, if `fn` is neither a module nor made of modules.
     """
 
     how: Checkpoint
 
     def __init__(self, fn: Callable[..., Any], how: Checkpoint) -> None:
         super().__init__(fn, how)
-        self.captured: list[nn.Module] = []
         self.learned = [LearnedEffects() for _ in how.cuts or (0,)]  # of each segment
-
-    def find_captured(self) -> None:
-        """Finds the modules that `fn` captures."""
-        if not is_of_modules(self.fn):
-            self.captured = Captures(self.fn, reruns=False).modules
-
-    def may_change(self) -> bool:
-        """Whether the modules of `fn` have code that may change buffers in place."""
-        return may_change(self.captured or [each for root in modules_in(self.fn) for _, each in walk(root)])
-
-    # Dynamo runs this method as ordinary Python while it traces the region, since the code of the modules is constant.
-    may_change._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-    def reassembled(self, remap: Callable[[Any], Any]) -> Checkpointed:
-        region = super().reassembled(remap)
-        region.captured = [remap(module) for module in self.captured]
-        return region
 
     @property
     def keeps_inputs_only(self) -> bool:  # type: ignore[override]
@@ -107,16 +82,13 @@ class Checkpointed(Transformed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
-        if compiling and self.keeps_inputs_only and not functorch_state.active():
-            why = why_not_compiled([self.fn, *self.captured], self.learned, self.may_change())
-            if why is not None:
-                return uncompiled(_eager, why, self, args, kwargs)
         # The `try` makes Dynamo leave the whole frame to Python, where `is_compiling` is false, if Dynamo cannot trace
-        # the region (due to a side effect on a Python object, say). Without the `try` Dynamo would resume at the call
-        # of `torch.utils.checkpoint`, whose eager form repeats side effects.
+        # the region (due to a side effect on a Python object) or `checked` refuses the region. Without the `try` Dynamo
+        # would resume at the call of `torch.utils.checkpoint`, whose eager form repeats side effects.
         try:
             if compiling:
-                if functorch_state.active():  # the compiler traces the transform, and decides what backward keeps
+                # Under `torch.func` the compiler traces the transform, and decides what backward keeps.
+                if functorch_state.active() or not torch.is_grad_enabled() or not self.keeps_inputs_only:
                     return self.fn(*args, **kwargs)
                 *regions, rest = segments(self.fn, self.how.cuts) if self.how.cuts else (self.fn, None)
                 for fn in regions:
@@ -225,8 +197,7 @@ def _region_under_functorch(_: Checkpointed, fn: Callable[..., Any], __: Learned
 
 def _traced(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
     """Runs the region under `torch.compile`, where the compiler decides what to recompute from the graph's tags."""
-    if isinstance(policy, EverythingSaveable):
-        return fn(*args, **kwargs)
+    fn = functools.partial(checked, fn)
     if isinstance(policy, NothingSaveable):
         return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
 

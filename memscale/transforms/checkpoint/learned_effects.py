@@ -22,15 +22,11 @@ class LearnedEffects:
         effects: the effects found in each mode.
         made: the modes in which a watched run made a tensor. The effects of that run were discarded, since the next run
             may be the first to change the tensor in place.
-        trained_in: has `True` if a watched run had a module in training mode, and `False` if a watched run had none.
-        changes: whether a watched run changed a tensor in place other than running statistics of norms.
     """
 
     def __init__(self) -> None:
         self.effects: dict[Any, RegionEffects] = {}
         self.made: set[Any] = set()
-        self.trained_in: tuple[bool, ...] = ()
-        self.changes = False
         self._captures: Captures | None = None
         self._fn: Any = None
 
@@ -47,9 +43,6 @@ class LearnedEffects:
             self.effects[mode] = effects
         else:
             self.made.add(mode)
-        if (training := any(mode[0])) not in self.trained_in:
-            self.trained_in = (*self.trained_in, training)
-        self.changes = self.changes or snapshot.changes_beyond_norms(effects)
 
     def captures_of(self, fn: Callable[..., Any]) -> Captures:
         """Returns the captures of `fn`: those of the last call if every slot still has the same contents."""

@@ -248,5 +248,5 @@ def test_compiled_code_writes_nothing_to_modules(how):
     made = []
     hook = torch._dynamo.convert_frame.register_bytecode_hook(lambda _, code: made.append(code))
     with hook:  # the model is a global of the compiled code, of whose tables the compiler writes all that changed
-        torch.compile(lambda x: fit(x), backend="eager", fullgraph=True)(torch.randn(2, 4))
+        torch.compile(lambda x: fit(x), backend="aot_eager", fullgraph=True)(torch.randn(2, 4))
     assert [writes_of(code) for code in made] == [set()]
