@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from memscale.core import internals
+
 
 class _Inside(threading.local):
     inside = False
@@ -15,7 +17,8 @@ class _Inside(threading.local):
 
 _local = _Inside()
 # Every call of a region asks for both.
-_stack, _tangents = torch._C._functorch.get_interpreter_stack, torch.autograd.forward_ad
+_stack = internals.named("torch._C._functorch.get_interpreter_stack")
+_tangents = torch.autograd.forward_ad
 
 
 def active() -> bool:
