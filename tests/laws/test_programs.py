@@ -84,10 +84,10 @@ def test_a_random_program_gives_the_same_numbers(sort):
 
 
 def test_a_difference_is_found_and_its_program_printed_shows_it():
-    """Rows that depend on their count are what the docs of `tile` say that nobody can see but in the numbers."""
+    """Rows that depend on their count show only in the numbers, if each piece is one row."""
     step = programs.Step("nothing", (), "backward", ())
     blocks = ((("linear", "number of rows"), "two"),)
-    program = programs.Program(blocks, ((0, "sin"),), False, (step,), (("b0", programs.TILE),))
+    program = programs.Program(blocks, ((0, "sin"),), False, (step,), (("b0", ms.tile(size=1)),))
     wrong, end = fails(program)
     assert end == "different", wrong
     printed = io.StringIO()

@@ -34,6 +34,7 @@ from memscale.regions import (
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
 from memscale.transforms.tile import independence
 from memscale.transforms.tile.cutting import Cut, Joined, refuse_cut_steps
+from memscale.transforms.tile.halves import Halves, may_compare
 from memscale.transforms.tile.head.lazy_logits import LazyLogits, defer
 from memscale.transforms.tile.head.linear import is_projection
 from memscale.transforms.tile.packed_pieces import packed_pieces_of
@@ -143,10 +144,10 @@ def tile(
         ConfigError: an argument is out of range, or not exactly one of `chunks` and `size` is given.
         TransformError: in a call, if nothing can be cut, if an output is neither concatenated nor reduced, or if the
             region does something that pieces would change (BatchNorm statistics or a softmax over the rows) or repeat
-            (filling a cache that is an argument).
+            (filling a cache that is an argument), or if the halves of the first piece give other numbers.
 
     Cost: saves all but one piece of the region's residuals and temporaries; pays the region's forward again, in smaller
-    kernels.
+    kernels, and in the first call the forward of one more piece.
 
     Source: Liu and Abbeel, "Blockwise Parallel Transformer" (2023), section 3; Hsu et al., "Liger Kernel" (2024).
     """
@@ -259,10 +260,10 @@ class Tiled(Transformed):
         """Returns the body for one call: each piece sees the Python state of the first, so that counters count once."""
         captures = Captures(self.fn, follows=True)
         flags = captures.flags
-        first = True
+        first, halves = True, None
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal first
+            nonlocal first, halves
             captures.restore()
             if first:
                 first = False
@@ -273,10 +274,16 @@ class Tiled(Transformed):
                     "every piece would do again; use checkpoint() for this region, or make the change outside of it",
                     watch=False,  # `RowwiseWatch` looks for changes in place
                 ):
-                    return piece(*args, **kwargs)
-            return piece(*args, **kwargs)
+                    result = piece(*args, **kwargs)
+            else:
+                result = piece(*args, **kwargs)
+            if halves is not None:
+                halves.compare(result)
+                halves = None
+            return result
 
         def piece(*args: Any, **kwargs: Any) -> Any:
+            nonlocal halves
             seen = self._watched.get(flags, 0)
             if seen == 2:
                 return self.body(*args, **kwargs)
@@ -285,6 +292,8 @@ class Tiled(Transformed):
             count = min(2, *(tensor.shape[dim] for tensor, dim in rows.items()))
             if count <= seen:
                 return self.body(*args, **kwargs)
+            if count == 2 and may_compare():
+                halves = Halves(self.fn, self.how, cut, captures, leaves)
             with RowwiseWatch(captures, whole, rows, repr(self.how)) as watch:
                 result = self.body(*args, **kwargs)
             if self.how.reduce is None:

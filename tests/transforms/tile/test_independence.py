@@ -200,7 +200,9 @@ class _Share(nn.Linear):
 def test_a_projection_that_computes_with_the_number_of_rows_is_not_lazy():
     x, head = torch.randn(6, WIDTH), _Share(WIDTH, 5)
     assert type(ms.tile(chunks=2)(nn.Linear(WIDTH, 5))(x)) is not torch.Tensor
-    assert type(ms.tile(chunks=2)(head)(x)) is torch.Tensor
+    assert type(ms.tile(size=1)(head)(x)) is torch.Tensor
+    with pytest.raises(ms.TransformError, match="other numbers than its two halves"):
+        ms.tile(chunks=2)(head)(x)
 
 
 class _Hooked(nn.Module):

@@ -177,9 +177,9 @@ def test_the_first_tensor_decides_what_is_cut_and_a_coincidence_of_sizes_is_cut_
     def cut(how, rows):
         return how(sizes)(torch.ones(6, 3), torch.ones(rows, 3)).tolist()
 
-    assert cut(tile(chunks=2), 5) == [[3, 5]] * 6
-    assert cut(tile(chunks=2), 6) == [[3, 3]] * 6, "documented: sizes cannot tell a table of 6 rows from 6 rows"
-    assert cut(tile(chunks=2, in_dims=(0, None)), 6) == [[3, 6]] * 6
+    assert cut(tile(size=1), 5) == [[1, 5]] * 6
+    assert cut(tile(size=1), 6) == [[1, 1]] * 6, "documented: sizes cannot tell a table of 6 rows from 6 rows"
+    assert cut(tile(size=1, in_dims=(0, None)), 6) == [[1, 6]] * 6
 
 
 def test_in_dims_and_out_dims():

@@ -78,7 +78,7 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
             # Without the caller's modes, which must neither see this run nor count its operators.
             with (
                 _quiet(),
-                _no_casts_kept(),
+                no_casts_kept(),
                 internals.disable_current_modes(),
                 _fake_mode([hidden, *known]),
                 torch.no_grad(),
@@ -117,7 +117,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _no_casts_kept() -> Iterator[None]:
+def no_casts_kept() -> Iterator[None]:
     """Disables autocast's cache, which would keep the fake cast of a weight for the real run."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
