@@ -436,7 +436,9 @@ class Snapshot:
         for (position, key, tensor), version_then, now, old, new, reference in kept:
             if (position, key) in known:
                 continue
-            if now != version_then:
+            if now != version_then and any((position, key) in group.names for group in self._overlapping()):
+                error = self._lost((position, key), "in place")
+            elif now != version_then:
                 what = described(self.captures.describe(position, key), tensor.dtype, tensor.shape)
                 error = changed_error(what, now, version_then, _REMEDY)
             elif old is not new and not is_moved(new, reference):

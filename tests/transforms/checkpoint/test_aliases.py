@@ -144,6 +144,19 @@ def test_a_region_that_changes_memory_that_it_also_reaches_by_a_view_is_refused(
         checkpointed(REFUSED[case]())(torch.ones(3, requires_grad=True) * 1.0)
 
 
+@pytest.mark.parametrize("case", ["view", "write through the view"])
+def test_it_is_refused_by_the_same_name_where_the_region_differentiates_inside(case):
+    """Its recompute comes during the run, before the run's end tells what changed."""
+    inner = checkpointed(REFUSED[case]())
+
+    def region(x):
+        y = torch.sin(inner.fn(x) * x)
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+    with pytest.raises(ms.CorrectnessError, match=BY_NAME):
+        ms.checkpoint()(region)(torch.ones(3, requires_grad=True) * 1.0)
+
+
 def test_statistics_in_one_memory_that_a_kernel_writes_without_a_new_version_are_refused():
     norm = nn.BatchNorm1d(3)
     both = torch.zeros(2, 3)
