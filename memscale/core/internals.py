@@ -43,7 +43,8 @@ _ATEN, _C, _F = "torch.ops.aten.", "torch._C.", "torch._C._functorch."
 _A, _D, _FAKE = "torch._C._autograd.", "torch.utils._python_dispatch.", "torch._subclasses.fake_tensor."
 _C10D, _DDP = "torch.distributed.distributed_c10d.", "torch.nn.parallel.distributed.DistributedDataParallel."
 _AS_WRITTEN = "a compiled module is simulated as written"
-_NO_REFUSAL = "a compiled `cast` or `checkpoint` is an AttributeError"
+_COMPILED = "transforms/cast transforms/checkpoint transforms/tile"
+_NO_REFUSAL = "a compiled `cast`, `checkpoint` or `tile` is an AttributeError"
 _IN_A_GROUP = "a transformed model is refused in a process group"
 _PARALLEL = "`parallel=...` is refused"
 
@@ -117,7 +118,7 @@ INTERNALS = tuple(
         (
             "torch.nn.Module._buffers",
             "a module's buffers",
-            f"algebra {_R} {_S} {_T}cast {_T}checkpoint {_T}tile",
+            f"algebra {_R} {_S} {_T}cast {_T}checkpoint",
         ),
         ("torch.nn.Module._apply", "`.to()` of a model with streamed parameters", "algebra"),
         ("torch.nn.modules.batchnorm._NormBase", "running statistics", f"{_R} {_T}cast {_T}checkpoint"),
@@ -144,8 +145,8 @@ INTERNALS = tuple(
         ("torch._guards.TracingContext", "whether a compiler describes a parameter", "optimizers"),
         ("torch._dynamo.config", "constant floats", _R, "dynamic=True fails around tile()"),
         ("torch._dynamo.decorators.DynamoConfigPatchProxy", "constant floats", _R, "dynamic=True fails around tile()"),
-        ("torch._dynamo.comptime.comptime", "errors of torch.compile", f"{_T}cast {_T}checkpoint", _NO_REFUSAL),
-        ("torch._dynamo.exc.Unsupported", "errors of torch.compile", f"{_T}cast {_T}checkpoint", _NO_REFUSAL),
+        ("torch._dynamo.comptime.comptime", "errors of torch.compile", _COMPILED, _NO_REFUSAL),
+        ("torch._dynamo.exc.Unsupported", "errors of torch.compile", _COMPILED, _NO_REFUSAL),
         (
             "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer",
             "tracing how a cast exchanges the state of modules",

@@ -53,6 +53,7 @@ OF_OTHERS = {
     "_sequence_nr": "of a node of autograd, which has no class of its own in Python",
     "_set_sequence_nr": "likewise",
     "_i_will_not_complain_if_bc_breaks_InstructionTranslator": "of a context of torch._dynamo.comptime",
+    "_i_will_not_complain_if_bc_breaks_VariableTracker": "likewise",
     "_input_versions_at_beginning": "of a graph that torch._dynamo makes; without it a region runs uncompiled",
 }
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from memscale.algebra import Numbers, Transform, Transformed
 from memscale.core import (
@@ -32,7 +31,7 @@ from memscale.regions import (
     without_dynamo,
 )
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
-from memscale.transforms.tile import independence
+from memscale.transforms.tile import independence, traced
 from memscale.transforms.tile.cutting import Cut, Joined, refuse_cut_steps
 from memscale.transforms.tile.halves import Halves, may_compare
 from memscale.transforms.tile.head.lazy_logits import LazyLogits, defer
@@ -42,9 +41,7 @@ from memscale.transforms.tile.pieces import Source
 from memscale.transforms.tile.rowwise import RowwiseWatch
 from memscale.transforms.tile.unfit_regions import (
     index_explained,
-    names,
     refuse_changed_arguments,
-    refuse_compiled,
     refuse_stored_tensors,
 )
 
@@ -66,10 +63,7 @@ class Tile(Transform):
     late_gradient: bool = False
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        region = Tiled(fn, self)
-        if not torch.compiler.is_compiling():
-            region.find_captured()
-        return region
+        return Tiled(fn, self)
 
     def ranges(self, total: int) -> list[tuple[int, int]]:
         """Returns the (start, length) of each piece of `total` rows."""
@@ -177,13 +171,7 @@ def _dims(name: str, value: Any, *, inside: bool = False) -> Any:
 
 
 class Tiled(Transformed):
-    """A tiled function.
-
-    Attributes:
-        captured: the modules that `fn` reaches, if it is neither a module nor made of modules.
-        normalizes: whether user code that `fn` runs names `batch_norm`.
-        watched: the modes (whether any module trains) in which a piece has been watched.
-    """
+    """A tiled function."""
 
     how: Tile
     not_around_sharded = "its parameters would be gathered and freed with every piece"
@@ -193,21 +181,11 @@ class Tiled(Transformed):
         self.body = Checkpointed(fn, Checkpoint(nothing_saveable if how.recompute else everything_saveable))
         self._projects: dict[tuple[bool, ...], bool] = {}  # by train/eval flags, because dropout makes it no projection
         self._watched: dict[tuple[bool, ...], int] = {}  # by train/eval flags: 1 if a watched piece had one row, else 2
-        self.captured: list[nn.Module] = []
-        self.normalizes = False
-        self.watched: tuple[bool, ...] = ()
-
-    def find_captured(self) -> None:
-        """Finds the modules that `fn` reaches and its use of batch norm, which a compiler's trace does not show."""
-        if not is_of_modules(self.fn):
-            self.captured = Captures(self.fn).modules
-        self.normalizes = names([self.fn, *self.captured], "batch_norm")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The `try` makes Dynamo run the region in Python as a whole where it cannot trace; see `Checkpointed`.
         try:
             if torch.compiler.is_compiling():
-                refuse_compiled([self.fn, *self.captured], self.normalizes, self.watched, self.how)
                 return self.run(args, kwargs)
         finally:
             pass
@@ -226,7 +204,7 @@ class Tiled(Transformed):
         if len(cut.ranges) <= 1:
             return self.body(*args, **kwargs)
         if independence.is_wanted():
-            parts = [self.fn, *self.captured]
+            parts = [self.fn, *([] if is_of_modules(self.fn) else Captures(self.fn).modules)]
             joined = Joined(self.how, cut.total, in_place=False)
             return independence.prove(self.body, parts, Captures(self.fn, follows=True), cut, joined, repr(self.how))
         refuse_cut_steps(self.how, self.fn, cut)
@@ -246,6 +224,8 @@ class Tiled(Transformed):
             if compiling:
                 with floats_as_constants():
                     result = run(*piece_args, **piece_kwargs)
+                if watch:
+                    traced.watch(self.how, [leaves[index] for index in cut.dims], pytrees.tensors(result))
             else:
                 with (
                     index_explained(repr(self.how), length, cut.total),
@@ -300,8 +280,6 @@ class Tiled(Transformed):
                 watch.refuse_over_rows(result)
             refuse_stored_tensors(captures, repr(self.how))
             self._watched[flags] = count
-            if any(flags) not in self.watched:
-                self.watched = (*self.watched, any(flags))
             return result
 
         return run
@@ -315,12 +293,6 @@ class Tiled(Transformed):
                 "its forward, before a loss asks for it; leave it to the root's fully_shard(), or say "
                 "fully_shard(head, reshard_after_forward=False)"
             )
-
-    def reassembled(self, remap: Callable[[Any], Any]) -> Tiled:
-        region = super().reassembled(remap)
-        region.captured = [remap(module) for module in self.captured]
-        region.normalizes, region.watched = self.normalizes, self.watched
-        return region
 
     def _is_projection(self, args: Any, kwargs: Any) -> bool:
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not self.how.by_rule:

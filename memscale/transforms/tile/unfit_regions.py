@@ -37,31 +37,6 @@ def names(parts: list[Any], name: str) -> bool:
     return any(name in each for each in named)
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...], what: object) -> None:
-    """Raises `TransformError` if a region under `torch.compile`, where no mode watches, may be unfit for pieces.
-
-    Args:
-        parts: the functions and modules of the region.
-        normalizes: whether the region's code names `batch_norm`.
-        watched: the modes (whether any module trains) in which a call outside of `torch.compile` was watched.
-        what: the transform, converted to text in errors only, because the compiler may keep its numbers dynamic.
-    """
-    modules = _modules(parts)
-    for module in modules:
-        if isinstance(module, _BATCH_NORMS) and (module.training or module.running_mean is None):
-            raise TransformError(BATCH_NORM.format(what=what, func=type(module).__name__))
-    training = any(module.training for module in modules)
-    if training not in watched and (normalizes or any(len(module._buffers) > 0 for module in modules)):
-        raise TransformError(
-            f"{what} under torch.compile: the region {'names batch_norm' if normalizes else 'has buffers'}, and only a "
-            "call outside of torch.compile can show that pieces may go through it one by one; call it once "
-            f"{'in training mode' if training else 'in eval()'} before"
-        )
-
-
 def refuse_stored_tensors(captures: Captures, what: str) -> None:
     """Raises `TransformError` if the region has stored a tensor or module since `captures` was read."""
     for slot, content in zip(captures.slots, captures.contents, strict=True):
