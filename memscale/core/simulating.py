@@ -53,16 +53,14 @@ _running: list[Simulated] = []
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Runs the body while no other thread is in this context, since simulations share process-wide state."""
-    if not _lock.acquire(blocking=False):
-        _waiting.add(threading.get_ident())
-        try:
-            _lock.acquire()
-        finally:
-            _waiting.discard(threading.get_ident())
+    thread = threading.get_ident()
+    _waiting.add(thread)
     try:
-        yield
+        with _lock:  # not `acquire`, after which an interrupt would leave the lock taken
+            _waiting.discard(thread)
+            yield
     finally:
-        _lock.release()
+        _waiting.discard(thread)
 
 
 def is_alone() -> bool:

@@ -1,15 +1,18 @@
 """Ctrl-C at any line of a recompute or a simulation leaves nothing behind."""
 
+import contextlib
 import gc
 import random
 import signal
 import sys
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import memscale as ms
+from memscale.core import one_at_a_time
 from memscale.regions import in_recompute
 
 
@@ -19,7 +22,8 @@ def _interrupted_at(number, run):
 
     def trace(frame, event, _):
         nonlocal left
-        if "memscale/" not in frame.f_code.co_filename:
+        # A signal never comes between a `with` and its lock, as a line's event does.
+        if "memscale/" not in frame.f_code.co_filename or frame.f_code is one_at_a_time.__wrapped__.__code__:
             return None
         if event == "line":
             left -= 1
@@ -86,7 +90,28 @@ def test_ctrl_c_at_a_line_of_a_simulation_leaves_nothing_behind():
         assert (_state(model), patched()) == before, number
         assert torch.ones(2).sum().item() == 2, number
         number += 101
+    thread = threading.Thread(target=profile, daemon=True)  # which waits for ever if a press left the lock taken
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
     assert number > 1000
+
+
+def test_ctrl_c_while_a_simulation_takes_its_lock_leaves_it_free():
+    def press(frame, event, called):
+        if event == "c_return" and getattr(called, "__name__", "") == "acquire":
+            raise KeyboardInterrupt
+
+    sys.setprofile(press)
+    try:
+        with contextlib.suppress(KeyboardInterrupt), one_at_a_time():
+            pass
+    finally:
+        sys.setprofile(None)
+    thread = threading.Thread(target=lambda: one_at_a_time().__enter__(), daemon=True)
+    thread.start()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def test_a_second_ctrl_c_acts_at_once():
