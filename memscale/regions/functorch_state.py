@@ -8,17 +8,12 @@ from contextlib import contextmanager
 
 import torch
 
-from memscale.core import internals
-
 
 class _Inside(threading.local):
     inside = False
 
 
 _local = _Inside()
-# Every call of a region asks for both.
-_stack = internals.named("torch._C._functorch.get_interpreter_stack")
-_tangents = torch.autograd.forward_ad
 
 
 def active() -> bool:
@@ -37,7 +32,11 @@ def forward_ad() -> bool:
 
 def is_absent() -> bool:
     """Whether no transform is active, no tensor has a tangent, and this thread is in no region under a transform."""
-    return _stack() is None and _tangents._current_level < 0 and not _local.inside
+    return not (
+        _local.inside
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._functorch.get_interpreter_stack() is not None
+    )
 
 
 def inside_region() -> bool:

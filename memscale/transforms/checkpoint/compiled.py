@@ -3,8 +3,8 @@
 A compiled graph ends by writing the new value of an input (a buffer, a parameter, an argument) over the old value. Its
 recompute in backward starts from the new value, so the gradient is wrong without an error, with
 `torch.utils.checkpoint` as well. And a backend that runs Dynamo's graph as it is draws other random numbers in the
-recompute. No code of memscale runs in a compiled region, so `_refuse_inexact` runs inside
-the compiler, when the region's graph is complete.
+recompute. No code of memscale runs in a compiled region, so `_refuse_inexact` runs inside the compiler, when the
+region's graph is complete.
 """
 
 from __future__ import annotations

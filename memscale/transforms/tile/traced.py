@@ -22,6 +22,8 @@ def watch(how: Any, rows: list[torch.Tensor], outputs: list[torch.Tensor]) -> No
         how: the `Tile`.
         rows: the pieces of tensors, each made by `narrow`.
         outputs: the tensors in the result of the region.
+
+    `_refuse` reads the arguments from the frame of this call, where they are variables of the compiler.
     """
     torch._dynamo.comptime.comptime(_refuse)
 

@@ -87,3 +87,19 @@ def test_each_mode_is_compared():
     assert torch.equal(fit(X), X)
     with pytest.raises(ms.TransformError, match="two halves"):
         fit.eval()(X)
+
+
+@pytest.mark.parametrize("fails", ["other numbers", "structures"])
+def test_a_refused_call_counts_nothing(fails):
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x / len(x) if fails == "other numbers" else [x] * len(x)
+
+    model = Counted()
+    fit = ms.transform(model, {"": tile(chunks=3)})
+    with pytest.raises(ms.TransformError, match=fails):
+        fit(X)
+    assert fit.calls == model.calls == 0

@@ -118,7 +118,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def no_casts_kept() -> Iterator[None]:
-    """Disables autocast's cache, which would keep the fake cast of a weight for the real run."""
+    """Disables autocast's cache, which would keep a cast of a weight from the body for the caller's run."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
