@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memscale.core import TransformError, internals, pytrees, simulating, versions
@@ -60,6 +61,8 @@ class Halves:
             return
         first, cut_dim = next(iter(self._cut.dims.items()))
         length = self._leaves[first].shape[cut_dim]
+        if length // 2 == 1 and self._convolves_on_a_cpu():
+            return
         joined, (leaves, spec) = Joined(self._how, length, in_place=False), pytrees.flatten(result)
         joined.add(result, 0, length)  # refuses what cannot be joined in any case
         halves: list[list[Any]] = []
@@ -99,6 +102,11 @@ class Halves:
                     f"{self._how!r}: output {index} of a piece of {length} rows has other numbers than its two halves "
                     f"give{_COUPLED}"
                 )
+
+    def _convolves_on_a_cpu(self) -> bool:
+        """Whether a CPU convolves, whose kernel for a single row may allocate many times what the piece takes."""
+        kinds = nn.Conv1d, nn.Conv2d, nn.Conv3d
+        return not accelerators(self._tensors) and any(isinstance(each, kinds) for each in self._captures.modules)
 
     def _part(self, start: int, length: int) -> tuple[Any, Any]:
         leaves = list(self._leaves)

@@ -7,6 +7,7 @@ from torch import nn
 
 import memscale as ms
 from memscale import tile
+from tests.support.whole_run import true_peaks
 
 torch.manual_seed(0)
 X, W, TARGETS = torch.randn(12, 5), torch.randn(5, 7), torch.arange(12) % 7
@@ -103,3 +104,15 @@ def test_a_refused_call_counts_nothing(fails):
     with pytest.raises(ms.TransformError, match=fails):
         fit(X)
     assert fit.calls == model.calls == 0
+
+
+def test_the_first_call_of_tiled_convolutions_takes_no_more_than_later_ones():
+    """A CPU's kernel for a single volume has scratch memory of many times the volume."""
+
+    def make_step():
+        net = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1), nn.SiLU(), nn.Conv3d(8, 8, 3, padding=1))
+        model, x = ms.transform(net, {"": tile(chunks=2)}), torch.randn(4, 8, 16, 16, 16)
+        return lambda: model(x).sum().backward()
+
+    first, later, _ = true_peaks(make_step)
+    assert first <= 1.05 * later
