@@ -473,7 +473,8 @@ class Executor:
         # Planned for the shapes of the call alone where no plan fits, or no simulation takes, the widened ones.
         for wanted in dict.fromkeys([shapes if batch is None else self._plans.widened(shapes), shapes]):
             self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
-            given = None if batch is None else with_shapes(batch, wanted)
+            # Of the call's own arguments, whose tensors are in the order of the shapes; a batch sorts its names.
+            given = as_batch(self.model.forward, *with_shapes((args, kwargs), wanted))
             verdict = decide(self.model, given, self._optimizing.plain(self.model), self._terms)
             self._plans.rounds_up = self._plans.rounds_up and verdict.profile is not None
             if verdict.profile is not None and verdict.refusal is None:

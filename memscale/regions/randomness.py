@@ -112,17 +112,16 @@ def _bytes(state: torch.Tensor) -> bytes:
 
 def _row_of(generator: torch.Generator) -> Any:
     """Returns the memory of a CPU generator that changes with its state; `None` for other generators and layouts."""
-    return _default_row() if generator is torch.default_generator else _new_row(generator)
-
-
-@functools.cache
-def _default_row() -> Any:
-    return _new_row(torch.default_generator)
+    return _default_row(generator) if generator is torch.default_generator else _new_row(generator)
 
 
 def _new_row(generator: Any) -> Any:
     start = _start_of_state() if generator.device.type == "cpu" else None
     return None if start is None else _Row.from_address(generator._cdata + start)
+
+
+# By the generator, since `torch.default_generator` is the step's own during a simulation.
+_default_row = functools.lru_cache(maxsize=1)(_new_row)
 
 
 @functools.cache

@@ -401,6 +401,24 @@ def test_what_a_loop_reads_behind_the_update_is_there_unless_tile_was_asked_for(
         list(accuracies(model))
 
 
+def test_a_call_with_positions_and_names_is_planned_for_in_the_order_of_the_call(device, caplog):
+    """As of a U-Net of diffusers: the names, sorted, come in another order, and tensors were taken for one another."""
+
+    class Conditioned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.of_context = stack(), nn.Linear(8, WIDTH)
+
+        def forward(self, sample, *, context):
+            return self.blocks(sample + self.of_context(context).mean(1))
+
+    device(1000)
+    model = ms.wrap(Conditioned(), config(), budget="11MiB")
+    model(rows(1024), context=torch.randn(1024, 3, 8)).sum().backward()
+    assert ms.Executor.of(model).plan.evidence.planned.taken_bytes <= 11 * MIB
+    assert not caplog.records
+
+
 def test_a_batch_that_fits_is_planned_for_where_its_rounded_lengths_do_not(device, caplog):
     """The next power of two is nearly twice as long, and its smallest plan was taken for the plan of the batch."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 16)) for _ in range(2)])

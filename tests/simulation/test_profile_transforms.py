@@ -150,6 +150,17 @@ def test_a_model_that_decides_by_a_draw_takes_what_most_draws_do(drawn):
     assert said == (drawn is not DRAWN["whatever"])
 
 
+def test_a_recompute_of_a_simulated_step_repeats_its_draws():
+    """The region read the process's generator, which a simulated step does not draw from: stochastic depth failed."""
+
+    def forward(m, y):
+        return y + torch.tanh(m.one(y)) if torch.rand(()).item() < 0.5 else y * 2
+
+    model = nn.Sequential(nn.Linear(8, 8), *[Forward(forward, one=nn.Linear(8, 8)) for _ in range(6)])
+    profile = ms.profile(model, x(4, 8), loss=mean, plan={"[1-6]": ms.checkpoint()})
+    assert not [note for note in profile.notes if "fails" in note]
+
+
 @pytest.mark.parametrize("hardware", [pytest.param(None, marks=pytest.mark.deep), "h100"])
 def test_a_model_of_graphs_is_planned_and_trains_to_the_same_numbers(hardware):
     def forward(m, y, graph):
