@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,21 @@ Loss = Callable[[Any, Any], torch.Tensor]
 _LOSS = Argument("", "loss")
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """The batch of a call that has arguments by position and by name; its tensors are in this order."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def check_batch(batch: Any) -> None:
-    """Checks that `batch` is a tensor, a tuple or list, or a mapping.
+    """Checks that `batch` is a tensor, a tuple or list, a mapping, or `Arguments`.
 
     Raises:
-        ConfigError: `batch` is none of the three kinds.
+        ConfigError: `batch` is none of these.
     """
-    if not isinstance(batch, (torch.Tensor, tuple, list, Mapping)):
+    if not isinstance(batch, (torch.Tensor, tuple, list, Mapping, Arguments)):
         raise ConfigError(
             "a batch is a tensor, a tuple of arguments or a mapping of keyword arguments, "
             f"got {type(batch).__name__}; pass what the model is called with"
@@ -71,6 +80,8 @@ def call(model: Callable[..., Any], batch: Any) -> Any:
     try:
         if isinstance(batch, torch.Tensor):
             return model(batch)
+        if isinstance(batch, Arguments):
+            return model(*batch.args, **batch.kwargs)
         return model(**batch) if isinstance(batch, Mapping) else model(*batch)
     except NotImplementedError as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

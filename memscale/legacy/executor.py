@@ -468,14 +468,12 @@ class Executor:
 
     def _planned(self, args: Any, kwargs: Any, shapes: Shapes) -> tuple[Verdict, Shapes]:
         """Returns the verdict for a call, and the shapes for which it was made."""
-        batch = as_batch(self.model.forward, args, kwargs)
+        batch = as_batch(args, kwargs)
         self._terms = dataclasses.replace(self._terms, hardware=hardware_of(self.model))
         # Planned for the shapes of the call alone where no plan fits, or no simulation takes, the widened ones.
-        for wanted in dict.fromkeys([shapes if batch is None else self._plans.widened(shapes), shapes]):
+        for wanted in dict.fromkeys([self._plans.widened(shapes), shapes]):
             self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
-            # Of the call's own arguments, whose tensors are in the order of the shapes; a batch sorts its names.
-            given = as_batch(self.model.forward, *with_shapes((args, kwargs), wanted))
-            verdict = decide(self.model, given, self._optimizing.plain(self.model), self._terms)
+            verdict = decide(self.model, with_shapes(batch, wanted), self._optimizing.plain(self.model), self._terms)
             self._plans.rounds_up = self._plans.rounds_up and verdict.profile is not None
             if verdict.profile is not None and verdict.refusal is None:
                 break

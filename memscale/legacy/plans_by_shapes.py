@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 import torch
 
-from memscale.core import pytrees, tensors, unflatten
+from memscale.core import batches, pytrees, tensors, unflatten
 from memscale.legacy.decide import Verdict
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -137,8 +135,8 @@ def with_shapes(batch: Any, shapes: Shapes) -> Any:
     return unflatten(spec, [fitted(leaf, next(wanted)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
 
-def as_batch(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
-    """Returns the arguments of a call as one batch, detached from the caller's graph; None if that is impossible.
+def as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the arguments of a call as one batch, detached from the caller's graph.
 
     A simulated backward must not run into the caller's graph, which it would free.
     """
@@ -147,13 +145,4 @@ def as_batch(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
     ]
     args, kwargs = unflatten(spec, cut)
-    if not args or not kwargs:
-        return args or kwargs or None
-    try:
-        parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(names) or any(each.kind is each.POSITIONAL_ONLY for each in parameters):
-        return None
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return batches.Arguments(args, kwargs) if args and kwargs else kwargs or args

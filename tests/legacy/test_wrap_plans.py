@@ -401,21 +401,26 @@ def test_what_a_loop_reads_behind_the_update_is_there_unless_tile_was_asked_for(
         list(accuracies(model))
 
 
-def test_a_call_with_positions_and_names_is_planned_for_in_the_order_of_the_call(device, caplog):
-    """As of a U-Net of diffusers: the names, sorted, come in another order, and tensors were taken for one another."""
+FORWARDS = {
+    # As a U-Net of diffusers: the names, sorted, come in another order, and tensors were taken for one another.
+    "context": (lambda self, sample, *, context: self.blocks(sample + context[:, :1, 0]), {"context": (1024, 3, 8)}),
+    # No mapping is these arguments: the step counted as fitting, without a word.
+    "positions": (lambda self, sample, /, *, scale: self.blocks(sample * scale), {"scale": (1,)}),
+    "many": (lambda self, *samples, scale: [self.blocks(each * scale) for each in samples], {"scale": (1,)}),
+}
 
-    class Conditioned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks, self.of_context = stack(), nn.Linear(8, WIDTH)
 
-        def forward(self, sample, *, context):
-            return self.blocks(sample + self.of_context(context).mean(1))
-
+@pytest.mark.parametrize(("forward", "named"), FORWARDS.values(), ids=FORWARDS)
+def test_a_call_with_positions_and_names_is_planned_for(forward, named, device, caplog):
+    model = nn.Module()
+    model.blocks = stack()
+    model.__class__ = type("Model", (nn.Module,), {"forward": forward})
     device(1000)
-    model = ms.wrap(Conditioned(), config(), budget="11MiB")
-    model(rows(1024), context=torch.randn(1024, 3, 8)).sum().backward()
-    assert ms.Executor.of(model).plan.evidence.planned.taken_bytes <= 11 * MIB
+    ms.wrap(model, config(), budget="11MiB")
+    output = model(rows(1024), **{name: torch.randn(shape) for name, shape in named.items()})
+    (output[0] if isinstance(output, list) else output).sum().backward()
+    executor = ms.Executor.of(model)
+    assert executor.plan.evidence.planned.taken_bytes <= 11 * MIB < executor.step_bytes
     assert not caplog.records
 
 
