@@ -31,9 +31,11 @@ from memscale.regions import (
     accelerators,
     functorch_state,
     holds,
+    is_unrecorded,
     read,
     refuse_iterators,
     restore,
+    unrecorded_depth,
     write,
 )
 
@@ -320,9 +322,12 @@ class _Guard(TorchFunctionMode):
     def __init__(self, inputs: tuple[torch.Tensor, ...] | None) -> None:
         super().__init__()
         self._known = None if inputs is None else {id(tensor): tensor for tensor in inputs}
+        self._depth = unrecorded_depth()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_unrecorded(self._depth):  # a watch inside the region looks at tensors without their wrappers
+            return func(*args, **kwargs)
         stack = _functorch.get_interpreter_stack()
         level = stack[-1].level() if stack else 0
         for tensor in pytrees.tensors((args, kwargs)):

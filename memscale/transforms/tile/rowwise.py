@@ -24,6 +24,7 @@ from memscale.regions import (
     memory_of,
     storages,
     takes_batch_statistics,
+    unrecorded,
 )
 from memscale.transforms.tile.coupling import (
     SomeRows,
@@ -108,11 +109,12 @@ class RowwiseWatch(OperatorWatch):
         self._count = next(tensor.shape[dim] for tensor, dim in rows.items())
         self._places = _Places()
         self._numbers = _Places()  # of the numbers of the rows, such as torch.arange(len(x)), and what is made of them
-        for tensor, dim in rows.items():
-            seen = _unwrapped(tensor)
-            # vmap's wrapper hides a dimension.
-            if seen.dim() == tensor.dim() and RowDim(dim).holds(seen, self._count):
-                self._places.note(seen, RowDim(dim))
+        with unrecorded():
+            for tensor, dim in rows.items():
+                seen = _unwrapped(tensor)
+                # vmap's wrapper hides a dimension.
+                if seen.dim() == tensor.dim() and RowDim(dim).holds(seen, self._count):
+                    self._places.note(seen, RowDim(dim))
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(func, internals.OpOverload):
@@ -228,7 +230,9 @@ class RowwiseWatch(OperatorWatch):
     def refuse_over_rows(self, result: Any) -> None:
         """Raises `TransformError` if an output was computed over the rows, and is as long as they are."""
         for each in pytrees.tensors(result):
-            if self._places.find(_unwrapped(each)) is _OVER_ROWS and self._count in each.shape:
+            with unrecorded():
+                place = self._places.find(_unwrapped(each))
+            if place is _OVER_ROWS and self._count in each.shape:
                 raise TransformError(
                     f"{self._what}: an output of shape {list(each.shape)} is computed over the rows. {_COUPLED}"
                 )

@@ -416,6 +416,12 @@ def test_a_tile_under_torch_func_has_the_same_bits():
     assert bits(found[0]) == bits(found[1]), "functional_call's own weights, also in the recompute"
 
 
+def test_a_row_of_checkpointed_tiles_under_vmap():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), numbers(2, 6, 4)
+    fit = ms.transform(model, {"*": ms.compose(ms.checkpoint(), tile(chunks=2))})
+    torch.testing.assert_close(torch.func.vmap(fit)(x), model(x))
+
+
 # The compiler's own imports, at the first torch.compile of a process.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.deep)])
