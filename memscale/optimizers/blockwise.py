@@ -22,6 +22,12 @@ from memscale.core import RuntimeUnavailable, device_type, simulating
 LARGEST = ".largest"
 
 
+def codes_in(states: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the quantized moments among `states`, by name; a moment that the caller has assigned has no codes."""
+    found = {name: value for name, value in states.items() if f"{name}{LARGEST}" in states}
+    return {name: value for name, value in found.items() if value.dtype == torch.uint8}
+
+
 def kernels() -> Any:
     """Returns the namespace of bitsandbytes' operators, `torch.ops.bitsandbytes`.
 

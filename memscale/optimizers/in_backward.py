@@ -101,6 +101,7 @@ class _InBackward(StepPart):
     def __init__(self, how: StepInBackward, optimizer: PartedOptimizer, inner: StepPart) -> None:
         super().__init__(how, optimizer, inner)
         self.stepped: set[int] = set()  # ids of the parameters that have stepped since the last `step`
+        self._zeroed: set[int] = set()  # ids of parameters whose gradients ``zero_grad(set_to_none=False)`` made zero
         self._refused = False  # whether a backward has raised since the last `step`
         self._finished = False  # whether a backward in which parameters stepped has come to its end since
         self._hooks: dict[int, _Hook] = {}
@@ -141,6 +142,10 @@ class _InBackward(StepPart):
                 f"{self.how!r}: {changed} after the backward whose parameters have stepped with the options before; "
                 "set options before backward (a scheduler's step after the optimizer's does)"
             )
+        for parameter in self.parameters:
+            if id(parameter) in self._zeroed and parameter.grad is None:  # the plain step has zeros here
+                parameter.grad = torch.zeros_like(parameter)
+        self._zeroed.clear()
 
     def after_step(self) -> None:
         self.stepped.clear()
@@ -170,6 +175,7 @@ class _InBackward(StepPart):
         if not self.stepped:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self.stepped.add(id(parameter))
+        self._zeroed.discard(id(parameter))
         optimizer._advance_in_backward(hook.number, parameter)
         parameter.grad = SpentGradient(parameter, hook.title)
 
@@ -180,7 +186,8 @@ class _InBackward(StepPart):
     def backward_passes(self) -> int:
         return 1 if self._clip is None else 2
 
-    def after_zero_grad(self) -> None:
+    def after_zero_grad(self, zeroed: list[torch.Tensor]) -> None:
+        self._zeroed = {id(parameter) for parameter in zeroed}
         if self._clip is not None and not self.stepped:  # the measured gradients belong to the step that was dropped
             self._clip.clear()
             for hook in self._hooks.values():

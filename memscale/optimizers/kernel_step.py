@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memscale.core import device_type
-from memscale.optimizers.blockwise import LARGEST, codes_of, in_stream_order, kernels
+from memscale.optimizers.blockwise import LARGEST, codes_in, codes_of, in_stream_order, kernels
 
 _BLOCK = 256  # the kernel's only block
 _MOST_NUMBERS = 2**31 - 1  # it counts them in 32 bits
@@ -87,7 +87,7 @@ class KernelStep(NamedTuple):
     def takes(self, parameter: torch.Tensor, states: dict[str, Any]) -> bool:
         """Whether the kernel can step `parameter`, whose moments `states` has quantized by an earlier step."""
         gradient, codes = parameter.grad, [states.get(name) for name in self.moments]
-        if gradient is None or not all(f"{name}{LARGEST}" in states for name in self.moments):
+        if gradient is None or not codes_in(states).keys() >= set(self.moments):
             return False
         if ("step" in states) == (self.name == "momentum"):
             return False

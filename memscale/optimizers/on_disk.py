@@ -28,6 +28,8 @@ class _Stored:
         buffer: the bytes on disk, allocated by `engine`.
         likes: for each state's name a meta tensor with its shape and type.
         order: the names of all states of the parameter, in the optimizer's order.
+        rest: the optimizer's dictionary of the other states while these are on disk. Another dictionary in its place is
+            the caller's, with new states.
         memory: the bytes of the states while these are in memory or being copied, else None. A part of `whole`, which
             can serve another parameter afterwards.
         views: the state tensors over `memory` that the optimizer has.
@@ -35,11 +37,12 @@ class _Stored:
     """
 
     # Slots, so that a search through the optimizer's attributes for tensors does not find `likes`.
-    __slots__ = ("buffer", "engine", "likes", "memory", "moving", "order", "views", "whole")
+    __slots__ = ("buffer", "engine", "likes", "memory", "moving", "order", "rest", "views", "whole")
 
     def __init__(self, engine: Engine, buffer: Buffer, likes: dict[str, torch.Tensor]) -> None:
         self.engine, self.buffer, self.likes = engine, buffer, likes
         self.order: list[str] = []
+        self.rest: dict[str, Any] = {}
         self.memory: torch.Tensor | None = None
         self.whole: torch.Tensor | None = None
         self.views: dict[str, torch.Tensor] = {}
@@ -99,6 +102,7 @@ class OnDisk(StepPart):
             self._kept.clear()
         for parameter in parameters:
             if any(is_large(value) for value in self.optimizer.state.get(parameter, {}).values()):
+                self._arrive(parameter)  # beside a state that the caller has assigned
                 self._leave(parameter)
                 self._finish_writing(AHEAD)
         self._end()
@@ -154,6 +158,8 @@ class OnDisk(StepPart):
         """Gives the states of `parameter` storages of their own over the same memory, as `torch.save` needs."""
         states = self.optimizer.state[parameter]
         for name, view in self._stored[id(parameter)].views.items():
+            if states[name] is not view:
+                continue
             flat = view.as_strided((view.numel(),), (1,)).view(torch.uint8)
             states[name] = laid_out(torch.from_numpy(flat.numpy()), view)
 
@@ -185,7 +191,7 @@ class OnDisk(StepPart):
             return
         self._wait(stored)
         stored.views = stored.states()
-        found = {**self.optimizer.state[parameter], **stored.views}
+        found = {**stored.views, **self.optimizer.state[parameter]}  # a state that the caller has assigned counts
         names = dict.fromkeys([*stored.order, *found])
         self.optimizer.state[parameter] = {name: found[name] for name in names}
 
@@ -207,6 +213,7 @@ class OnDisk(StepPart):
         stored.order = list(states)
         optimizer.state[parameter] = {name: value for name, value in states.items() if name not in large}
         optimizer._part_states([parameter])
+        stored.rest = optimizer.state[parameter]
 
     def _finish_writing(self, most: int) -> None:
         """Waits until at most `most` states are being written, and frees the memory of the others."""
@@ -238,18 +245,23 @@ class OnDisk(StepPart):
     def _stored_of(self, key: int) -> _Stored | None:
         """Returns where these states are; a simulation gets a buffer of its own, as the real one holds real states.
 
-        A parameter that the optimizer's `state` no longer has, after ``state.clear()`` or a `state_dict` without it,
-        begins without states.
+        A parameter whose entry in the optimizer's `state` is gone or another dictionary, after ``state.clear()``,
+        ``state[parameter] = {}`` or a `state_dict` without it, begins with what that dictionary holds.
         """
         stored = self._stored.get(key)
-        if stored is not None and self._by_id[key] not in self.optimizer.state:
+        if stored is not None and not stored.views and not simulating() and self._is_replaced(stored, key):
             self._stored.pop(key).free()
             return None
         if stored is not None and simulating() and stored.engine is not self._engine():
-            order = stored.order
+            order, rest = stored.order, stored.rest
             stored = self._stored[key] = self._new_room(stored.likes)
-            stored.order = order
+            stored.order, stored.rest = order, rest
         return stored
+
+    def _is_replaced(self, stored: _Stored, key: int) -> bool:
+        if self.optimizer.state.get(self._by_id[key]) is not stored.rest:
+            return True
+        return any(name not in stored.rest for name in stored.order if name not in stored.likes)  # `.clear()`
 
     def _stored_for(self, parameter: torch.Tensor, large: dict[str, torch.Tensor]) -> _Stored:
         """Returns the buffer for states like `large`; a buffer for states of other shapes or types is freed first."""

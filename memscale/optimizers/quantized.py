@@ -11,7 +11,7 @@ import torch
 
 from memscale.algebra import Numbers
 from memscale.core import ConfigError, TransformError, by_name, format_bytes, simulating
-from memscale.optimizers.blockwise import LARGEST, kernels, prepare, quantized, restored
+from memscale.optimizers.blockwise import LARGEST, codes_in, kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.kernel_step import KernelStep
 from memscale.optimizers.separability import MomentState
@@ -140,7 +140,7 @@ class _Quantized(StepPart):
         stay: dict[str, list[str]] = {}
         for parameter in self.parameters:
             states = optimizer.state.get(parameter, {})
-            codes = {name: value for name, value in states.items() if f"{name}{LARGEST}" in states}
+            codes = codes_in(states)
             number += bool(codes)
             for name, value in codes.items():
                 before += value.numel() * self._moments(parameter)[name].dtype.itemsize
@@ -215,7 +215,7 @@ class _Quantized(StepPart):
             and bool(moments)
             and all(moment.dtype in _KINDS for moment in moments.values())
             and evidence.full_names(parameter) == moments.keys()
-            and (not states or all(f"{name}{LARGEST}" in states for name in moments))  # every moment is quantized
+            and (not states or codes_in(states).keys() >= moments.keys())  # every moment is quantized
             and all(each.is_contiguous() for each in (parameter, parameter.grad) if each is not None)
         )
 
@@ -282,14 +282,13 @@ class _Quantized(StepPart):
         """Replaces the codes in the states of `parameter` by restored moments."""
         states = self.optimizer.state.get(parameter, {})
         moments = self._moments(parameter)
-        codes = {name: value for name, value in states.items() if f"{name}{LARGEST}" in states}
-        if not codes:
+        if not any(name.endswith(LARGEST) for name in states):
             return
         numbers = {
             name: self._numbers(
                 value.as_strided((value.numel(),), (1,)), states[f"{name}{LARGEST}"], moments[name]
             ).as_strided(value.shape, value.stride())
-            for name, value in codes.items()
+            for name, value in codes_in(states).items()
         }
         self.optimizer.state[parameter] = {
             name: numbers.get(name, value) for name, value in states.items() if not name.endswith(LARGEST)

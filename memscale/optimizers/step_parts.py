@@ -115,8 +115,8 @@ class StepPart:
         """The number of backward passes over one graph in a step."""
         return 1
 
-    def after_zero_grad(self) -> None:
-        """Called after gradients were dropped."""
+    def after_zero_grad(self, zeroed: list[torch.Tensor]) -> None:
+        """Called after gradients were dropped; those of `zeroed` were freed before and count as zeros from now on."""
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -140,12 +140,12 @@ class TransformedOptimizer(PartedOptimizer):
 
     def _drop_gradients(self, set_to_none: bool) -> None:
         self._catch_up()
-        for parameter in parameters_of(self.param_groups):
-            if isinstance(parameter.grad, SpentGradient):
-                parameter.grad = None
+        spent = [each for each in parameters_of(self.param_groups) if isinstance(each.grad, SpentGradient)]
+        for parameter in spent:
+            parameter.grad = None
         super().zero_grad(set_to_none)
         for part in self.parts:
-            part.after_zero_grad()
+            part.after_zero_grad([] if set_to_none else spent)
 
     def state_dict(self) -> dict[str, Any]:
         with self._gathered():

@@ -155,3 +155,32 @@ def test_states_on_disk_go_with_the_entries_of_their_parameters(clears, maker):
         return numbers(nn.ParameterList([weight]), optimizer)
 
     assert run(DISK) == run(ms.identity)
+
+
+@pytest.mark.parametrize("how", [DISK, SMALL, ms.compose(DISK, SMALL)], ids=repr)
+@pytest.mark.parametrize("way", ["one moment", "all states", "none"])
+@pytest.mark.parametrize("maker", [lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), MAKERS["AdamW, fused"]])
+def test_states_that_the_caller_assigns_count_as_loaded_ones_do(maker, way, how):
+    def run(loads):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 64))
+        optimizer = how(maker([weight]))
+        for number in range(4):
+            if number == 2:
+                saved = optimizer.state_dict()
+                assigned = {key: torch.zeros_like(state) for key, state in saved["state"][0].items()}
+                if way == "one moment":
+                    assigned = dict(itertools.islice(((k, v) for k, v in assigned.items() if v.dim()), 1))
+                if loads:
+                    saved["state"][0] = {**saved["state"][0], **assigned} if way == "one moment" else assigned
+                    saved["state"] = {} if way == "none" else saved["state"]
+                    optimizer.load_state_dict(saved)
+                elif way == "one moment":
+                    optimizer.state[weight].update(assigned)
+                else:
+                    optimizer.state[weight] = {} if way == "none" else assigned
+            weight.grad = torch.randn(64, 64)
+            optimizer.step()
+        return numbers(nn.ParameterList([weight]), optimizer)
+
+    assert run(loads=False) == run(loads=True)

@@ -378,3 +378,17 @@ def test_a_graph_that_still_needs_the_parameter_is_refused_by_autograd():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (hidden * first).sum().backward()
     assert optimizer
+
+
+@pytest.mark.parametrize("how", [HOW, ms.compose(HOW, ms.step_in_groups(group_bytes=1))], ids=repr)
+def test_a_gradient_that_zero_grad_sets_to_zero_steps_where_the_next_loss_does_not_reach(how):
+    def run(how):
+        weights = nn.ParameterList([torch.ones(4), torch.ones(4), torch.ones(4)])
+        optimizer = how(torch.optim.AdamW(weights, lr=0.1))
+        for number in range(7):
+            optimizer.zero_grad(set_to_none=number == 4)
+            sum(weight.sum() for at, weight in enumerate(weights) if (number + at) % 3).backward()
+            optimizer.step()
+        return numbers(weights, optimizer)
+
+    assert run(how) == run(ms.identity)
