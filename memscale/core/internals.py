@@ -169,7 +169,7 @@ INTERNALS = tuple(
         (f"{_C}_ForceDispatchKeyGuard", "running operators without some dispatch keys", f"{_R} {_S} {_T}checkpoint"),
         (f"{_C}_dispatch_tls_local_exclude_set", "likewise", f"{_R} {_S} {_T}checkpoint"),
         (f"{_C}_dispatch_tls_local_include_set", "likewise", f"{_R} {_S} {_T}checkpoint"),
-        (f"{_F}get_unwrapped", "the tensor inside a torch.func wrapper", f"{_S} {_T}tile"),
+        (f"{_F}get_unwrapped", "the tensor inside a torch.func wrapper", f"{_S} {_T}checkpoint {_T}tile"),
         # Simulated devices.
         (f"{_C}DispatchKey", "dispatch keys, for a card's autocast on the host", f"{_R} {_S}"),
         (f"{_C}DispatchKeySet", "a card's autocast on the host", f"{_R} {_S}"),

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memscale.core import CorrectnessError, TransformError, internals, pytrees, version
@@ -106,13 +107,13 @@ class _Call:
 
     def execute(self, inputs: tuple[torch.Tensor, ...], *, first: bool) -> tuple[torch.Tensor, ...]:
         """Runs the region on `inputs`. Returns the tensor outputs, the changed buffers and the tensors left behind."""
-        working = [tensor.clone() if index in self.buffers else tensor for index, tensor in enumerate(inputs)]
+        working = self._own(inputs)
         before = [version(tensor) for tensor in working]
         values = [working[position] for position in self.arguments]
         with (
             self._substituted(working, keep_changes=first) as put,
             ExitStack() as stack,
-            _Guard(inputs if first else None),
+            _Guard(working if first else None),
         ):
             present: list[Any] = []
             stack.callback(restore, present)
@@ -159,6 +160,25 @@ class _Call:
                 "must do the same at every run with the same inputs"
             )
         return (*outputs, *[left.tensors[left.order[occurrence]] for occurrence in self.made])
+
+    def _own(self, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """Returns `inputs` as objects of their own, with the attributes that they have outside; buffers are copied.
+
+        `torch.func` wraps one tensor as two, such as the `x` of `grad(f)(x)` as argument and in a closure. In the
+        region both are the unwrapped tensor, and a result that is that tensor would belong to the wrong one.
+        """
+        taken = {id(tensor) for tensor, outside in zip(inputs, self.targets, strict=True) if tensor is outside}
+        working = []
+        for index, (tensor, outside) in enumerate(zip(inputs, self.targets, strict=True)):
+            is_parameter = isinstance(outside, nn.Parameter)
+            if index in self.buffers:
+                tensor = tensor.clone()
+            elif tensor is not outside and (id(tensor) in taken or outside.__dict__ or is_parameter):
+                tensor = torch.ops.aten.alias(tensor)
+                tensor.__dict__.update(outside.__dict__, **({"_is_param": True} if is_parameter else {}))
+            taken.add(id(tensor))
+            working.append(tensor)
+        return working
 
     def _find_sources(self, left: ArgumentSpec, inside: dict[int, int], outputs: list[torch.Tensor]) -> None:
         """Finds the source of each tensor that the region left behind; a tensor without a source is one more output.
@@ -303,13 +323,23 @@ def _rerun(ctx: Any, inputs: tuple[torch.Tensor, ...], wanted: list[int]) -> Cal
     """Returns the region as a function from its `wanted` inputs to its differentiable outputs."""
 
     def run_again(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        full = list(inputs)
+        full = list(map(_unwrapped, inputs, ctx.call.targets))
         for index, value in zip(wanted, values, strict=True):
             full[index] = value
         outputs = ctx.call.execute(tuple(full), first=False)
         return tuple(output for output, yes in zip(outputs, ctx.differentiable, strict=True) if yes)
 
     return run_again
+
+
+def _unwrapped(tensor: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+    """Returns `outside`, with its class and `requires_grad`, if `tensor` wraps `outside` without a gradient."""
+    inner = tensor
+    while inner is not outside and _functorch.is_functorch_wrapped_tensor(inner):
+        inner = _functorch.get_unwrapped(inner)
+    return (
+        outside if inner is outside and inner.dim() == tensor.dim() else tensor
+    )  # a batched tensor has a dimension less
 
 
 class _Guard(TorchFunctionMode):
@@ -319,7 +349,7 @@ class _Guard(TorchFunctionMode):
     without an error.
     """
 
-    def __init__(self, inputs: tuple[torch.Tensor, ...] | None) -> None:
+    def __init__(self, inputs: list[torch.Tensor] | None) -> None:
         super().__init__()
         self._known = None if inputs is None else {id(tensor): tensor for tensor in inputs}
         self._depth = unrecorded_depth()

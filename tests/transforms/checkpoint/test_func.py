@@ -238,6 +238,76 @@ def test_an_input_can_be_returned_as_it_is():
     same_gradients(loss, x)
 
 
+def given_twice(transform, x):
+    """A tensor that is two arguments of `grad`, and returned as the one, as the other, and in a list."""
+
+    def loss(a, b):
+        kept = []
+        first, second, product = transform(lambda a, b, kept: (kept.extend([b, a]), (a, b, a * b))[1])(a, b, kept)
+        return (2 * first + 3 * second + product + 5 * kept[0] + 7 * kept[1]).sum()
+
+    return grad(loss, argnums=(0, 1))(x, x)
+
+
+def differentiated_and_captured(transform, x):
+    return grad(lambda a: transform(lambda a: (a * x, a))(a)[1].pow(3).sum())(x)
+
+
+def of_two_levels(transform, x):
+    return grad(lambda a: grad(lambda b: transform(lambda b: (a, b))(b)[1].pow(3).sum())(a).sum())(x)
+
+
+@pytest.mark.parametrize("program", [given_twice, differentiated_and_captured, of_two_levels])
+def test_one_tensor_that_torch_func_gives_a_region_as_two_is_returned_as_the_right_one(program):
+    x = torch.arange(4.0)
+    torch.testing.assert_close(program(checkpoint(), x), program(ms.identity, x), rtol=0, atol=0)
+
+
+def asks_for_attribute(x, p):
+    return x * p * getattr(p, "scale", 1.0)
+
+
+def asks_for_class(x, p):
+    return x * p * (5.0 if isinstance(p, nn.Parameter) else 1.0)
+
+
+def asks_for_requires_grad(x, p):
+    return x * p * (5.0 if p.requires_grad else 1.0)
+
+
+def once(loss, x, p):
+    return grad(loss)(x)
+
+
+def twice(loss, x, p):
+    return grad(lambda x: grad(loss)(x).square().sum())(x)
+
+
+def to_the_captured_one_too(loss, x, p):
+    value, pull = vjp(loss, x)
+    return *pull(torch.ones(())), *torch.autograd.grad(value, p)
+
+
+@pytest.mark.parametrize("level", [once, twice, to_the_captured_one_too])
+@pytest.mark.parametrize("fn", [asks_for_attribute, asks_for_class, asks_for_requires_grad])
+def test_a_captured_tensor_has_its_class_and_attributes_in_the_recompute(fn, level):
+    x, p = torch.arange(1.0, 4.0), nn.Parameter(torch.arange(2.0, 5.0))
+    p.scale = 3.0
+    results = [
+        level(lambda x, how=how: how(lambda x: fn(x, p))(x).pow(2).sum(), x, p) for how in (ms.identity, checkpoint())
+    ]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_a_differentiated_argument_has_its_attributes():
+    def loss(how, x):
+        x = x * 2
+        x.scale = 3.0
+        return how(lambda x: asks_for_attribute(x.sin(), x))(x).sum()
+
+    same_gradients(loss, torch.arange(3.0))
+
+
 def test_a_rerun_that_leaves_other_tensors_is_refused():
     class hidden:  # memscale does not see what a class keeps
         runs = []  # noqa: RUF012
