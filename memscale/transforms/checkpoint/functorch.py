@@ -289,6 +289,7 @@ class _Region(torch.autograd.Function):
         ctx.mark_non_differentiable(*[t for t, yes in zip(output, ctx.differentiable, strict=True) if not yes])
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)  # batch_norm in eval mode refuses a tangent of its buffers, also of zeros
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -296,8 +297,9 @@ class _Region(torch.autograd.Function):
         inputs = tuple(map(_functorch.unwrap_if_dead, ctx.saved_tensors))
         wanted = [index for index in range(len(inputs)) if ctx.needs_input_grad[index + 1]]
         with ctx.call.environment.reinstate():
-            vjp = torch.func.vjp(_rerun(ctx, inputs, wanted), *[inputs[index] for index in wanted])[1]
-        found = vjp(tuple(grad for grad, yes in zip(grads, ctx.differentiable, strict=True) if yes))
+            outputs, vjp, *_ = torch.func.vjp(_rerun(ctx, inputs, wanted), *[inputs[index] for index in wanted])
+        given = [grad for grad, yes in zip(grads, ctx.differentiable, strict=True) if yes]
+        found = vjp(tuple(torch.zeros_like(y) if g is None else g for y, g in zip(outputs, given, strict=True)))
         result: list[Any] = [None] * len(ctx.needs_input_grad)
         for index, grad in zip(wanted, found, strict=True):
             result[index + 1] = grad

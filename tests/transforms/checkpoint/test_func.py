@@ -308,6 +308,11 @@ def test_a_differentiated_argument_has_its_attributes():
     same_gradients(loss, torch.arange(3.0))
 
 
+def test_forward_mode_through_a_batchnorm_in_eval_mode():
+    norm, x = nn.BatchNorm1d(3).eval(), torch.arange(12.0).view(4, 3)
+    torch.testing.assert_close(jvp(checkpoint()(norm), (x,), (x,)), jvp(norm, (x,), (x,)), rtol=0, atol=0)
+
+
 def test_a_rerun_that_leaves_other_tensors_is_refused():
     class hidden:  # memscale does not see what a class keeps
         runs = []  # noqa: RUF012
