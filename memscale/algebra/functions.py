@@ -6,8 +6,9 @@ import functools
 import inspect
 import operator
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -110,9 +111,10 @@ def copy_tree(modules: Modules) -> dict[int, Any]:
     """Copies a module tree without its parameters and buffers. Returns a map from the id of each module to its copy.
 
     Every module is a new object of the same class. References from one module of the tree to another (children,
-    attributes, lists, bound methods, hooks) point to the copies; everything else is shared. Containers among the
-    attributes are copied, so that a list that `forward` appends to belongs to one tree only. An object held by a hook
-    or a partial stays the same object, unless it is such a container or refers to modules of the tree.
+    attributes, lists, bound methods, closures, weak references, hooks) point to the copies; everything else is shared.
+    Containers among the attributes are copied, so that a list that `forward` appends to belongs to one tree only. An
+    object held by a hook, a partial or a closure stays the same object, unless it is such a container or refers to
+    modules of the tree.
     """
     memo: dict[int, Any] = {}
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -185,6 +187,48 @@ def _compiled(fn: types.FunctionType, method: types.MethodType) -> Callable[...,
     return compiled
 
 
+def _refers(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
+    """Whether a function, or a value in one of its cells, is or refers to something that has a copy."""
+    if id(value) in memo:
+        return True
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    if type(value) is types.FunctionType:
+        return any(_refers(content, memo, seen) for _, content in _cells_with_content(value))
+    if type(value) is types.MethodType:
+        return id(value.__self__) in memo
+    if type(value) is functools.partial:
+        return any(_refers(part, memo, seen) for part in (value.func, *value.args, *value.keywords.values()))
+    return False
+
+
+def _cells_with_content(fn: types.FunctionType) -> Iterator[tuple[types.CellType, Any]]:
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell, cell.cell_contents
+        except ValueError:  # an empty cell, of a local variable before its assignment
+            continue
+
+
+def _with_cells_of_copies(fn: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """Returns a copy of `fn` whose closure refers to the copies, such as a hook that writes to ``self``.
+
+    Cells with other contents stay those of `fn`: a list that the user collects features in is one list.
+    """
+    changed = [(cell, content) for cell, content in _cells_with_content(fn) if _refers(content, memo, set())]
+    cells = {id(cell): memo.setdefault(id(cell), types.CellType()) for cell, _ in changed}
+    closure = tuple([cells.get(id(cell), cell) for cell in fn.__closure__ or ()])
+    copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closure)
+    memo[id(fn)] = copy  # before the cells are filled, since a function may refer to itself
+    for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__", "__annotations__"):
+        setattr(copy, name, getattr(fn, name))
+    vars(copy).update(vars(fn))
+    for cell, content in changed:
+        cells[id(cell)].cell_contents = remapped(content, memo)
+    return copy
+
+
 def remapped(value: Any, memo: dict[int, Any], *, copies: bool = False) -> Any:
     """Replaces every reference to a module of the tree in `value` by its copy. Returns `value` itself without any.
 
@@ -202,6 +246,10 @@ def remapped(value: Any, memo: dict[int, Any], *, copies: bool = False) -> Any:
         return types.MethodType(value.__func__, memo[id(value.__self__)])
     if kind is types.FunctionType and (inner := vars(value).get("_torchdynamo_orig_callable")) is not None:
         return _compiled(value, remapped(inner, memo)) if id(getattr(inner, "__self__", None)) in memo else value
+    if kind is weakref.ref and id(value()) in memo:
+        return weakref.ref(memo[id(value())])
+    if kind is types.FunctionType and value.__closure__:
+        return _with_cells_of_copies(value, memo) if _refers(value, memo, set()) else value
     if kind is functools.partial:
         func, args, keywords = parts = value.func, value.args, value.keywords
         other = remapped(func, memo), *(remapped(part, memo) for part in (args, keywords))

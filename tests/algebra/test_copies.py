@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import pytest
@@ -169,3 +170,59 @@ def test_a_container_that_holds_itself() -> None:
     fit = ms.transform(model, {})
     assert fit.ring[0] is fit[0]
     assert fit.ring[1] is fit.ring
+
+
+class Tapped(nn.Module):
+    """Functions of its own that close over it: a hook that keeps an activation, a branch, and one that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
+        self.taps: dict[str, torch.Tensor] = {}
+        self.first.register_forward_hook(self.tap("first"))
+        self.branch = lambda x: self.drop(x)
+        self.first.owner = weakref.ref(self)
+
+        def twice(x: torch.Tensor, count: int = 2, *, add: float = 1.0) -> torch.Tensor:
+            return x if count == 0 else twice(self.second(x) + add, count - 1, add=add)
+
+        self.twice = twice
+
+    def tap(self, name: str) -> Any:
+        def hook(module: nn.Module, given: Any, output: torch.Tensor) -> None:
+            self.taps[name] = output
+
+        return hook
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first(x)
+        return self.twice(self.branch(self.taps["first"]))
+
+
+@pytest.mark.parametrize("plan", [{}, {"": ms.checkpoint()}, {"first": ms.checkpoint()}], ids=["none", "root", "part"])
+def test_closures_over_modules_of_the_tree_are_those_of_the_copy(plan: Any) -> None:
+    """The copy read the activation that the model had kept in an earlier call, and dropped numbers after `eval()`."""
+    model, x = Tapped(), torch.randn(2, 4)
+    model(torch.zeros(2, 4))
+    fit = ms.transform(model, plan)
+    fit.eval()
+    assert model.training
+    fit(x).sum().backward()
+    found = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    model.eval()
+    model(x).sum().backward()
+    assert all(torch.equal(each.grad, grad) for each, grad in zip(model.parameters(), found, strict=True))
+    assert fit.taps["first"] is not model.taps["first"]
+    assert fit.first.owner() is fit
+    assert fit.twice.__name__ == "twice"
+    assert fit.twice.__kwdefaults__ == {"add": 1.0}
+
+
+def test_a_forward_that_closes_over_its_module_runs_the_copy() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    inner = model.forward
+    model.forward = lambda x: inner(x) * 2
+    fit = ms.transform(model, {"0": ms.checkpoint()}).eval()
+    x = torch.ones(2, 4)
+    assert torch.equal(fit(x), 2 * model[0](x))
