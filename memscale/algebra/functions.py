@@ -124,9 +124,8 @@ def copy_tree(modules: Modules) -> dict[int, Any]:
         if isinstance(module, torch.jit.ScriptModule):
             memo[id(module)] = module  # shared, since it lives in C++; it cannot be a region either
             continue
-        # `GraphModule.__new__` makes a new class without the generated forward.
-        new = object.__new__ if isinstance(module, torch.fx.GraphModule) else module.__class__.__new__
-        copy = memo[id(module)] = new(module.__class__)
+        # Not by the class's own `__new__`, which may take arguments; that of a `GraphModule` makes another class.
+        copy = memo[id(module)] = object.__new__(module.__class__)
         pairs.append((module.__dict__, copy.__dict__))
     others: list[_Entry] = []
     for source, target in pairs:

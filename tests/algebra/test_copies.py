@@ -226,3 +226,20 @@ def test_a_forward_that_closes_over_its_module_runs_the_copy() -> None:
     fit = ms.transform(model, {"0": ms.checkpoint()}).eval()
     x = torch.ones(2, 4)
     assert torch.equal(fit(x), 2 * model[0](x))
+
+
+class Named(nn.Linear):
+    def __new__(cls, name: str, *_: Any) -> Any:
+        return super().__new__(cls)
+
+    def __init__(self, name: str, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.name = name
+
+
+def test_a_class_that_is_made_with_arguments_is_copied() -> None:
+    model, x = nn.Sequential(Named("first", 4, 4), nn.Tanh()), torch.ones(2, 4)
+    fit = ms.transform(model, {"*": ms.checkpoint()})
+    assert torch.equal(fit(x), model(x))
+    assert type(fit[0]) is Named
+    assert fit[0].name == "first"

@@ -339,9 +339,8 @@ def _unwrapped(tensor: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
     inner = tensor
     while inner is not outside and _functorch.is_functorch_wrapped_tensor(inner):
         inner = _functorch.get_unwrapped(inner)
-    return (
-        outside if inner is outside and inner.dim() == tensor.dim() else tensor
-    )  # a batched tensor has a dimension less
+    is_whole = inner.dim() == tensor.dim()  # a batched tensor shows a dimension less
+    return outside if inner is outside and is_whole else tensor
 
 
 class _Guard(TorchFunctionMode):
