@@ -246,7 +246,7 @@ def remapped(value: Any, memo: dict[int, Any], *, copies: bool = False) -> Any:
     if kind is types.FunctionType and (inner := vars(value).get("_torchdynamo_orig_callable")) is not None:
         return _compiled(value, remapped(inner, memo)) if id(getattr(inner, "__self__", None)) in memo else value
     if kind is weakref.ref and id(value()) in memo:
-        return weakref.ref(memo[id(value())])
+        return weakref.ref(memo[id(value())], value.__callback__)
     if kind is types.FunctionType and value.__closure__:
         return _with_cells_of_copies(value, memo) if _refers(value, memo, set()) else value
     if kind is functools.partial:

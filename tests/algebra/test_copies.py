@@ -181,7 +181,7 @@ class Tapped(nn.Module):
         self.taps: dict[str, torch.Tensor] = {}
         self.first.register_forward_hook(self.tap("first"))
         self.branch = lambda x: self.drop(x)
-        self.first.owner = weakref.ref(self)
+        self.first.owner = weakref.ref(self, print)
 
         def twice(x: torch.Tensor, count: int = 2, *, add: float = 1.0) -> torch.Tensor:
             return x if count == 0 else twice(self.second(x) + add, count - 1, add=add)
@@ -215,6 +215,7 @@ def test_closures_over_modules_of_the_tree_are_those_of_the_copy(plan: Any) -> N
     assert all(torch.equal(each.grad, grad) for each, grad in zip(model.parameters(), found, strict=True))
     assert fit.taps["first"] is not model.taps["first"]
     assert fit.first.owner() is fit
+    assert fit.first.owner.__callback__ is print
     assert fit.twice.__name__ == "twice"
     assert fit.twice.__kwdefaults__ == {"add": 1.0}
 
