@@ -57,7 +57,8 @@ SLOWER = (
 # fmt: on
 _USED = 0.97
 _MARGIN = 1e-3  # of a budget, that plans leave free where they can
-# A random composition is stopped at this multiple of the smallest peak: sums of gradients are not in place yet.
+# A random composition is stopped at this multiple of the smallest peak, by choice: while a step is simulated, sums of
+# gradients count beside what they are added to, as they do not in its trace.
 _SURELY_LARGER = 1.1
 _HALVINGS = 5  # in the search for our smallest plan that is as fast as a peer
 
