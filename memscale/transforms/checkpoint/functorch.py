@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -371,8 +372,29 @@ class _Guard(TorchFunctionMode):
                     f"{getattr(func, '__name__', func)} that it reached in a way memscale cannot follow, so its "
                     "gradient would be lost; pass it to the region as an argument"
                 )
-        result = func(*args, **kwargs)
+        if self._known is not None and func in _DROPOUTS:
+            result = _dropped(func, *args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         if self._known is not None and not torch.is_grad_enabled():
             # A view of an input requires a gradient even though autograd is off.
             self._known.update({id(tensor): tensor for tensor in pytrees.tensors(result) if tensor.requires_grad})
         return result
+
+
+_DROPOUTS = frozenset(
+    {F.dropout, F.alpha_dropout, torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_}
+)
+
+
+def _dropped(func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns the dropout of `input` with the mask that the recompute draws.
+
+    PyTorch 2.10 to 2.14 draws the mask in the order of the tensor's memory, but inside `torch.func`, where the
+    recompute runs, in the order of the dimensions.
+    """
+    whole = input.contiguous()
+    result: torch.Tensor = func(whole, *args, **kwargs)
+    if result is not whole or whole is input:
+        return result
+    return input.copy_(whole) if version(whole) else input  # in place, or in eval mode

@@ -5,9 +5,11 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves as pytree_leaves
 
 import memscale as ms
@@ -165,6 +167,34 @@ def test_dropout_under_vmap_draws_the_same(randomness, per_sample_gradients):
         return vmap(each, in_dims=(None, 0), randomness=randomness)(state, X), torch.get_rng_state()
 
     assert bits(run(ms.transform(model, {"": checkpoint()}))) == bits(run(model))
+
+
+@pytest.mark.parametrize("wanted", [grad, jvp], ids=["grad", "jvp"])
+@pytest.mark.parametrize(
+    "drop",
+    [
+        F.dropout,
+        lambda h: F.dropout(input=h, inplace=True) + h,
+        lambda h: torch.alpha_dropout(h, 0.5, True),
+        lambda h: F.dropout(h, training=False, inplace=True) + h,
+        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, norm_first=True),
+    ],
+    ids=["dropout", "in place", "alpha", "eval", "encoder"],
+)
+def test_dropout_of_a_tensor_with_another_order_in_memory_has_one_mask(drop, wanted):
+    """PyTorch draws the mask of such a tensor in another order inside torch.func than outside."""
+    x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    fn = drop if isinstance(drop, nn.Module) else lambda x: drop((x * 1.5).transpose(0, 1))
+
+    def program(fn):
+        torch.manual_seed(1)
+        with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no forward mode
+            if wanted is jvp:
+                return jvp(fn, (x,), (torch.ones_like(x),))
+            return grad(lambda x: (fn(x).square().sum(), fn(x)), has_aux=True)(x)
+
+    plain, same = program(fn), program(checkpoint()(fn))
+    torch.testing.assert_close(same, plain)
 
 
 @pytest.mark.parametrize("fn", [lambda x: (x, x.argmax()), lambda x: x], ids=["counts", "nothing"])
