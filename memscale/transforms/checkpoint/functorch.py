@@ -395,6 +395,8 @@ def _dropped(func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs
     """
     whole = input.contiguous()
     result: torch.Tensor = func(whole, *args, **kwargs)
-    if result is not whole or whole is input:
+    if whole is input:
         return result
-    return input.copy_(whole) if version(whole) else input  # in place, or in eval mode
+    if result is whole and not version(whole):  # in eval mode
+        return input
+    return (input if result is whole else torch.empty_like(input)).copy_(result)

@@ -176,10 +176,11 @@ def test_dropout_under_vmap_draws_the_same(randomness, per_sample_gradients):
         F.dropout,
         lambda h: F.dropout(input=h, inplace=True) + h,
         lambda h: torch.alpha_dropout(h, 0.5, True),
+        lambda h: F.dropout(h).transpose(0, 1).view(3, 20),
         lambda h: F.dropout(h, training=False, inplace=True) + h,
         nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, norm_first=True),
     ],
-    ids=["dropout", "in place", "alpha", "eval", "encoder"],
+    ids=["dropout", "in place", "alpha", "view", "eval", "encoder"],
 )
 def test_dropout_of_a_tensor_with_another_order_in_memory_has_one_mask(drop, wanted):
     """PyTorch draws the mask of such a tensor in another order inside torch.func than outside."""
