@@ -50,7 +50,7 @@ class Sink:
         if self._whole is None:
             shape = list(piece.shape)
             shape[self._dim] = self._total
-            self._whole = torch.empty(shape, dtype=piece.dtype, device=piece.device)
+            self._whole = torch.empty_permuted(shape, _order(piece), dtype=piece.dtype, device=piece.device)
         self._whole = _Put.apply(self._whole, piece, self._dim, start)  # type: ignore[no-untyped-call]
 
     def result(self) -> torch.Tensor:
@@ -58,6 +58,18 @@ class Sink:
         if self._whole is not None:
             return self._whole
         return torch.cat(self._pieces, self._dim)
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Returns the dimensions in their order in memory, the outermost first, as in `torch.empty_permuted`.
+
+    >>> _order(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)), _order(torch.empty(3).expand(2, 3))
+    ([0, 2, 3, 1], [0, 1])
+    """
+    dims, strides = list(range(tensor.dim())), tensor.stride()
+    if tensor.is_contiguous() or 0 in strides:  # an expanded tensor has no order
+        return dims
+    return sorted(dims, key=lambda dim: -strides[dim])
 
 
 class Take(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import memscale as ms
 from memscale import tile
@@ -88,3 +89,25 @@ def test_floats_that_the_compiler_keeps_open():
     for x, factor in ((torch.randn(4, 4), 0.1), (torch.randn(7, 4), 0.2)):
         assert torch.equal(fn(x, factor), block(x, factor))
     assert not torch._dynamo.config.specialize_float
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(
+    ("fn", "dim"),
+    [
+        (nn.Conv2d(4, 6, 3, padding=1).to(memory_format=torch.channels_last), 0),
+        (lambda x: torch.tanh(x).transpose(1, 3), 0),
+        (lambda x: torch.tanh(x).permute(2, 0, 1, 3), 1),
+        (lambda x: torch.tanh(x)[..., :1].expand(-1, -1, -1, 3), 0),
+    ],
+    ids=["channels_last", "transposed", "rows inside", "expanded"],
+)
+def test_the_dimensions_of_an_output_lie_in_memory_as_without_tile(fn, dim, recompute):
+    """So that a view of the output, such as ``permute(0, 2, 3, 1).flatten(1)``, works as it does without `tile`."""
+    x = torch.randn(4, 4, 5, 5).to(memory_format=torch.channels_last).requires_grad_()
+    plain, tiled = fn(x), tile(size=2, out_dims=dim, recompute=recompute)(fn)(x)
+    torch.testing.assert_close(tiled, plain)
+    if 0 in plain.stride():
+        assert tiled.is_contiguous()
+    else:
+        assert tiled.stride() == plain.stride()
