@@ -14,7 +14,7 @@ from memscale.regions.hidden_changes import (
     storages,
     takes_batch_statistics,
 )
-from memscale.regions.kinds import CONSTANT
+from memscale.regions.kinds import CONSTANT, refuse_lazy
 from memscale.regions.modes import dispatch_modes
 from memscale.regions.randomness import restore_state, state_of
 from memscale.regions.recompute_lock import PATIENCE_SECONDS, in_recompute, recompute_lock, wait_for_recomputes

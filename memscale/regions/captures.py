@@ -34,7 +34,7 @@ from memscale.regions.class_cache import cached_by_class
 from memscale.regions.code import code_names, code_reached, defaults_of, function_of, global_names
 from memscale.regions.contents_check import contents_check
 from memscale.regions.environment import global_hooks
-from memscale.regions.kinds import Sort, is_followed, is_of_threads, sort_of
+from memscale.regions.kinds import Sort, is_followed, is_of_threads, refuse_lazy, sort_of
 from memscale.regions.randomness import HostGenerator, is_host_generator
 from memscale.regions.stand_ins import any_stand_in, is_own
 from memscale.regions.state_slots import (
@@ -393,6 +393,8 @@ class Captures:
                     )
                 self._add({**dict(module.named_parameters()), **dict(module.named_buffers())})
                 continue
+            if self._follows:  # else parameters are only moved, and may get their shapes in the run
+                refuse_lazy(module)
             own = module.__dict__
             self._modules.append(module)
             content = {key: value for key, value in own.items() if key not in INTERNAL}

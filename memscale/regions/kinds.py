@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from memscale.core import Assembled
+from memscale.core import Assembled, TransformError
 from memscale.regions.class_cache import cached_by_class
 from memscale.regions.randomness import is_host_generator
 
@@ -128,3 +129,12 @@ def is_plain(kind: Any) -> bool:
 @cached_by_class
 def is_dataclass(kind: Any) -> bool:
     return dataclasses.is_dataclass(kind)
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Raises `TransformError` if `module` is lazy and has parameters or buffers without a shape."""
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        raise TransformError(
+            f"the region has a {type(module).__name__}, whose parameters have no shapes yet; run a batch through that "
+            "module first, then put it into the region"
+        )

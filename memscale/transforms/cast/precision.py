@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memscale.core import internals, matches, pytrees
+from memscale.regions import refuse_lazy
 
 NORMS = "<norms>"
 """The pattern of ``cast(keep=...)`` for every submodule that keeps its own precision by structure."""
@@ -82,6 +83,7 @@ class Survey:
             if module in self.seen:
                 continue
             self.seen.add(module)
+            refuse_lazy(module)
             if self._is_inner(module):
                 self.inner.append(module)
             elif is_kept(module, path, self._keep):

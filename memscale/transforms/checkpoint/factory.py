@@ -163,6 +163,8 @@ def checkpoint(*, policy: Policy | None = None, cuts: tuple[Cut, ...] = ()) -> T
 def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
     policy = self.how.policy
     if not torch.is_grad_enabled() or isinstance(policy, EverythingSaveable):
+        for learned in self.learned:
+            learned.release()
         return self.fn(*args, **kwargs)
     run: Callable[..., Any] = _region
     if not functorch_state.is_absent():

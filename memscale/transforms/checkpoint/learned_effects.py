@@ -58,6 +58,11 @@ class LearnedEffects:
                     self._captures.weaken(functools.partial(_forget_captures, weakref.ref(self)))
         return captures
 
+    def release(self) -> None:
+        """Drops the captures of the last call if they are out of date: they keep what was replaced since in memory."""
+        if self._captures is not None and not self._captures.is_current():
+            self._captures = None
+
     def __reduce__(self) -> Any:
         return (LearnedEffects, ())  # a copy of the region starts empty, since its effects may differ
 

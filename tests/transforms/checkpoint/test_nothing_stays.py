@@ -81,3 +81,19 @@ def test_a_class_that_is_made_for_one_module_goes_with_it():
     gone = trained()
     gc.collect()
     assert [each() for each in gone] == [None] * len(gone)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+def test_replaced_parameters_and_deleted_modules_are_gone_after_the_next_call(grad):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    fit = ms.transform(model, {"1": ms.checkpoint()})
+    del model
+    for _ in range(2):
+        fit(torch.ones(2, 4)).sum().backward()
+    former = [weakref.ref(each) for each in (*fit[1].parameters(), fit[1][1])]
+    del fit[1][1]
+    fit.load_state_dict({name: each.clone() for name, each in fit.state_dict().items()}, assign=True)
+    with torch.set_grad_enabled(grad):
+        fit(torch.ones(2, 4))
+    gc.collect()
+    assert [each() for each in former] == [None] * 5

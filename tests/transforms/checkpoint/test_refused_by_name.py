@@ -96,3 +96,26 @@ def test_tangents_of_forward_mode_are_those_without_it(how):
         return bits([value, tangent, *[p.grad for p in model.parameters()]])
 
     assert step(how) == step(ms.identity)
+
+
+@pytest.mark.parametrize("how", [*CHECKPOINTS, TILE, ms.cast()], ids=str)
+def test_a_lazy_module_that_was_added_later(how):
+    fit = ms.transform(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), {"0": how})
+    x = torch.ones(4, 4)
+    fit(x)
+    fit[0][1] = nn.LazyLinear(2)
+    with pytest.raises(ms.TransformError, match=r"has a LazyLinear.*run a batch through that module first"):
+        fit(x)
+    fit[0][1](x)
+    fit(x).sum().backward()
+    assert fit[0][1].weight.grad.shape == (2, 4)
+
+
+@pytest.mark.parametrize("what", ["activations", "params"])
+def test_offload_runs_a_lazy_module_that_was_added_later(what):
+    fit = ms.transform(
+        nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), {"0": ms.offload(what=what, min_bytes=0)}
+    )
+    fit[0][1] = nn.LazyLinear(2)
+    fit(torch.ones(4, 4)).sum().backward()
+    assert fit[0][1].weight.grad.shape == (2, 4)
