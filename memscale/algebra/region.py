@@ -237,8 +237,9 @@ class Method(OfModule, Assembled):
         return forward
 
     def __getattr__(self, name: str) -> Any:
-        # A method has the attributes of its function. While it is unpickled, it has no `fn` yet.
-        if "fn" not in self.__dict__:
+        # A method has the attributes of its function. While it is unpickled, it has no `fn` yet; and without its module
+        # it has no function, but is copied, with the wrapped model that the module was removed from.
+        if "fn" not in self.__dict__ or self._module() is None:
             raise AttributeError(name)
         return getattr(self.__func__, name)
 

@@ -241,3 +241,18 @@ def test_transform_tells_of_a_models_own_checkpointing() -> None:
         ms.transform(model, {"lm_head": ms.checkpoint()})  # nothing there recomputes itself
         switch(model, False)
         ms.transform(model, {"transformer.h.*": ms.checkpoint()})
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_model_that_has_lost_a_block_is_copied(duplicate):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+    ms.wrap(model, ms.Config(force_optimize=True, enable_logging=False))
+    model(torch.ones(2, 4)).sum().backward()
+    model.zero_grad()
+    del model[1]
+    copied = duplicate(model)
+    for each in (model, copied):
+        each(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(copied[0][0].weight.grad, model[0][0].weight.grad)
+    ms.detach(copied)
+    assert "forward" not in copied[0].__dict__
