@@ -372,7 +372,7 @@ class _Guard(TorchFunctionMode):
                     f"{getattr(func, '__name__', func)} that it reached in a way memscale cannot follow, so its "
                     "gradient would be lost; pass it to the region as an argument"
                 )
-        if self._known is not None and func in _DROPOUTS:
+        if self._known is not None and not stack and func in _DROPOUTS:
             result = _dropped(func, *args, **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -388,9 +388,9 @@ _DROPOUTS = frozenset(
 
 
 def _dropped(func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Returns the dropout of `input` with the mask that the recompute draws.
+    """Returns the dropout of `input`, in a run outside of all levels, with the mask that the recompute draws.
 
-    PyTorch 2.10 to 2.14 draws the mask in the order of the tensor's memory, but inside `torch.func`, where the
+    PyTorch 2.10 to 2.14 draws the mask in the order of the tensor's memory, but at a level of `torch.func`, where the
     recompute runs, in the order of the dimensions.
     """
     whole = input.contiguous()

@@ -198,6 +198,30 @@ def test_dropout_of_a_tensor_with_another_order_in_memory_has_one_mask(drop, wan
     torch.testing.assert_close(same, plain)
 
 
+@pytest.mark.parametrize("in_dims", [0, 1, None])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_of_a_tensor_with_another_order_in_memory_has_one_mask_under_vmap(in_dims, randomness, inplace):
+    """There the run is at a level of torch.func as well, so its mask is that of the recompute already."""
+    if inplace and in_dims is None and randomness == "different":
+        pytest.skip("PyTorch refuses it: one tensor in place, with several masks")
+    x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
+
+    def slopes(how):
+        fn = how(lambda x, scale: F.dropout(x * 1.5, 0.5, True, inplace) * scale)
+
+        def value(x, scale):
+            out = fn(x, scale)
+            return out.square().sum(), out
+
+        torch.manual_seed(1)
+        return vmap(grad(value, has_aux=True), in_dims=(in_dims, 0), randomness=randomness)(
+            x, torch.ones(5 - 2 * (in_dims or 0))
+        )
+
+    assert bits(slopes(checkpoint())) == bits(slopes(ms.identity))
+
+
 @pytest.mark.parametrize("fn", [lambda x: (x, x.argmax()), lambda x: x], ids=["counts", "nothing"])
 def test_forward_mode_through_a_region_that_returns_what_it_is_given(fn):
     value, slope = jvp(lambda x: pytree_leaves(checkpoint()(fn)(x))[0], (X,), (W[:3],))
