@@ -60,7 +60,8 @@ class LearnedEffects:
 
     def release(self) -> None:
         """Drops the captures of the last call if they are out of date: they keep what was replaced since in memory."""
-        if self._captures is not None and not self._captures.is_current():
+        captures = self._captures  # another thread may drop them meanwhile
+        if captures is not None and not captures.is_current():
             self._captures = None
 
     def __reduce__(self) -> Any:
