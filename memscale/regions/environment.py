@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from memscale.core import CorrectnessError, found_once, internals, is_alone, simulated
+from memscale.core import CorrectnessError, found_once, internals, is_alone, pytrees, simulated
 from memscale.regions import randomness
 from memscale.regions.modes import modes
 
@@ -29,16 +29,24 @@ class Environment:
         context: the context variables of Python; a rerun must run in a copy of it.
         devices: the devices of the region's tensors, the CPU excluded.
         uses_host_random: whether the region drew from Python's or NumPy's generator.
-        drew: whether an operator of the region is known to draw from a PyTorch generator. The generator's state alone
-            does not show this where the region restores the state itself, as `fork_rng` does.
+        drew: the ids of the PyTorch generators that operators of the region are known to draw from. The generator's
+            state alone does not show a draw where the region restores the state itself, as `fork_rng` does.
+        marked: the number of the saved tensor at which `mark` was called last; -1 before.
     """
 
     def __init__(
-        self, devices: set[torch.device], *, host_random: bool, generators: Iterable[Any] = (), drew: bool = False
+        self,
+        devices: set[torch.device],
+        *,
+        host_random: bool,
+        generators: Iterable[Any] = (),
+        drew: frozenset[int] = frozenset(),
     ) -> None:
         here = simulated()
         self.devices = devices
         self.drew = drew
+        self.marked = -1
+        self._marks: list[tuple[Any, Any]] = []
         self.context = contextvars.copy_context()  # constant time, whatever the number of variables
         self._here = here
         shared = randomness.generators(devices, here) if devices or here is not None else [torch.default_generator]
@@ -96,13 +104,40 @@ class Environment:
         moved = [randomness.differ(randomness.state_of(generator), state) for generator, state in self._random]
         return any(moved) or (self._host is not None and randomness.differs(self._host, randomness.host_state()))
 
-    @contextmanager
-    def draw_watch(self) -> Iterator[None]:
-        """Runs the body, an operator that may draw random numbers, and sets `drew` if it did."""
+    def watch_draws(self, call: Callable[[], Any]) -> Any:
+        """Returns the result of `call`, an operator that may draw random numbers, and adds to `drew` if it did.
+
+        An operator draws from the generator of its results' device. Meanwhile another thread may draw from others.
+        """
         shared = [generator for generator, _ in self._random[: self._shared]]
         before = randomness.draw_marks(shared)
-        yield
-        self.drew |= before != randomness.draw_marks(shared)
+        result = call()
+        after = randomness.draw_marks(shared)
+        moved = [each for each, old, new in zip(shared, before, after, strict=True) if old != new]
+        if moved and self._here is None:
+            types = {tensor.device.type for tensor in pytrees.tensors(result)}
+            moved = [each for each in moved if each.device.type in types]
+        self.drew |= set(map(id, moved))
+        return result
+
+    def mark(self, number: int) -> None:
+        """Reads the generators that the region draws from, at the saved tensor `number`, for `check_draws`."""
+        self.marked = number
+        self._marks = [(each, randomness.state_of(each)) for each, _ in self._random if id(each) in self.drew]
+
+    def check_draws(self) -> None:
+        """Checks, where `mark` was called in the run, that a rerun has drawn the same numbers.
+
+        Raises:
+            CorrectnessError: it has not, since another thread drew from the generator during one of the two.
+        """
+        for generator, state in self._marks:
+            if randomness.are_apart(randomness.state_of(generator), state):
+                raise CorrectnessError(
+                    "the recompute of a checkpointed region drew other random numbers than its run: another thread "
+                    f"drew from PyTorch's generator of the {generator.device.type} device meanwhile. Let "
+                    "threads that draw take turns: hold one lock around forward and backward, and around other draws"
+                )
 
     @contextmanager
     def reinstate(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -78,16 +78,20 @@ def _holds_bytes(storage: Any) -> bool:
     return isinstance(storage, torch.Tensor) or storage.nbytes() > 0
 
 
+def _called(call: Callable[[], Any]) -> Any:
+    return call()
+
+
 class Writes(OperatorWatch):
     """A dispatch mode that calls `before(tensor)` with each tensor that an operator is about to write to.
 
-    Operators that may draw random numbers run inside the context `drawing()`.
+    Operators that may draw random numbers are called by `drawing(call)`, which returns the result of ``call()``.
     """
 
     keeps_compiled = True
 
     def __init__(
-        self, before: Callable[[torch.Tensor], None], drawing: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self, before: Callable[[torch.Tensor], None], drawing: Callable[[Callable[[], Any]], Any] = _called
     ) -> None:
         super().__init__()
         self._before = before
@@ -105,8 +109,9 @@ class Writes(OperatorWatch):
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(tensor, torch.Tensor):
                         self._before(tensor)
-        with self._drawing() if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) else nullcontext():
-            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            return self._drawing(functools.partial(func, *args, **kwargs))
+        return func(*args, **kwargs)
 
 
 # The argument names by which normalization kernels are told to use the statistics of the batch.

@@ -39,7 +39,9 @@ def generators(devices: Collection[torch.device], here: Any) -> list[Any]:
     return found
 
 
-_ON_A_MAC = types.SimpleNamespace(get_state=torch.mps.get_rng_state, set_state=torch.mps.set_rng_state)
+_ON_A_MAC = types.SimpleNamespace(
+    device=torch.device("mps"), get_state=torch.mps.get_rng_state, set_state=torch.mps.set_rng_state
+)
 
 
 @cached_by_class
@@ -104,6 +106,18 @@ def differ(a: Any, b: Any) -> bool:
     return pickle.dumps(a) != pickle.dumps(b)
 
 
+def are_apart(a: Any, b: Any) -> bool:
+    """Whether two states of a generator are at different places of its sequence of random words.
+
+    Bytes that may have any content are left out: padding, and the normal numbers of a pair where none is left.
+    """
+    return _place(a) != _place(b) if isinstance(a, bytes) else differ(a, b)
+
+
+def _place(row: bytes) -> tuple[bytes, bytes]:
+    return row[:12], row[16:_AT_NORMALS]
+
+
 def _bytes(state: torch.Tensor) -> bytes:
     # Read as raw bytes (generator states live in host memory): the caller's dispatch modes would see any tensor
     # operator here, `numpy()` included, and a fake mode refuses real tensors.
@@ -140,7 +154,7 @@ def _start_of_state() -> int | None:
     if start < 0:
         return None
     row = _Row.from_address(probe._cdata + start)
-    if row.raw[16 : _AT_WORDS + 624 * 4] != struct.pack("=I624I", following, *words):
+    if row.raw[16:_AT_NORMALS] != struct.pack("=I624I", following, *words):
         return None
     for normals in _NORMALS:
         before, then = row.raw, _bytes(probe.get_state())
@@ -159,7 +173,8 @@ _SEARCHED = 256  # bytes
 # The beginning of a state: the seed, how many words are left, whether it is seeded, the next word, and the words.
 _HEAD = struct.Struct("=QiiQ624Q")
 _AT_WORDS = 20  # bytes from the seed to the words of the twister, of 4 bytes each in memory
-_Row = ctypes.c_char * (_AT_WORDS + 624 * 4 + 24)  # with the normal numbers of both precisions that are left of a pair
+_AT_NORMALS = _AT_WORDS + 624 * 4
+_Row = ctypes.c_char * (_AT_NORMALS + 24)  # with the normal numbers of both precisions that are left of a pair
 # The end of a state with one left normal number, of double precision and of single precision.
 _NORMALS = [struct.pack("=3di4xfi", *numbers) for numbers in ((0.0, 0.5, 0.5, 1, 0.0, 0), (0.0, 0.0, 0.0, 0, 0.5, 1))]
 

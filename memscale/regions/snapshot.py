@@ -47,19 +47,27 @@ class RegionEffects(NamedTuple):
         changed: the tensors that it changes: a captured tensor by its lasting name, an argument by its index.
         reassigned: the tensors to whose `.data` it assigns, which leaves the old memory intact.
         host_random: whether it draws from Python's or NumPy's generator.
-        drew: whether it draws from PyTorch's generators, also where it restores their state itself, as `fork_rng` does.
+        drew: the ids of PyTorch's generators that it draws from, also where it restores one itself, as `fork_rng` does.
+        saved: how many tensors autograd saved in it.
     """
 
     changed: frozenset[LastingName | int]
     reassigned: frozenset[LastingName | int]
     host_random: bool
-    drew: bool
+    drew: frozenset[int]
+    saved: int = 0
 
     @classmethod
     def of_all(cls, several: Iterable[RegionEffects]) -> RegionEffects:
         """Returns the union of the effects of `several` runs."""
-        changed, reassigned, *flags = zip(*several, strict=True)
-        return cls(frozenset().union(*changed), frozenset().union(*reassigned), *map(any, flags))
+        every = list(several)
+        return cls(
+            frozenset().union(*(each.changed for each in every)),
+            frozenset().union(*(each.reassigned for each in every)),
+            any(each.host_random for each in every),
+            frozenset().union(*(each.drew for each in every)),
+            min(each.saved for each in every),
+        )
 
 
 class Snapshot:
@@ -130,7 +138,7 @@ class Snapshot:
             accelerators(self._everything),
             host_random=effects is None or effects.host_random,
             generators=captures.generators,
-            drew=effects is not None and effects.drew,
+            drew=frozenset() if effects is None else effects.drew,
         )
 
     def _name(self, index: int) -> Name:
@@ -204,7 +212,7 @@ class Snapshot:
     def _watching(self) -> Iterator[None]:
         steps = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in self.captures.optimizers]
         try:
-            with Writes(self._before_write, self.environment.draw_watch):
+            with Writes(self._before_write, self.environment.watch_draws):
                 yield
         finally:
             for step in steps:

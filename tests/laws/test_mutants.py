@@ -37,7 +37,7 @@ def composition_is_reversed(monkeypatch):
 
 def random_state_is_not_restored(monkeypatch):
     def conclude(self):
-        self._random, self._host = [], None
+        self._random, self._marks, self._host = [], [], None
 
     monkeypatch.setattr(environment.Environment, "conclude", conclude)
 

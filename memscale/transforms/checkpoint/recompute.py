@@ -13,6 +13,7 @@ state of the forward (`Snapshot`), and a frame drops its inputs as soon as no la
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from memscale.core import CorrectnessError, changed_error, described, internals,
 from memscale.regions import (
     ArgumentSpec,
     Captures,
+    Environment,
     Replay,
     SharedCaptures,
     Snapshot,
@@ -175,6 +177,10 @@ class _Frame:
         self.streams = Streams(self.snapshot.environment.devices)
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[_Seen] = []
+        # From which saved tensor on the generators are read. Those of a simulated card do not move.
+        self._marked_from = 0 if effects is None else effects.saved - 1 if effects.drew else sys.maxsize
+        if simulating():
+            self._marked_from = sys.maxsize
         self._concluded = self.is_released = False
         self.recorder = record and record(tensors)
         self.is_observed = record is not None or effects is None
@@ -190,6 +196,8 @@ class _Frame:
             seen.append(_saved(tensor))
         except RuntimeError:
             seen.append(_saved_nested(tensor))
+        if placeholder.index >= self._marked_from:
+            self.snapshot.environment.mark(placeholder.index)
         streams = self.streams
         if streams.are_seen and not (
             tensor.get_device() == streams.index and streams.current(streams.index) == streams.handle
@@ -208,7 +216,7 @@ class _Frame:
             self._learned.effects.clear()  # the next run is watched, and copies all state
             raise
         if effects is not None:
-            self._learned.learn(self._mode, effects, snapshot)
+            self._learned.learn(self._mode, effects._replace(saved=len(self._seen)), snapshot)
         if self.recorder is not None:
             self.recorder.conclude(snapshot.environment.moved)
         if self._inputs is not None:
@@ -279,7 +287,7 @@ class _Frame:
             streams = self.streams.enter(undo) if self.streams.are_seen else self.streams
             is_plain = self._inputs is None and self._concluded and snapshot.are_arguments_unchanged()
             found = None if is_plain else self._values(refused, fresh)
-            rerun = _Rerun(self._seen, live, fresh, streams)
+            rerun = _Rerun(self._seen, live, fresh, streams, snapshot.environment)
             wait_for_recomputes()
             with (
                 recompute_lock.lock,
@@ -419,6 +427,7 @@ class _Rerun:
         live: list[_Placeholder | None],
         fresh: list[torch.Tensor],
         streams: Streams,
+        environment: Environment,
     ) -> None:
         self._seen = seen
         self._live = live
@@ -430,6 +439,7 @@ class _Rerun:
         while live[self.last] is None:
             self.last -= 1
         self._end = _end(seen, self.last)
+        self._environment = environment
         self.count = 0
         self.has_ended = False  # whether every tensor is found that a placeholder waits for
         self.replayer: Replayer | None = None
@@ -455,6 +465,8 @@ class _Rerun:
         tensor = tensor.detach() if now[3] else tensor
         if index <= self.last and self._live[index] is not None:
             self.found[index] = tensor, now[2]
+        if index == self._environment.marked:
+            self._environment.check_draws()
         if index == self._end:
             if self.streams.are_several:
                 self.streams.meet()  # before the tensors of the rerun are freed

@@ -3,7 +3,9 @@
 import threading
 import time
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import memscale as ms
@@ -145,3 +147,54 @@ def test_an_attribute_that_a_class_has_too_is_absent_again_and_methods_bind():
     assert torch.equal(x.grad, torch.ones(2).cos())
     assert net.calls == 1
     assert "scaled" in net.__dict__
+
+
+def draws_twice(x):
+    once = F.dropout(x, 0.5)
+    Paused.at()
+    return torch.stack([once, twice := F.dropout(x, 0.5), once * twice])
+
+
+def draws_elsewhere():
+    other = threading.Thread(target=torch.rand, args=(3,))
+    other.start()
+    other.join()
+
+
+@pytest.mark.parametrize("how", [ms.checkpoint(), ms.checkpoint(policy=ms.policies.dots_saveable)], ids=repr)
+@pytest.mark.parametrize("calls", [0, 1], ids=["first call", "later call"])
+@pytest.mark.parametrize("during", ["run", "recompute"])
+def test_draws_of_another_thread_while_a_region_draws_are_an_error(how, calls, during, monkeypatch):
+    region, x = how(draws_twice), torch.ones(5, 5, requires_grad=True)
+    for _ in range(calls):
+        region(x).sum().backward()
+    if during == "run":
+        monkeypatch.setattr(Paused, "at", staticmethod(draws_elsewhere))
+    y = region(x)
+    monkeypatch.undo()
+    if during == "recompute":
+        monkeypatch.setattr(Paused, "at", staticmethod(draws_elsewhere))
+    with pytest.raises(ms.CorrectnessError, match="another thread drew from PyTorch's generator of the cpu device"):
+        y.sum().backward()
+    monkeypatch.undo()
+    once, twice, _ = (y := region(x)).detach()
+    x.grad = None
+    y.sum().backward()
+    assert torch.equal(x.grad, once + twice + 2 * once * twice)
+
+
+@pytest.mark.parametrize("unused", [False, True], ids=["all results used", "the last result unused"])
+def test_draws_of_another_thread_outside_of_a_region_or_beside_one_that_does_not_draw_are_none_of_its_business(unused):
+    def fn(x):
+        draws_elsewhere()
+        return x.sin(), x.cos()
+
+    region, x = ms.checkpoint()(fn), torch.ones(3, requires_grad=True)
+    drawn = ms.checkpoint()(lambda x: (F.dropout(x, 0.5), F.dropout(x, 0.5)))
+    for _ in range(3):
+        found = [*region(x), *drawn(x)]
+        draws_elsewhere()
+        wanted = [each.detach() for each in found]
+        x.grad = None
+        (found[0] + found[1] + found[2] + (0 if unused else found[3])).sum().backward()
+        assert torch.equal(x.grad, x.cos() - x.sin() + wanted[2] + (0 if unused else wanted[3]))
