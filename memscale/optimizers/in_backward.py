@@ -100,7 +100,9 @@ class _InBackward(StepPart):
 
     def __init__(self, how: StepInBackward, optimizer: PartedOptimizer, inner: StepPart) -> None:
         super().__init__(how, optimizer, inner)
-        self.stepped: set[int] = set()  # ids of the parameters that have stepped since the last `step`
+        # The ids of the parameters that have stepped since the last `step`, with the index of the group of each.
+        self.stepped: dict[int, int] = {}
+        self._task = -1  # the autograd task of the last backward
         self._zeroed: set[int] = set()  # ids of parameters whose gradients ``zero_grad(set_to_none=False)`` made zero
         self._refused = False  # whether a backward has raised since the last `step`
         self._finished = False  # whether a backward in which parameters stepped has come to its end since
@@ -117,7 +119,9 @@ class _InBackward(StepPart):
         places = self.optimizer._places()
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._hooks:  # a frozen parameter gets none yet
-                self._hooks[id(parameter)] = _Hook(self, parameter, *places[id(parameter)])
+                self._hooks[id(parameter)] = _Hook(self, parameter)
+            if (hook := self._hooks.get(id(parameter))) is not None:
+                hook.number, hook.title = places[id(parameter)]
 
     def before_step(self, closure: Any) -> None:
         optimizer = self.optimizer
@@ -132,6 +136,12 @@ class _InBackward(StepPart):
                     f"{self.how!r}: step() again, where the gradient of {parameter.grad.title} has had its step; "
                     "call zero_grad() and backward first"
                 )
+        now = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
+        if any(now.get(key) != number for key, number in self.stepped.items()):
+            raise CorrectnessError(
+                f"{self.how!r}: parameters were taken out of a group, or moved, after the backward in which they have "
+                "stepped; change param_groups before backward, or after step()"
+            )
         if not self._refused:
             self._check_gradients()
         if self._clip is not None:
@@ -160,6 +170,12 @@ class _InBackward(StepPart):
         """Called when this backward has completed the gradient of `parameter`."""
         optimizer, gradient = self.optimizer, parameter.grad
         assert gradient is not None, "backward has just made it"
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            if not self.stepped:
+                optimizer._follow()
+        if self._hooks.get(id(parameter)) is not hook:  # the optimizer has the parameter no more
+            return
         hook.passes += 1
         if hook.passes < self.how.accumulate:
             return
@@ -174,7 +190,7 @@ class _InBackward(StepPart):
             self._clip.clip(parameter, gradient, self.parameters)
         if not self.stepped:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self.stepped.add(id(parameter))
+        self.stepped[id(parameter)] = hook.number
         self._zeroed.discard(id(parameter))
         optimizer._advance_in_backward(hook.number, parameter)
         parameter.grad = SpentGradient(parameter, hook.title)
@@ -188,10 +204,12 @@ class _InBackward(StepPart):
 
     def after_zero_grad(self, zeroed: list[torch.Tensor]) -> None:
         self._zeroed = {id(parameter) for parameter in zeroed}
-        if self._clip is not None and not self.stepped:  # the measured gradients belong to the step that was dropped
+        if self.stepped:
+            return
+        for hook in self._hooks.values():  # the gradients so far, measured or summed, belong to a step that was dropped
+            hook.passes = 0
+        if self._clip is not None:
             self._clip.clear()
-            for hook in self._hooks.values():
-                hook.passes = 0
 
     def _check_norm(self, parameters: list[torch.Tensor]) -> None:
         """Raises `TransformError` where the norm would not be that of all gradients."""
@@ -264,11 +282,12 @@ class _InBackward(StepPart):
 class _Hook:
     """The hook that backward calls when the gradient of one parameter is complete."""
 
-    def __init__(self, part: _InBackward, parameter: torch.Tensor, number: int, title: str) -> None:
+    number: int  # the index of the parameter's group
+    title: str
+
+    def __init__(self, part: _InBackward, parameter: torch.Tensor) -> None:
         self.part = weakref.ref(part)
-        self.number = number
         self.passes = 0  # since the last step
-        self.title = title
         self.handle = parameter.register_post_accumulate_grad_hook(self)
 
     @never_compiled

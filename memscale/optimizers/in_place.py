@@ -51,7 +51,7 @@ class InPlace:
         self._is_over = False
         made: Any = optimizer
         made.__class__ = class_for(type(optimizer))
-        made._origins, made._shared, made.parts = (), set(), []
+        made._origins, made._shared, made.parts = (), {}, []
         self._hook = optimizer.register_step_pre_hook(_stepped_by_its_class)
         try:
             made._begin(assigned, evidence)

@@ -144,7 +144,7 @@ class _Offloaded(StepPart):
             placed = self._placed.setdefault(id(parameter), {})
             new = {key: value for key, value in states.items() if placed.get(key) is not value}
             if any(isinstance(value, torch.Tensor) for value in new.values()):
-                optimizer._shared.discard(id(parameter))
+                optimizer._shared.pop(id(parameter), None)
                 moved = {key: self._moved(value, parameter, placed.get(key)) for key, value in new.items()}
                 optimizer.state[parameter] = {**states, **moved}
                 placed.update({key: value for key, value in moved.items() if isinstance(value, torch.Tensor)})

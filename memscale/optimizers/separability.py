@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, ArithmeticErro
 _SIDES = (5, 3, 2, 7, 11)
 _LARGE_SIDES = (64, 128)
 _STEPS = 2
-_MOST_TRIED = 8  # parameters per group
 _RATE = 2.0**-5  # the learning rate of every trial; the user's (a warm-up's 0) may be too small to move a number
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -57,12 +56,18 @@ class Separability:
         moments: the states in `full` that are moments.
         elementwise: whether each number steps independently of the others and of its position.
         composed: the names of states that are tensor subclasses, such as quantized numbers with their scales.
+        kinds: the number of dimensions and the dtype of each kind of parameter in the trial.
     """
 
     full: frozenset[tuple[int, str]]
     moments: frozenset[MomentState]
     elementwise: bool
     composed: frozenset[str]
+    kinds: frozenset[tuple[int, torch.dtype]] = frozenset()
+
+    def covers(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the trial had a parameter of the kind of each of `parameters`."""
+        return all((parameter.dim(), parameter.dtype) in self.kinds for parameter in parameters)
 
     def full_names(self, parameter: torch.Tensor) -> set[str]:
         """Returns the names of the states of `parameter` that have one number for each of its numbers."""
@@ -135,6 +140,7 @@ def check_separable(optimizer: torch.optim.Optimizer, how: str) -> Separability:
         moments=frozenset(each for each in moments.values() if (each.dims, each.name) not in other),
         elementwise=elementwise,
         composed=frozenset(name for (_, name), each in kinds.items() if any(of is not torch.Tensor for of, *_ in each)),
+        kinds=frozenset((p.dim(), p.dtype) for group in optimizer.param_groups for p in group["params"]),
     )
 
 
@@ -244,7 +250,7 @@ class _Trial:
         random = torch.Generator().manual_seed(0)
         for group in optimizer.param_groups:
             kinds = {(p.dim(), p.dtype, p.device): p for p in group["params"]}
-            tried = [p for p in kinds.values() for _ in range(1 if large else 2)][:_MOST_TRIED]
+            tried = [p for p in kinds.values() for _ in range(1 if large else 2)]
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             if not decays and "weight_decay" in options:
                 options["weight_decay"] = 0.0

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from memscale.core import TransformError, pytrees
+from memscale.core import CorrectnessError, TransformError, pytrees
 from memscale.optimizers.assigned import Assigned
 from memscale.optimizers.separability import Separability, made_of, own_step
 
@@ -153,7 +153,7 @@ class PartedOptimizer(torch.optim.Optimizer):
     _assigned: Assigned
     _evidence: Separability
     _origins: tuple[weakref.ref[torch.optim.Optimizer], ...]
-    _shared: set[int]  # ids of parameters whose states belong to the optimizers in `_origins` as well
+    _shared: dict[int, Any]  # by the id of a parameter whose states the optimizers in `_origins` have too: `marks`
     parts: list[StepPart]  # all parts, for each transform from the innermost to the outermost
     _tops: list[StepPart]  # the outermost part of each transform
     _options: dict[int, Group]  # by the index of a group, the options that its parameters step with in this step
@@ -162,7 +162,17 @@ class PartedOptimizer(torch.optim.Optimizer):
     _most_due: int  # the most bytes of parameters in `_due`
     _is_stepping: bool  # whether `step` runs
     _twins: dict[int, torch.Tensor]  # by the id of a tensor that steps in place of a parameter, the parameter
+    _attended: list[tuple[int, int, torch.dtype]]  # of each parameter that the parts know: its group, id and dtype
     _following: int  # the autograd task at whose end every parameter in `_due` has stepped
+
+    def _follow(self) -> None:
+        """Attends to parameters that the caller has put into a group, moved, taken out or cast since."""
+        if self._attended != self._present():
+            self._attend()
+
+    def _present(self) -> list[tuple[int, int, torch.dtype]]:
+        groups = enumerate(self.param_groups)
+        return [(number, id(each), each.dtype) for number, group in groups for each in group["params"]]
 
     def _attend(self) -> None:
         self._catch_up()
@@ -171,19 +181,30 @@ class PartedOptimizer(torch.optim.Optimizer):
         for number, top in enumerate(self._tops):
             for part in reversed(list(top.with_inner())):  # outer first: states are quantized before they are offloaded
                 part.attend(own.get(number, []))
+        self._attended = self._present()  # last: the parts hold the parameters, so no other tensor gets such an id
 
     def _part_states(self, parameters: list[torch.Tensor]) -> None:
         """Copies the states of parameters that are about to change, if another live optimizer has the same tensors.
 
         The copy is made this late because ``optimizer = transform(optimizer)`` has usually dropped the other one by
         now.
+
+        Raises:
+            CorrectnessError: the other optimizer has changed these tensors since.
         """
         if not self._shared:
             return
         others = any(origin() is not None for origin in self._origins)
         for parameter in parameters:
             if id(parameter) in self._shared:
-                self._shared.discard(id(parameter))
+                then, now = self._shared[id(parameter)], marks(self.state[parameter])
+                if any(now.get(name, mark) != mark and now[name][0] == mark[0] for name, mark in then.items()):
+                    raise CorrectnessError(
+                        f"the states of {self._places()[id(parameter)][1]} were changed in place by the optimizer to "
+                        f"which {self._assigned.how(parameter)!r} was applied; step only the optimizer that the "
+                        "transform has returned, or apply the transform again"
+                    )
+                del self._shared[id(parameter)]
                 if others:
                     self.state[parameter] = copied(self.state[parameter])
 
@@ -340,6 +361,14 @@ def parameters_of(groups: list[Group]) -> list[torch.Tensor]:
 
 def options_of(group: Group) -> Group:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def marks(states: Any) -> dict[str, tuple[int, Any]]:
+    """Returns, by the name of a state, a pair that changes when the state is replaced or written to."""
+    return {
+        name: (id(value), value._version if isinstance(value, torch.Tensor) else value)
+        for name, value in states.items()
+    }
 
 
 def in_turn(group: Group, few: Iterable[list[torch.Tensor]]) -> Iterator[Group]:

@@ -16,7 +16,16 @@ from memscale.core import TransformError
 from memscale.optimizers.assigned import Assigned, assigned_by_rules
 from memscale.optimizers.separability import Separability, check_separable, made_of
 from memscale.optimizers.spent import SpentGradient
-from memscale.optimizers.step_parts import Group, OwnStep, PartedOptimizer, StepPart, copied, options_of, parameters_of
+from memscale.optimizers.step_parts import (
+    Group,
+    OwnStep,
+    PartedOptimizer,
+    StepPart,
+    copied,
+    marks,
+    options_of,
+    parameters_of,
+)
 from memscale.regions import uncompiled
 
 
@@ -97,11 +106,22 @@ class TransformedOptimizer(PartedOptimizer):
         """Whether every transform only changes how numbers are rounded, so that any other one may be put around it."""
         return all(getattr(each, "innermost", False) for how in self._assigned.hows for each in chain(how))
 
+    def _marks(self) -> Any:
+        """Returns a value that changes when a state is written to or replaced."""
+        return {parameter: marks(states) for parameter, states in self.state.items()}
+
+    def _attend(self) -> None:
+        present = parameters_of(self.param_groups)
+        if not self._evidence.covers(present):  # parameters were added, or cast
+            self._evidence = check_separable(as_plain(self), self._assigned.shown(present))
+        super()._attend()
+
     # --------------------------------------------------------------------------- the interface of torch.optim.Optimizer
 
     def step(self, closure: Any = None) -> Any:
         """Makes one optimization step, with the numbers of the class's own step."""
         self._catch_up()
+        self._follow()
         for part in self.parts:
             part.before_step(closure)
         loss = None
@@ -157,12 +177,21 @@ class TransformedOptimizer(PartedOptimizer):
         Raises:
             TransformError: a state has another shape than its parameter; the optimizer is unchanged then.
         """
-        self._check_shapes(state_dict)
+        loaded = state_dict
+
+        def check(_: Any, changed: dict[str, Any]) -> None:
+            nonlocal loaded
+            self._check_shapes(changed)
+            loaded = changed
+
         self._catch_up()
-        super().load_state_dict(state_dict)
+        if self._own_class.load_state_dict is not torch.optim.Optimizer.load_state_dict:  # it may call no hooks
+            check(self, state_dict)
+        with self.register_load_state_dict_pre_hook(check):  # last: the caller's hooks may return another one
+            super().load_state_dict(state_dict)
         self._shared.clear()
         for part in self.parts:
-            part.loaded(state_dict)
+            part.loaded(loaded)
         self._attend()
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
@@ -209,7 +238,14 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform | Assigned) -> 
     groups = [{**own_options(options_of(group)), "params": list(group["params"])} for group in optimizer.param_groups]
     state = {key: dict(value) for key, value in optimizer.__getstate__()["state"].items()}
     own = {"defaults": own_options(optimizer.defaults), "param_groups": groups, "state": defaultdict(dict, state)}
-    made = made_of(class_for(own_class), taken, **hooks, **own, _origins=origins, _shared=set(map(id, state)))
+    made = made_of(
+        class_for(own_class),
+        taken,
+        **hooks,
+        **own,
+        _origins=origins,
+        _shared={id(key): marks(each) for key, each in state.items()},
+    )
     made._begin(assigned, evidence)
     return made  # type: ignore[no-any-return]
 
@@ -236,7 +272,7 @@ def _shareable(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _revived(
     own_class: type[torch.optim.Optimizer], hows: tuple[Transform, list[Transform]], evidence: Separability, state: Any
 ) -> Any:
-    made = made_of(class_for(own_class), {}, _origins=(), _shared=set())
+    made = made_of(class_for(own_class), {}, _origins=(), _shared={})
     made.__setstate__(state)
     made._begin(Assigned(hows[0], zip(parameters_of(made.param_groups), hows[1], strict=True)), evidence)
     return made
@@ -277,26 +313,15 @@ def _with_all_states(method: Callable[..., Any]) -> Callable[..., Any]:
     def called(self: TransformedOptimizer, *args: Any, **kwargs: Any) -> Any:
         self._part_states(parameters_of(self.param_groups))
         with self._gathered():
-            before = _marks(self.state)
+            before = self._marks()
             result = method(self, *args, **kwargs)
-            after = {key: dict(value) for key, value in self.state.items()} if _marks(self.state) != before else None
+            after = {key: dict(value) for key, value in self.state.items()} if self._marks() != before else None
         if after is not None:
             self.state.update(after)
             self._attend()
         return result
 
     return called
-
-
-def _marks(state: Any) -> Any:
-    """Returns a value that changes when a state is written to or replaced."""
-    return {
-        parameter: {
-            name: (id(value), value._version if isinstance(value, torch.Tensor) else value)
-            for name, value in states.items()
-        }
-        for parameter, states in state.items()
-    }
 
 
 _classes: dict[int, type[TransformedOptimizer]] = {}  # by the id of the original class, which the subclass keeps alive

@@ -212,3 +212,19 @@ def test_moments_are_quantized_in_the_same_order_in_every_process():
     moments = frozenset(MomentState(1, torch.float32, name, torch.float32, True) for name in names)
     evidence = Separability(frozenset(), moments, True, frozenset())
     assert list(evidence.moments_of(torch.ones(3), torch.float32)) == names
+
+
+def test_moments_of_every_kind_of_parameter_are_in_8_bits_in_one_group_and_in_a_later_one(small):
+    """The trial had four kinds of a group, and none of a group that was added: moments of the others stayed in full."""
+    shapes = [(), (64,), (8, 8), (4, 4, 4), (2, 4, 4, 2), (2, 2, 2, 4, 2)]
+    some = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = ms.quantize_states(block=64)(torch.optim.AdamW(some))
+    late = [
+        nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes for dtype in (torch.float32, torch.bfloat16)
+    ]
+    late.append(nn.Parameter(torch.ones(2, 2, 2, 2, 2, 2)))
+    optimizer.add_param_group({"params": late})
+    for parameter in (*some, *late):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(optimizer.state[each]["exp_avg"].dtype == torch.uint8 for each in (*some, *late) if each.dim())

@@ -1,6 +1,7 @@
 """bfloat16 parameters: what the two ways to round them promise, beside float32 and plain bfloat16."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -206,3 +207,28 @@ def test_states_of_other_types_are_loaded_as_plain_ones(how):
         return bits([*model.parameters(), *[optimizer.state[p]["momentum_buffer"] for p in model.parameters()]])
 
     assert run(how) == run(ms.identity)
+
+
+def test_slices_of_a_parameter_of_a_kind_that_comes_later_have_their_own_moments(monkeypatch):
+    """All slices of a parameter with more dimensions than those of the trial stepped with the last slice's moments."""
+    monkeypatch.setattr(in_float32, "_AT_ONCE", 64)
+    shapes = [(), (4,), (8, 8), (2, 4, 16), (2, 2, 4, 8)]
+
+    def run(how, dtype, late):
+        weights = [
+            nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape).bfloat16().to(dtype)) for shape in shapes
+        ]
+        optimizer = how(torch.optim.AdamW(weights[: len(shapes) - late], lr=0.1))
+        if late:
+            optimizer.add_param_group({"params": weights[-late:]})
+        for number in range(3):
+            for weight in weights:
+                weight.grad = torch.linspace(number, 1, weight.numel()).view_as(weight).bfloat16().to(dtype)
+            optimizer.step()
+        return [bits(optimizer.state[weight]["exp_avg"]) for weight in weights], weights
+
+    expected, wide = run(ms.identity, torch.float32, 0)
+    for late in (0, 2):
+        moments, weights = run(EXACT, torch.bfloat16, late)
+        assert moments == expected
+        assert [bits(each.detach()) for each in weights] == [bits(nearest(each.detach())) for each in wide]

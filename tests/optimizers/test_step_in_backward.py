@@ -392,3 +392,28 @@ def test_a_gradient_that_zero_grad_sets_to_zero_steps_where_the_next_loss_does_n
         return numbers(weights, optimizer)
 
     assert run(how) == run(ms.identity)
+
+
+def test_a_parameter_that_leaves_its_group_after_backward_is_noticed():
+    _, (model, optimizer) = twins(ADAMW, HOW)
+    backward(model)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ms.CorrectnessError, match=r"taken out of a group, or moved, after the backward"):
+        optimizer.step()
+
+
+def test_passes_before_zero_grad_do_not_count():
+    def run(how):
+        model = network()
+        optimizer = how(ADAMW(model.parameters()))
+        for number in range(3):
+            backward(model)
+            if number == 1:
+                optimizer.zero_grad()
+                backward(model)
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return numbers(model, optimizer)
+
+    assert run(ms.step_in_backward(accumulate=2)) == run(ms.identity)

@@ -426,3 +426,66 @@ def test_groups_share_a_learning_rate_that_is_a_tensor_as_they_did():
     own = rates(lambda optimizer: optimizer)
     assert own == ([0.25] * 3, 0.25)
     assert rates(ms.step_in_groups(group_bytes=1)) == (own[0], 0.5), "and the plain optimizer keeps its own"
+
+
+@every_transform
+@pytest.mark.parametrize("edit", ["moved", "taken out", "put in", "replaced"])
+def test_parameters_step_with_the_group_that_they_are_in(how, edit):
+    """Where the caller edits `param_groups`, `step_in_backward` stepped with the group before."""
+
+    def run(transform):
+        model = network()
+        first, last = model[0].weight, model[5].weight
+        groups = [{"params": [first], "lr": 0.3}, {"params": [model[3].weight, last]}]
+        optimizer = transform(torch.optim.AdamW(groups, lr=0.01))
+        train(model, optimizer, range(2))
+        if edit == "moved":
+            optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
+        elif edit == "taken out":
+            del optimizer.state[first], optimizer.param_groups[0]
+        elif edit == "put in":
+            optimizer.param_groups[1]["params"].append(model[0].bias)
+        else:
+            del optimizer.state[last]
+            model[5].weight = optimizer.param_groups[1]["params"][1] = nn.Parameter(last.detach() * 2)
+        train(model, optimizer, range(2, 5))
+        return numbers(model, optimizer)
+
+    assert run(how) == run(ms.identity)
+
+
+@every_transform
+def test_states_that_the_given_optimizer_changes_afterwards_are_not_stepped_with(how):
+    model, plain = trained(ADAMW, 2)
+    optimizer = how(plain)
+    before = numbers(model, optimizer)[1]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    plain.step()
+    if numbers(model, optimizer)[1] == before:  # it has states of its own
+        optimizer.step()
+        return
+    with pytest.raises(ms.CorrectnessError, match=r"states of parameter .* were changed in place by the optimizer"):
+        optimizer.step()
+
+
+def test_states_are_those_of_the_state_dict_that_hooks_return():
+    """A hook may sort states anew; those of the rounding transforms were then of other parameters."""
+
+    def run(sorts):
+        weights = [nn.Parameter(torch.full((4, 4), number, dtype=torch.bfloat16)) for number in (1.0, 2.0)]
+        optimizer = ms.compensate_rounding()(torch.optim.AdamW(weights, lr=0.1))
+        for weight in weights:
+            weight.grad = weight.detach().clone()
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        if sorts:
+            saved["state"] = {1 - key: states for key, states in saved["state"].items()}
+            optimizer.register_load_state_dict_pre_hook(
+                lambda _, given: {**given, "state": {1 - key: states for key, states in given["state"].items()}}
+            )
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+        return numbers(nn.ParameterList(weights), optimizer)
+
+    assert run(sorts=True) == run(sorts=False)
