@@ -29,6 +29,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.planning.parts.parts import parts_of
+from memscale.planning.search.effort import Effort
 from memscale.planning.search.search import Search
 from memscale.planning.trials.trials import TrialSteps
 from memscale.policy import TECHNIQUES, StrategyContext
@@ -97,7 +98,7 @@ def trial_steps(search: Search, among: frozenset[str]) -> int:
     menus = [menu.for_part(part, search.plain) for part in parts]
     menus.append(menu.for_outside(search._model, parts, search.plain))
     base, stub = attribute(search.plain, [part.path for part in parts]), Counted(search.plain)
-    TrialSteps(base, parts, menus, stub).run({}, search.patience)
+    TrialSteps(base, parts, menus, stub).run({}, Effort.of(len(search.plain.last_operators)).trials)
     return stub.count
 
 
@@ -106,10 +107,9 @@ def labels(given: Subject, seed: int, card: str) -> dict[str, Any]:
     begun = time.process_time()
     engine = engine_of(given, card, ALLOWED)
     identity_seconds = time.process_time() - begun
-    (search,) = engine.searches
-    searches = [search] if search.uncut is None else [search, search.uncut]
+    (search,) = engine.searches.own
     simulated, begun = engine.simulations, time.process_time()
-    choosers = [(each, each._chooser) for each in searches if each.costs]
+    chooser = search._chooser  # by the trials
     trial_seconds = time.process_time() - begun
     trials = engine.simulations - simulated
     taken, plain = engine.plain.taken_bytes, engine.plain.step_seconds
@@ -120,13 +120,12 @@ def labels(given: Subject, seed: int, card: str) -> dict[str, Any]:
         context = StrategyContext.of(engine.plain, engine.hardware, limit, ALLOWED)
         found: dict[str, tuple[float, float] | None] = {}
         for names in SETS:
-            among = engine._techniques(config_of(names))
+            among = engine.searches.techniques(config_of(names))
             # More techniques are never slower: what the solver finds among fewer of them counts, too.
             chosen = [each for fewer, each in found.items() if each and set(fewer.split("+")) <= set(names.split("+"))]
-            for _, chooser in choosers:
-                if (choice := chooser.fastest(limit, among)) is not None:
-                    seconds, held = chooser.seconds(choice.assignment), chooser.held_bytes(choice.assignment)
-                    chosen.append((round(seconds / plain, 5), round(held / taken, 4)))
+            if (choice := chooser.fastest(limit, among)) is not None:
+                seconds, held = chooser.seconds(choice.assignment), chooser.held_bytes(choice.assignment)
+                chosen.append((round(seconds / plain, 5), round(held / taken, 4)))
             found[names] = min(chosen, default=None)
         cases.append([share, list(context.features().values()), [found[names] for names in SETS]])
     return {
@@ -137,7 +136,7 @@ def labels(given: Subject, seed: int, card: str) -> dict[str, Any]:
         "plain": [plain, taken],
         "identity_seconds": round(identity_seconds, 3),
         "trials": [trials, round(trial_seconds, 3)],
-        "steps": [sum(trial_steps(search, each) for each in cut_and_uncut(search, engine, names)) for names in SETS],
+        "steps": [trial_steps(search, engine.searches.techniques(config_of(names))) for names in SETS],
         "cases": cases,
     }
 
@@ -148,12 +147,6 @@ def runs_cells(given: Subject, card: str) -> bool:
     capability = ms.Hardware.named(card).capability
     assert capability is not None
     return capability < (8, 0) and any(p.dtype == torch.bfloat16 for each in rows for p in each.parameters())
-
-
-def cut_and_uncut(search: Search, engine: ms.DecisionEngine, names: str) -> list[frozenset[str]]:
-    """The techniques that each search tries which a set asks: around a loss head that may be cut is no part."""
-    among = engine._techniques(config_of(names))
-    return [among, among - {"tile"}] if "tile" in among and search.uncut is not None else [among]
 
 
 def opened(path: Path, mode: str) -> IO[str]:

@@ -29,7 +29,7 @@ def proven(family: str, seed: int, card: str) -> dict[str, Any]:
     begun = time.process_time()
     engine = engine_of(subject(family, seed), card)
     identity_seconds = time.process_time() - begun
-    assert engine.strategies == []  # found here, and not within what is timed
+    assert engine.searches.strategies == []  # found here, and not within what is timed
     share = random.Random(f"budget {family} {seed}").choice(BUDGETS)
     taken, plain = engine.plain.taken_bytes, engine.plain.step_seconds
     assert plain
@@ -37,7 +37,7 @@ def proven(family: str, seed: int, card: str) -> dict[str, Any]:
     for names in SETS:
         config = config_of(names)
         count, begun = engine.simulations, time.process_time()
-        found = engine._fastest(int(taken * share), config)
+        found = engine.searches.fastest(int(taken * share), config)
         costs = [engine.simulations - count, round(time.process_time() - begun, 3)]
         fits = (
             None

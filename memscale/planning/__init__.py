@@ -10,6 +10,7 @@ The path of `plan(model, batch, budget=...)` through the package, in reading ord
    candidate.
 4. `solving/`: chooses a candidate for each part, for the fastest step within a limit, by an integer program.
 5. `search/`: simulates whole steps of such choices, for limits on a grid, and returns the fastest that fits.
+   `searches`: in the model as written, in the cast model, and under strategies of the optimizer.
 6. `evidence/`: the results: the plan with its evidence, as data and as text, and the frontier of plans.
 
 `plan_cache` keeps plans on disk by their `fingerprint`. If no plan fits, `refusal` makes the error with remedies

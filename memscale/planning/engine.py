@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from memscale.algebra import Plan, Transform, chain, is_transformed
 from memscale.config import Config, check_config
 from memscale.core import ConfigError, Loss, budget_bytes, check_count, check_switch, format_unlike
-from memscale.hardware import Hardware, knows_copies, narrow_dtype
+from memscale.hardware import Hardware
 from memscale.planning.evidence.curve import Frontier, Point
 from memscale.planning.evidence.decisions import decisions_of, rejected_of, trace_of
 from memscale.planning.evidence.evidence import Decision, Evidence, Figures
@@ -21,20 +20,18 @@ from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.extra_remedies import lighter_update
 from memscale.planning.fingerprint import fingerprint, planner
 from memscale.planning.gains import kept_output, logits_of_head
-from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.globs import with_globs
-from memscale.planning.parts.parts import Part
 from memscale.planning.plan_cache import Answer, PlanCache, Proofs
 from memscale.planning.refusal import Refusal
-from memscale.planning.search.found import Found, Proven, fastest_of, smallest_of
-from memscale.planning.search.search import Search, leaves_margin
-from memscale.planning.speeds import dtypes_of, link_rates, timed
+from memscale.planning.search.found import Found, Proven
+from memscale.planning.search.search import leaves_margin
+from memscale.planning.search.searches import Searches, check_link
+from memscale.planning.speeds import dtypes_of, timed
 from memscale.planning.step_simulator import OutOfTime, Progress, StepSimulator, limited, reason
-from memscale.planning.stepping import Strategy, checked, held_by_phase, hows, least_held, loop_share, strategies
-from memscale.planning.trials.trials import Trials
+from memscale.planning.stepping import checked
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
-from memscale.simulation import Parallel, ParallelKind, Profile, Target, Trace, TrainingStep, analyse, hardware_for
-from memscale.transforms import cast, proven_rows
+from memscale.simulation import Parallel, ParallelKind, Profile, Target, TrainingStep, analyse, hardware_for
+from memscale.transforms import proven_rows
 
 Budget = int | float | str
 # Points of a frontier by default; its seconds grow with them: benchmarks/bench_answers.py.
@@ -156,15 +153,12 @@ class DecisionEngine:
         self.made_for = step.parallel or Parallel.of_distributed(step.model)
         # FSDP2 and DDP manage the parameters: a plan must not stream them.
         self.streams = streams and self.made_for is None
-        self._searches: dict[tuple[frozenset[str], Strategy | None], list[Search]] = {}
-        self._strategies: list[Strategy] | None = None
         self.stepping = dict.fromkeys(self.config.eligible() & {"quantize_states"}) | checked(stepping)
         requested = hardware_for(step.model, hardware)
         self.steps = StepSimulator(step, Target.of(timed(requested, dtypes_of(self.model))), progress)
         self.plain_step = self.steps.as_it_is()
         self.hardware = self.steps.hardware
-        self._link = link_rates(self.hardware, self.config)
-        self._loop_share = loop_share(step.optimizer, self.hardware)
+        self.searches = Searches(self.steps, self.plain_step, self.config, self.stepping, streams=self.streams)
         self._nominal = self.hardware != requested
         self.plain = analyse(self.plain_step)
         self._plan_cache = PlanCache()
@@ -218,26 +212,18 @@ class DecisionEngine:
 
     def _shown(self, limit: int, end: BaseException) -> list[Proven]:
         """Returns the plans that were simulated until `end`, and the estimated smallest plan if none fits `limit`."""
-        usable = self._usable(self.config)
-        shown = [
-            each
-            for searches in self._searches.values()
-            for search in searches
-            for each in search.shown
-            if Candidate(tuple((rule.pattern, rule.transform) for rule in each.plan)).techniques <= usable
-        ]
+        shown = self.searches.shown()
         if all(each.taken_bytes > limit for each in shown):
             if isinstance(end, KeyboardInterrupt):
                 raise end
-            least = min(self.strategies, key=least_held, default=None)
-            shown += [search.least() for search in self._searches_among(self._techniques(self.config), least)]
+            shown += self.searches.least()
         return shown
 
     def _best_so_far(self, shown: list[Proven], limit: int, end: BaseException) -> ProvenPlan:
         """Returns the fastest of the plans that were simulated until `end`, with a note that names `end`."""
         fitting = [each for each in shown if each.taken_bytes <= limit]
         best = min(fitting, key=lambda each: (not leaves_margin(each.taken_bytes, limit), each.preference))
-        bound = min(self._floor_seconds(), best.seconds)
+        bound = min(self.searches.floor_seconds(), best.seconds)
         plan = self._proven_plan(Found(best, bound, len(shown)), limit)
         evidence = dataclasses.replace(plan.evidence, notes=(f"{reason(end)}: {SO_FAR}", *plan.evidence.notes))
         return ProvenPlan(plan, evidence, plan.decision)
@@ -256,15 +242,18 @@ class DecisionEngine:
         policy = self._select(limit)
         if leaves_margin(self.plain.taken_bytes, limit):
             return self._unchanged(limit, policy)
-        self._check_link()
+        check_link(self.config, self.hardware)
 
         def find() -> Answer:
             found, decision = None, None
-            floor = self._floor_bytes()
+            floor = self.searches.floor_bytes()
             if floor <= limit:
-                found, decision = (self._fastest(limit), None) if policy is None else self._by_policy(limit, policy)
+                if policy is None:
+                    found = self.searches.fastest(limit)
+                else:
+                    found, decision = self._by_policy(limit, policy)
             widest = self.config if policy is None else everything(self.config)
-            smallest = self._smallest(widest, floor if floor > limit else 0, limit) if found is None else None
+            smallest = self.searches.smallest(widest, floor if floor > limit else 0, limit) if found is None else None
             if smallest is not None and smallest.proven.taken_bytes <= limit:
                 found = smallest
             if found is None:
@@ -288,13 +277,13 @@ class DecisionEngine:
         return self._answer(f"nearest {limit}", find).plan()
 
     def _nearest(self, limit: int) -> ProvenPlan:
-        return self._proven_plan(self._fastest(limit) or self._smallest(enough_bytes=limit), limit)
+        return self._proven_plan(self.searches.fastest(limit) or self.searches.smallest(enough_bytes=limit), limit)
 
     def smallest(self) -> ProvenPlan:
         """Returns the plan whose step takes the fewest bytes."""
 
         def find() -> Answer:
-            found = self._smallest()
+            found = self.searches.smallest()
             return Answer((self._proven_plan(found, found.proven.taken_bytes),))
 
         return self._answer("smallest", find).plan()
@@ -305,11 +294,11 @@ class DecisionEngine:
         Interrupted from the keyboard, or after `seconds`, the frontier has the plans that were simulated until then.
         """
         check_count(f"frontier(points={points!r})", points, 2)
-        self._check_link()
+        check_link(self.config, self.hardware)
         most = self.plain.taken_bytes
 
         def find() -> Answer:
-            smallest = self._smallest()
+            smallest = self.searches.smallest()
             least = min(most, smallest.proven.taken_bytes)
             limits = [least + (most - least) * at // (points - 1) for at in range(points - 1)]
             return Answer(tuple(map(self._nearest, limits)))
@@ -352,110 +341,7 @@ class DecisionEngine:
             return self.steps.profile(plan)
 
         config = everything(self.config) if self.config.auto_policy else self.config
-        return Proofs(simulate, self.plain, self.hardware, self._usable(config))
-
-    # -- searches -----------------------------------------------------------------------------------------------------
-
-    @property
-    def searches(self) -> list[Search]:
-        """Returns the searches among the allowed exact transforms: in the model as written, and in the cast model if
-        the config allows `cast`.
-        """
-        return self._searches_among(self._techniques(self.config))
-
-    def _searches_among(self, among: frozenset[str], strategy: Strategy | None = None) -> list[Search]:
-        """Returns the searches among the techniques `among`, for a step with the optimizer strategy `strategy`."""
-        if (among, strategy) not in self._searches:
-            if strategy is None:
-                menu = Menu.of(among, narrow_dtype(self.hardware), self.step.batch)
-                found = [self._search(menu, plain=self.plain_step)]
-                if "cast" in self.config.eligible():
-                    always = (("", cast(compute=menu.dtype)),)
-                    found.append(self._search(dataclasses.replace(menu, casts=True), always=always))
-            else:
-                found = [
-                    self._search(
-                        each.menu,
-                        always=(*each.always, *strategy.rules),
-                        plain=None if each.always else strategy.plain,
-                        trials=each.trials,
-                        parts=each.parts,
-                    )
-                    for each in self._searches_among(among)
-                ]
-            self._searches[among, strategy] = found  # assigned once, so that a stopped search leaves no partial list
-        return self._searches[among, strategy]
-
-    def _search(
-        self,
-        menu: Menu,
-        *,
-        always: Rules = (),
-        plain: Trace | None = None,
-        trials: Trials | None = None,
-        parts: tuple[Part, ...] | None = None,
-    ) -> Search:
-        return Search(
-            self.model,
-            self.steps.simulate,
-            menu,
-            always=always,
-            link=self._link,
-            plain=plain,
-            trials=trials,
-            parts=parts,
-            loop_share=self._loop_share,
-        )
-
-    @property
-    def strategies(self) -> list[Strategy]:
-        """Returns the allowed optimizer strategies that lower a phase of the step, the fastest first."""
-        if self._strategies is None:
-            found = hows(self.step.optimizer, self.stepping, moves=self._link is not None)
-            self._strategies = strategies(found, self.plain_step, self.steps.simulate)
-        return self._strategies
-
-    def _check_link(self) -> None:
-        requested = self.config.enable_offloading and not self.config.given.isdisjoint(
-            ("enable_offloading", "async_offload")
-        )
-        if requested and self.hardware.unified_memory:
-            raise ConfigError(
-                f"the config asks for offloading, and {self.hardware.name} shares its host's memory, so offloading "
-                "frees nothing; leave enable_offloading to the mode, or offload to the disk by hand"
-            )
-        if requested and not knows_copies(self.hardware):
-            raise ConfigError(
-                f"the config asks for offloading, and {self.hardware.name} does not say how fast its link is; give "
-                "Hardware(...) host_to_device_bytes_per_second and device_to_host_bytes_per_second, pass "
-                "Hardware.measure() there, or leave enable_offloading to the mode"
-            )
-
-    def _techniques(self, config: Config) -> frozenset[str]:
-        """Returns the techniques for the model that a config allows, without `cast`; with "stream" if possible."""
-        found = set(config.eligible()) - {"cast", "quantize_states"}
-        if self._link is None:
-            found.discard("offload")
-        elif "offload" in found and self.streams:
-            found.add("stream")
-        return frozenset(found)
-
-    def _usable(self, config: Config) -> frozenset[str]:
-        """Returns all techniques that a config allows: for the model, `cast`, and for the optimizer."""
-        return self._techniques(config) | (self.config.eligible() & {"cast"}) | self.stepping.keys()
-
-    def _fastest(self, limit: int, config: Config | None = None) -> Found | None:
-        """Returns the fastest plan for `limit` bytes under a config, by default the engine's; None if no plan fits."""
-        among = self._techniques(config or self.config)
-        found = [best for search in self._searches_among(among) if (best := search.fastest(limit)) is not None]
-        for strategy in self.strategies:
-            seconds = analyse(strategy.plain).step_seconds or 0.0
-            # A strategy that alone is slower than a plan found is skipped: transforms of the model only add time.
-            below = min((each.proven.seconds for each in found), default=math.inf)
-            if "cast" in self.config.eligible() or seconds < below:
-                searches = self._searches_among(among, strategy)
-                found += [best for search in searches if (best := search.fastest(limit, below)) is not None]
-        return fastest_of(found)
+        return Proofs(simulate, self.plain, self.hardware, self.searches.usable(config))
 
     # -- with a policy -------------------------------------------------------------------------------------------------
 
@@ -481,47 +367,18 @@ class DecisionEngine:
         best: Found | None = None
         for widened, config in widenings(policy, context, self.config):
             decision = dataclasses.replace(policy, widened=widened, config=config)
-            found = self._fastest(limit, config)
+            found = self.searches.fastest(limit, config)
             if found is not None and (best is None or found.proven.seconds < best.proven.seconds):
                 best = found
-            if found is not None and (widened == "rules" or found.proven.seconds <= _NEAR * self._floor_seconds()):
+            near_seconds = _NEAR * self.searches.floor_seconds()
+            if found is not None and (widened == "rules" or found.proven.seconds <= near_seconds):
                 break
         return best, decision
-
-    def _floor_seconds(self) -> float:
-        """Returns a lower bound of the seconds of every plan: the fastest step without an exact transform.
-
-        Exact transforms only add time; `cast` and optimizer strategies may save time, and their steps are included.
-        """
-        casting = self.searches[1:] if "cast" in self.config.eligible() else []
-        steps = [self.plain_step, *(each.plain for each in casting), *(strategy.plain for strategy in self.strategies)]
-        return min(analyse(step).step_seconds or 0.0 for step in steps)
-
-    def _floor_bytes(self) -> int:
-        """Returns a lower bound of the bytes that any plan holds: the bytes of the optimizer phase.
-
-        Without streams, only an optimizer strategy changes the bytes of this phase. With streams, the bound is 0.
-        """
-        if self.streams:
-            return 0
-        steps = [self.plain_step, *(strategy.plain for strategy in self.strategies)]
-        return min(held_by_phase(analyse(step)).get("optimizer", 0) for step in steps)
-
-    def _smallest(self, config: Config | None = None, floor_bytes: int = 0, enough_bytes: int = 0) -> Found:
-        # `least` is the strategy with the fewest bytes that no plan for the model frees.
-        least, among = min(self.strategies, key=least_held, default=None), self._techniques(config or self.config)
-        searches = [each for strategy in dict.fromkeys((None, least)) for each in self._searches_among(among, strategy)]
-        found: list[Found] = []
-        for search in searches:
-            found.append(search.smallest(floor_bytes, enough_bytes))
-            if search.suffices([found[-1].proven], 0, enough_bytes):
-                break
-        return smallest_of(found, enough_bytes)
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 
     def _refusal(self) -> Refusal:
-        return Refusal(self.steps, self.config, self.searches[0], self._techniques)
+        return Refusal(self.steps, self.config, self.searches)
 
     def _budget_bytes(self, budget: Budget) -> int:
         return budget_bytes(budget, self.hardware.usable_bytes)
@@ -535,7 +392,7 @@ class DecisionEngine:
 
     def _proven_plan(self, best: Found, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
         found, bound = best.proven, best.bound_seconds
-        trace = trace_of(best, limit, self.plain, self._link)
+        trace = trace_of(best, limit, self.plain, self.searches.link)
         evidence = self._evidence(
             limit,
             found.profile,
@@ -576,7 +433,6 @@ class DecisionEngine:
             if leaves_margin(profile.taken_bytes, limit)
             else ["it leaves less than 0.1 % of the budget, and a simulation may be off by as much"]
         )
-        sought = dict.fromkeys(note for search in self.searches for note in search.notes)
         return Evidence(
             budget_bytes=limit,
             hardware=self.hardware,
@@ -587,7 +443,7 @@ class DecisionEngine:
             trace=(*trace, f"loop: {self.step.loop}{kept_output(profile, self.step.loop)}"),
             decisions=decisions,
             rejected=rejected,
-            notes=(*profile.notes, *nominal, *tight, *sought),
+            notes=(*profile.notes, *nominal, *tight, *self.searches.notes()),
             simulations=simulations,
             parallel=self.made_for,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memscale.config import Config
@@ -11,7 +11,7 @@ from memscale.core import Argument, BudgetError, MemscaleError, format_unlike
 from memscale.planning.extra_remedies import Setting, extra_remedies
 from memscale.planning.parts.globs import with_globs
 from memscale.planning.search.found import Proven
-from memscale.planning.search.search import Search
+from memscale.planning.search.searches import Searches
 from memscale.planning.step_simulator import StepSimulator
 from memscale.simulation import analyse
 from memscale.transforms import cast
@@ -50,18 +50,12 @@ class Refusal:
     Args:
         steps: the simulator of the step.
         config: the config that the plans were searched under.
-        own: the search in the model as written.
-        techniques: returns the techniques that a config allows for the model.
+        searches: the searches of the step.
     """
 
-    def __init__(
-        self,
-        steps: StepSimulator,
-        config: Config,
-        own: Search,
-        techniques: Callable[[Config], frozenset[str]],
-    ) -> None:
-        self.steps, self.config, self.own, self.techniques = steps, config, own, techniques
+    def __init__(self, steps: StepSimulator, config: Config, searches: Searches) -> None:
+        self.steps, self.config, self.searches = steps, config, searches
+        self.own = searches.own[0]  # in the model as written
 
     def error(self, smallest: Proven, limit: int, *, with_remedies: bool, stopped: str = "") -> BudgetError:
         """Returns the error for a budget of `limit` bytes that not even the `smallest` plan fits.
@@ -109,7 +103,7 @@ class Refusal:
         """Yields the fields of the config that allow more transforms, each with the peak in bytes of a small plan."""
         own = self.own
         for field in ("enable_checkpointing", "enable_offloading", "enable_tiling"):
-            more = self.techniques(dataclasses.replace(self.config, **{field: True}))  # type: ignore[arg-type]
+            more = self.searches.techniques(dataclasses.replace(self.config, **{field: True}))  # type: ignore[arg-type]
             if more != own.menu.techniques:
                 yield field, own.among(more).least().taken_bytes
         if not self.config.use_mixed_precision:

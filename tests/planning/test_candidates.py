@@ -50,7 +50,9 @@ def _flat():
 def test_what_its_own_code_makes_is_a_part_and_so_is_what_recurs(make, paths):
     """A flat MLP had no part at all, and no plan; of a block that recurs only its attention could be recomputed."""
     model, batch = make(), torch.ones(64, 8, 16)
-    search = DecisionEngine(model, batch, loss=lambda y, _: y.square().mean(), hardware=CPU, config=ROUNDS).searches[0]
+    search = DecisionEngine(
+        model, batch, loss=lambda y, _: y.square().mean(), hardware=CPU, config=ROUNDS
+    ).searches.own[0]
     assert [part.path for part in search.parts] == paths
     rules = [each.rules for each in search.menu.for_part(search.parts[0], search.plain)]
     assert {(("", ms.checkpoint()),), (("", ms.tile(chunks=4)),)} <= set(rules)

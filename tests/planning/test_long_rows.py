@@ -88,7 +88,7 @@ def test_what_mixes_positions_is_not_cut_along_them(monkeypatch):
     engine = ms.DecisionEngine(
         model, x, loss=lambda y, _: y.square().mean(), config=ms.Config(mode="aggressive"), hardware="cpu"
     )
-    (search,) = engine.searches
+    (search,) = engine.searches.own
     mixes = [each for each in search.costs.rejected if any(inside == "norm" for inside, _ in each.rules)]
     assert mixes, "it was thought of, and the simulation refused it"
     assert not any(inside == "norm" for menu in search.costs.candidates for each in menu for inside, _ in each.rules)

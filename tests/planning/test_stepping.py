@@ -87,7 +87,7 @@ def test_8_bit_states_are_for_those_who_allow_them(alone):
 
 def test_two_passes_that_clip_are_for_those_who_write_such_a_loop():
     made = engine((ms.step_in_backward(max_norm=0.01),))
-    [strategy] = made.strategies
+    [strategy] = made.searches.strategies
     plan = ms.Plan(strategy.rules)
     assert plan == ms.Plan({"": ms.step_in_backward(max_norm=0.01)})
     # The second backward is in its time.

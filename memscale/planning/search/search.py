@@ -3,7 +3,7 @@
 NOTE
 1. Each part of the model has candidates, and simulated trials give the bytes and the seconds of each (`Costs`).
 2. The solver chooses the fastest candidates whose bytes add up to a limit (`Chooser.fastest`). The limits are those of
-   one grid, `_STEP` apart, which is the same for every budget.
+   one grid, which is the same for every budget (`ChoiceGrid`).
 3. The whole step of a choice is simulated. Its bytes differ from their sum by a few percent, and the limit moves by as
    much, a few times for each set of techniques (`Effort`). A choice is not simulated if a step near to it shows that it
    takes too much. The fastest simulated step within the budget is the answer.
@@ -21,24 +21,23 @@ import dataclasses
 import functools
 import math
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from torch import nn
 
 from memscale.algebra import Plan
-from memscale.core import template
 from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.groups import groups_of
 from memscale.planning.parts.parts import Part, parts_of
+from memscale.planning.search.choice_grid import STEP, ChoiceGrid
 from memscale.planning.search.descent import Descent, DescentStep, is_inside
 from memscale.planning.search.effort import ROUNDS, Effort
 from memscale.planning.search.found import Found, Proven
 from memscale.planning.solving.program import GAP
-from memscale.planning.solving.solver import Choice, Chooser, LinkRates
+from memscale.planning.solving.solver import Chooser, LinkRates
 from memscale.planning.stepping import held_by_phase
-from memscale.planning.trials.costs import GROUPED, Assignment, Costs, costs_of_step, measured_costs
+from memscale.planning.trials.costs import Assignment, Costs, costs_of_step, measured_costs
 from memscale.planning.trials.group_costs import shown_bytes, with_groups
 from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Trials
@@ -50,10 +49,9 @@ _MARGIN = 1e-3
 # A step in tiles with more than so many times the operators of the step as written counts for several:
 # benchmarks/bench_long_context.py.
 _LONG = 2
-# `_STEP`: the share between two limits of the grid. `_RANGE`: how far below the wanted limit a grid point may be, by
-# whether an allocator reserves segments; reserved bytes go up and down from limit to limit: benchmarks/bench_plan.py,
-# share of the budget.
-_STEP, _RANGE = 2e-3, {False: 0.0, True: 0.02}
+# How far below the wanted limit a limit of the grid may be, by whether an allocator reserves segments; reserved bytes
+# go up and down from limit to limit: benchmarks/bench_plan.py, share of the budget.
+_RANGE = {False: 0.0, True: 0.02}
 # For a step of few operators, every `_COARSE`-th limit of the grid is tried if its choice may fit and be faster: a step
 # of a smaller limit may take more bytes, so that a search by bytes alone passes over faster steps that fit:
 # benchmarks/bench_plan.py.
@@ -74,9 +72,6 @@ _HARDLY = {False: 1.05, True: 1.25}
 _NEAR, _SURELY = 0.5, 1.01
 # A step that takes at most this multiple of the lower bound is the smallest: benchmarks/bench_plan.py --smallest.
 _LEAST = 1.005
-# Share of the step as written: the most that the allocator is estimated to reserve beyond the allocated bytes:
-# benchmarks/bench_card.py has both.
-_KEPT = 0.1
 
 #: Returns the trace of a step with rules, with or without its update, of the model without the parts at some paths.
 Simulate = Callable[[Rules, bool, frozenset[str]], Trace]
@@ -138,7 +133,6 @@ class Search:
             )
         self._link, self._loop_share = link, loop_share
         self._proofs: dict[Assignment, Proven] = {}
-        self._choices: dict[tuple[frozenset[str], int], Choice | None] = {}
         self._trial_steps = 0
         self._by_rules: dict[Rules, Proven] = {}
         self._descents: dict[Assignment, tuple[list[DescentStep], int]] = {}
@@ -214,15 +208,12 @@ class Search:
         )
 
     @functools.cached_property
-    def _sets(self) -> list[frozenset[str]]:
-        """Returns the sets of techniques to search one after the other: without moves, all, and all without groups.
+    def _grid(self) -> ChoiceGrid:
+        return ChoiceGrid(self.costs, self._link, self.prove(self.costs.as_it_is), self._effort)
 
-        A set with moves or groups may miss the best plan of a smaller set, since costs of moves and groups add up less
-        exactly.
-        """
-        used = frozenset(each for menu in self.costs.candidates for candidate in menu for each in candidate.techniques)
-        grouped = GROUPED if self.costs.groups else frozenset()
-        return list(dict.fromkeys([(used | grouped) - MOVES, used | grouped, used]))
+    @property
+    def _chooser(self) -> Chooser:
+        return self._grid.chooser
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -244,18 +235,18 @@ class Search:
             below = below_seconds if best is None else min(below_seconds, best.seconds)
             return self._chooser.seconds(assignment) < (1 - GAP) * below
 
-        for among in self._sets:
+        for among in self._grid.sets:
             # A long step has no simulations to spare for a set whose smallest choice hardly fits.
-            if self._effort.is_short or self._may_fit(self._least(among).assignment, safe_bytes):
+            if self._effort.is_short or self._may_fit(self._grid.least(among).assignment, safe_bytes):
                 bounds += self._descend(among, safe_bytes, tried, below_seconds)
-        for among in self._sets if self._effort.is_short else ():
-            for at in range(_COARSE, self._last(among) + 1, _COARSE):
-                if may_be_faster(coarse := self._choice(at, among).assignment):
+        for among in self._grid.sets if self._effort.is_short else ():
+            for at in range(_COARSE, self._grid.last(among) + 1, _COARSE):
+                if may_be_faster(coarse := self._grid.fastest(at, among).assignment):
                     tried[coarse] = self.prove(coarse)
-        for among in self._sets:
-            if may_be_faster(self._least(among).assignment):
+        for among in self._grid.sets:
+            if may_be_faster(self._grid.least(among).assignment):
                 tried |= self._small_ones(among)
-        for alike in self._alike:
+        for alike in self._grid.alike:
             if may_be_faster(alike) and not self._excess(alike, tried, safe_bytes):
                 tried[alike] = self.prove(alike)
         self._correct(safe_bytes, tried, below_seconds)
@@ -275,14 +266,14 @@ class Search:
             enough_bytes: of the plans that take at most so many bytes, the fastest is returned.
         """
         tried: dict[Assignment, Proven] = {}
-        for alike in self._alike if self._effort.is_long else ():
+        for alike in self._grid.alike if self._effort.is_long else ():
             if not self.suffices(tried.values(), floor_bytes, enough_bytes):
                 tried[alike] = self.prove(alike)
         # Plans without moves are faster at the floor; otherwise plans with moves are smaller, and may suffice.
-        for among in self._sets if floor_bytes else reversed(self._sets):
+        for among in self._grid.sets if floor_bytes else reversed(self._grid.sets):
             if not self.suffices(tried.values(), floor_bytes, enough_bytes):
                 tried |= self._small_ones(among, floor_bytes)
-        for alike in self._alike if not self._effort.is_long else ():
+        for alike in self._grid.alike if not self._effort.is_long else ():
             least_bytes = min(each.taken_bytes for each in tried.values())
             hardly = self._chooser.held_bytes(alike) > _HARDLY[True] * least_bytes
             if not hardly and not self.suffices(tried.values(), floor_bytes, enough_bytes):
@@ -356,7 +347,7 @@ class Search:
 
     def least(self) -> Proven:
         """Returns the choice with the smallest estimated peak, by one simulation; `smallest` takes many."""
-        found = (self._least(among).assignment for among in self._sets)
+        found = (self._grid.least(among).assignment for among in self._grid.sets)
         return self.prove(min(found, key=self._chooser.held_bytes))
 
     def _moves(self, assignment: Assignment) -> bool:
@@ -432,9 +423,9 @@ class Search:
         Returns:
             A list with the lower bound, in seconds, of all choices that fit; empty if no choice was found to fit.
         """
-        chooser, bound = self._chooser, list[float]()
+        chooser, grid, bound = self._chooser, self._grid, list[float]()
         rounds, most, late = ROUNDS, self._effort.before_corrections, math.inf
-        over, fits = -1, self._last(among) + 1
+        over, fits = -1, grid.last(among) + 1
         # The first aim: the estimate of the step nearest to the budget is assumed to be wrong by the same factor.
         near = min(tried.values(), key=lambda each: abs(each.taken_bytes - safe_bytes))
         aim, width = safe_bytes * chooser.held_bytes(near.assignment) / near.taken_bytes, _RANGE[self._reserves]
@@ -453,21 +444,21 @@ class Search:
         if (best := _best(tried.values(), safe_bytes)) is not None:
             below = min(below, (1 - _OTHERS) * best.seconds)
         while over + 1 < fits:
-            at = _coarsest(max(over, self._at(aim) - 1), min(fits, self._at(aim * (1 - width)) + 1))
-            if at is None and self._at(aim) >= fits:
-                if fits > self._last(among):
+            at = _coarsest(max(over, grid.number(aim) - 1), min(fits, grid.number(aim * (1 - width)) + 1))
+            if at is None and grid.number(aim) >= fits:
+                if fits > grid.last(among):
                     at = fits - 1
                 elif over < 0 or not self._reserves:
                     break  # the choices that are left have larger estimates
             at = _coarsest(over, fits) if at is None else at
             assert at is not None, "there are limits between"
-            choice = self._choice(at, among)
+            choice = grid.fastest(at, among)
             if not is_faster(choice.assignment):
                 fits = at  # only limits above may have a faster choice
                 continue
             if excess := self._excess(choice.assignment, tried, safe_bytes):
                 held = chooser.held_bytes(choice.assignment)
-                over, aim = max(at, self._at(held) - 1), held / excess
+                over, aim = max(at, grid.number(held) - 1), held / excess
                 continue
             if rounds == 0 or self._count(tried) > most:
                 break
@@ -477,13 +468,13 @@ class Search:
             if found.taken_bytes <= safe_bytes:
                 fits, bound = at, [choice.bound]
                 aim *= 1 + width  # the next choice may be smaller than its estimate by `width`
-                rest = self._choice(max(over + 1, self._at(aim)), among).assignment
+                rest = grid.fastest(max(over + 1, grid.number(aim)), among).assignment
                 worth = 1 - chooser.seconds(rest) / chooser.seconds(choice.assignment)
                 enough = found.taken_bytes >= _USED * safe_bytes or not self._effort.is_short
                 if worth < (_WORTH if enough else GAP):
                     break
                 continue
-            over = max(at, self._at(held) - 1)  # limits down to `held` have the same choice
+            over = max(at, grid.number(held) - 1)  # limits down to `held` have the same choice
             form = chooser.uniform(choice.assignment, among)
             smaller = chooser.held_bytes(form) < held
             if self._effort.is_long:  # no simulation to spare for the form while a corrected choice is expected to fit
@@ -501,7 +492,7 @@ class Search:
         for number in range(self._effort.corrections):
             if self._count(tried) > self._effort.steps or (best := _best(tried.values(), safe_bytes)) is None:
                 return
-            among = self._sets[number % min(2, len(self._sets))]
+            among = self._grid.sets[number % min(2, len(self._grid.sets))]
             chooser = Chooser(self.costs, self._link)
             best.correct(chooser)
             choice = chooser.fastest(safe_bytes, among)
@@ -510,7 +501,7 @@ class Search:
                 known, excess = tried.get(choice.assignment), self._excess(choice.assignment, tried, safe_bytes)
                 if not excess and (known is None or known.taken_bytes <= safe_bytes):
                     break
-                share = min(1 - _STEP, 1 / (excess or 1.0))
+                share = min(1 - STEP, 1 / (excess or 1.0))
                 choice = chooser.fastest(share * chooser.held_bytes(choice.assignment), among)
             if choice is None or choice.assignment in tried:
                 continue
@@ -522,49 +513,10 @@ class Search:
         """Returns whether the device's allocator reserves memory in segments."""
         return self.prove(self.costs.as_it_is).profile.reserved_peak_bytes is not None
 
-    @functools.cached_property
-    def _chooser(self) -> Chooser:
-        """Returns the chooser that is corrected by the step as written."""
-        return self._new_chooser()
-
-    def _new_chooser(self) -> Chooser:
-        chooser, as_it_is = Chooser(self.costs, self._link), self.prove(self.costs.as_it_is)
-        # Bytes reserved beyond the allocated are capped: they are due to large tensors, which planned steps may lack.
-        as_it_is.correct(chooser, int(_KEPT * as_it_is.taken_bytes))
-        return chooser
-
-    def _at(self, limit_bytes: float) -> int:
-        """Returns the number of the first grid limit that is at most `limit_bytes`."""
-        most_bytes = self.prove(self.costs.as_it_is).taken_bytes
-        return max(0, math.ceil(math.log(max(1, limit_bytes) / most_bytes) / math.log(1 - _STEP) - 1e-9))
-
-    def _last(self, among: frozenset[str]) -> int:
-        """Returns the number of the last grid limit for which a choice exists."""
-        return max(0, self._at(self._chooser.held_bytes(self._least(among).assignment)) - 1)
-
-    def _least(self, among: frozenset[str]) -> Choice:
-        if (among, -1) not in self._choices:
-            self._choices[among, -1] = self._chooser.smallest(among)
-        found = self._choices[among, -1]
-        assert found is not None
-        return found
-
-    def _choice(self, at: int, among: frozenset[str]) -> Choice:
-        """Returns the fastest choice whose estimate is at most the grid limit number `at`."""
-        if (among, at) not in self._choices:
-            limit_bytes = self.prove(self.costs.as_it_is).taken_bytes * (1 + 1e-9) * (1 - _STEP) ** at
-            # The fastest choice with groups is also the fastest without, if it changes no group.
-            with_groups = among | GROUPED
-            found = self._choice(at, with_groups) if with_groups != among and with_groups in self._sets else None
-            if found is None or self.costs.covered(found.assignment):
-                found = self._chooser.fastest(limit_bytes, among)
-            self._choices[among, at] = found
-        return self._choices[among, at] or self._least(among)  # None: the solver found no choice
-
     def _small_ones(self, among: frozenset[str], floor_bytes: int = 0) -> dict[Assignment, Proven]:
         """Returns small plans of these techniques: chosen and simulated until a step is near its lower bound."""
         if (among, floor_bytes) not in self._small:
-            chooser, tried = self._new_chooser(), {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
+            chooser, tried = self._grid.new_chooser(), {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
             for _ in range(self._effort.rounds):
                 if _reaches(tried.values(), floor_bytes):
                     break
@@ -585,28 +537,6 @@ class Search:
                 found.correct(chooser)
             self._small[among, floor_bytes] = tried
         return self._small[among, floor_bytes]
-
-    @functools.cached_property
-    def _alike(self) -> list[Assignment]:
-        """Returns the choices with one candidate for all blocks or for the whole model, as a plan by hand would have.
-
-        The costs of one block's trial say little about the waits for the link, and the fragmentation, when all blocks
-        have the candidate: such choices may be faster than their estimate. Only the solver observes the cap of the
-        link's tier.
-        """
-        paths, menus = self.costs.paths, self.costs.candidates
-        count = Counter(map(template, paths))
-        blocks = [row for row, path in enumerate(paths) if count[template(path)] > 1]
-        whole = [row for row in self.costs.groups if self._effort.is_short and not self.costs.parts[row].path]
-        found: dict[Assignment, None] = {}
-        for rows in (blocks, whole):
-            for kind in dict.fromkeys(each for row in rows for each in menus[row][1:]):
-                if self._link is None or self._link.cap_bytes is None or not kind.techniques & MOVES:
-                    chosen = {row: menus[row].index(kind) for row in rows if kind in menus[row]}
-                    found[tuple(chosen.get(row, 0) for row in range(len(menus)))] = None
-        if self._effort.is_long:  # it has simulations to spare for the smallest of them alone
-            return sorted(found, key=self._chooser.held_bytes)[: self._effort.trials]
-        return list(found)
 
     def _whole(self, assignment: Assignment) -> Trace:
         if assignment == self.costs.as_it_is:

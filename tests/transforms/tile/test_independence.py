@@ -238,7 +238,7 @@ def test_a_plan_cuts_whole_blocks_only_where_rows_are_independent(monkeypatch, t
     for coupled, refusal in ((True, "not known to compute each row"), (False, "how many rows there are")):
         engine = _planned(coupled, numbered=not coupled)
         assert not _tiles(engine)
-        assert any(refusal in reason for reason in engine.searches[0].costs.rejected.values())
+        assert any(refusal in reason for reason in engine.searches.own[0].costs.rejected.values())
 
 
 def _tiles(engine):
