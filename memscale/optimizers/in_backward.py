@@ -154,7 +154,7 @@ class _InBackward(StepPart):
             )
         for parameter in self.parameters:
             if id(parameter) in self._zeroed and parameter.grad is None:  # the plain step has zeros here
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
         self._zeroed.clear()
 
     def after_step(self) -> None:
@@ -193,7 +193,7 @@ class _InBackward(StepPart):
         self.stepped[id(parameter)] = hook.number
         self._zeroed.discard(id(parameter))
         optimizer._advance_in_backward(hook.number, parameter)
-        parameter.grad = SpentGradient(parameter, hook.title)
+        parameter.grad = SpentGradient(gradient, hook.title)
 
     def _finish(self) -> None:
         self._finished = True

@@ -148,6 +148,7 @@ class StepOnHost(StepPart):
         twins, before = [], []
         for parameter, (weights, gradient) in zip(parameters, coming, strict=True):
             twin = weights.arrived()
+            twin.grad_dtype = gradient.arrived().dtype
             twin.grad = gradient.arrived()
             before.append(state.get(parameter, {}))
             optimizer._twins[id(twin)] = parameter

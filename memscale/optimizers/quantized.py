@@ -232,6 +232,7 @@ class _Quantized(StepPart):
         for start in range(0, parameter.numel(), width):
             part, blocks = slice(start, start + width), slice(start // block, (start + width) // block)
             twin = flat[part]
+            twin.grad_dtype = gradient.dtype
             twin.grad = flat_gradient[part]
             numbers = {
                 name: self._numbers(value.view(-1)[part], before[f"{name}{LARGEST}"][blocks], moments[name])

@@ -21,9 +21,9 @@ class SpentGradient(torch.Tensor):
     title: str
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, title: str) -> SpentGradient:
+    def __new__(cls, gradient: torch.Tensor, title: str) -> SpentGradient:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device, storage_size=0
+            cls, gradient.shape, dtype=gradient.dtype, device=gradient.device, storage_size=0
         )
         made.title = title
         return made

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import memscale as ms
+from memscale.optimizers import quantized
 from memscale.simulation.measured import training_roles
 from tests.support.models import Tied
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, twins
@@ -417,3 +418,25 @@ def test_passes_before_zero_grad_do_not_count():
         return numbers(model, optimizer)
 
     assert run(ms.step_in_backward(accumulate=2)) == run(ms.identity)
+
+
+@pytest.mark.parametrize(
+    "inner", [ms.identity, ms.compensate_rounding(), ms.offload_states(tier="disk"), ms.quantize_states()]
+)
+def test_gradients_in_another_type_than_their_parameter(inner, monkeypatch):
+    """The placeholder of a gradient, and gradients of slices, had the type of the parameter."""
+    monkeypatch.setattr(quantized, "_LEAST", 16)
+    monkeypatch.setattr(quantized, "_LEAST_BYTES", 1)
+
+    def run(how):
+        model = network().bfloat16()
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        optimizer = how(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+        for number in range(4):
+            model[: 1 if number == 2 else 6](batch(number).bfloat16()).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number != 1)
+        return numbers(model, optimizer)
+
+    assert run(ms.compose(HOW, inner)) == run(inner)
