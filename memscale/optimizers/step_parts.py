@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from memscale.core import CorrectnessError, TransformError, pytrees
+from memscale.core import CorrectnessError, TransformError, pytrees, version
 from memscale.optimizers.assigned import Assigned
 from memscale.optimizers.separability import Separability, made_of, own_step
 
@@ -366,7 +366,7 @@ def options_of(group: Group) -> Group:
 def marks(states: Any) -> dict[str, tuple[int, Any]]:
     """Returns, by the name of a state, a pair that changes when the state is replaced or written to."""
     return {
-        name: (id(value), value._version if isinstance(value, torch.Tensor) else value)
+        name: (id(value), version(value) if isinstance(value, torch.Tensor) else value)
         for name, value in states.items()
     }
 

@@ -489,3 +489,20 @@ def test_states_are_those_of_the_state_dict_that_hooks_return():
         return numbers(nn.ParameterList(weights), optimizer)
 
     assert run(sorts=True) == run(sorts=False)
+
+
+@pytest.mark.parametrize("how", [ms.offload_states(), ms.step_in_groups(group_bytes=64)], ids=repr)
+def test_states_that_steps_in_inference_mode_have_made(how):
+    """They have no version by which a change would show."""
+
+    def run(transform):
+        model, optimizer = trained(ADAMW, 0)
+        for number in range(4):
+            optimizer = transform(optimizer) if number == 2 else optimizer
+            optimizer.zero_grad()
+            model(batch(number)).square().mean().backward()
+            with torch.inference_mode():
+                optimizer.step()
+        return numbers(model, optimizer)
+
+    assert run(how) == run(ms.identity)
