@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import threading
 import weakref
 from typing import Any
@@ -36,7 +37,7 @@ ATTRIBUTE = "_memscale_executor"
 DETACHED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 # Attributes that `_begin` sets anew in a copy of the executor.
-_OF_PROCESS = {"_optimizing", "_headline", "_comparison", "_server", "_lock", "_planning_thread", "_watch"}
+_OF_PROCESS = {"_optimizing", "_headline", "_comparison", "_server", "_lock", "_planning_thread", "_watch", "_call"}
 
 
 class Executor:
@@ -90,7 +91,7 @@ class Executor:
         self._caching: list[Any] = []
         self._plans = PlansByShapes()
         self._follows = not verdict.for_all
-        self._hook: Any = None  # the forward pre-hook through which a call asks for a plan
+        self._hooks: list[Any] = []  # of the forward: before it, a call asks for a plan
         self._installation = Installation(self._follows)
         self._begin(optimizer)
         self._take(verdict, None if batch is None else shapes_of(batch))
@@ -102,6 +103,8 @@ class Executor:
         self._comparison: StepComparison | None = None
         self._server: Server | None = None
         self._watch = LoopWatch()
+        # Of the call that runs: the exception handled around it, whether it is between two steps, and whether watched.
+        self._call: tuple[BaseException | None, bool, bool] | None = None
         self._lock = threading.RLock()  # held while a plan is made and installed
         self._planning_thread: int | None = None  # the id of the thread that plans, whose own calls ask for no plan
 
@@ -297,7 +300,10 @@ class Executor:
         try:
             self._caching = caches_off(model, self.config)
             if self._follows:
-                self._hook = model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+                self._hooks = [
+                    model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
+                    model.register_forward_hook(self.after_forward, always_call=True),
+                ]
             if self.config.verify_correctness and self.skipped is None:
                 check_same_numbers(model, self._install, self._uninstall, batch)
             else:
@@ -358,8 +364,8 @@ class Executor:
         self._installation = Installation(follows=False)
         self._optimizing.release()
         leave(self)
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._plans.known.clear()
         if self._server is not None:
             self._server.close()
@@ -401,7 +407,8 @@ class Executor:
                 pass
         if not torch.is_grad_enabled() or self._planning_thread is not None:
             return
-        if self._watch.watches and is_a_step_of_its_own(model):
+        watches = self._watch.watches and is_a_step_of_its_own(model)
+        if watches:
             self._watch.called(model)
         if self._plans.between_steps:
             if self._watch.finds_gradients and self._terms.loop.accumulate == 1:
@@ -418,7 +425,20 @@ class Executor:
                 return
             with self._lock:
                 self._follow(args, kwargs, shapes)
+        self._call = sys.exc_info()[1], self._plans.between_steps, watches
         self._plans.between_steps = False
+
+    def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """The forward hook: a forward that raised keeps nothing for a backward, so that its call begins no step."""
+        if torch.compiler.is_compiling() or model is not self._model() or self._call is None:
+            return
+        (handled, between_steps, watched), self._call = self._call, None
+        if output is None and sys.exc_info()[1] is not handled:
+            self._plans.between_steps |= between_steps
+            if watched:
+                self._watch.raised()
+            if self._verdict.profile is None:
+                self._plans.drop()
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes later plans for `optimizer`, which the loop steps, if the caller gave none and it is unlike AdamW."""

@@ -98,6 +98,12 @@ class PlansByShapes:
         self._waiting, self.present = self._waiting or self.present, None
         self.known.clear()
 
+    def drop(self) -> None:
+        """Drops the present plan, made for a batch that the model does not take: it says nothing of other batches."""
+        if self.present is not None:
+            self.known.pop(self.present, None)
+        self.present, self.rounds_up = None, True
+
     def find(self, shapes: Shapes) -> tuple[Verdict, Shapes] | None:
         """Returns a verdict that covers `shapes`, with the shapes for which it was made."""
         return next(((verdict, larger) for larger, verdict in self.known.items() if covers(larger, shapes)), None)

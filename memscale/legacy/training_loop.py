@@ -47,6 +47,7 @@ class LoopWatch:
         self.calls = 1
         self.steps = self._watched = 0
         self._version = self._alike = 0  # the sum of the parameters' versions, and the calls of this step with that sum
+        self._before = 1, 0  # `calls` and `_alike` before the last call
 
     @property
     def watches(self) -> bool:
@@ -56,6 +57,7 @@ class LoopWatch:
     def called(self, model: nn.Module) -> None:
         """Called before each call of `model` in a training step."""
         self._watched += 1
+        self._before = self.calls, self._alike
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if all(parameter.grad is None for parameter in trained):
             version = sum(parameter._version for parameter in trained)
@@ -64,6 +66,10 @@ class LoopWatch:
             self.calls = max(self.calls, self._alike)
         elif self._watched > 1:  # gradients in the very first call are from before the loop
             self.finds_gradients = True
+
+    def raised(self) -> None:
+        """Called where the last call raised: it keeps no activations."""
+        self.calls, self._alike = self._before
 
     def after_step(self) -> None:
         """Called after each step of the model's optimizer."""

@@ -1,5 +1,6 @@
 """wrap keeps its budget in common loops: with gradients in memory during the forward, or two calls for a backward."""
 
+import contextlib
 import itertools
 import logging
 
@@ -168,6 +169,25 @@ def test_two_calls_before_one_backward_are_named(caplog, capsys):
     assert "in the forward of one module" in caplog.text
     ms.report(model)
     assert "was called 2 times" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bad", [torch.ones(4, 3), torch.ones(512, 256, dtype=torch.float64)], ids=["shape", "dtype"])
+def test_a_call_that_raises_is_no_part_of_the_step(bad, caplog):
+    model, optimizer, x = made()
+
+    def skips_a_bad_batch(model, optimizer, x):
+        optimizer.zero_grad()
+        with contextlib.suppress(RuntimeError):
+            model(bad)
+        clears_before_backward(model, optimizer, x)
+
+    ms.wrap(model, QUIET, budget=BUDGET)
+    assert max(peaks(skips_a_bad_batch, model, optimizer, x, 3)) <= BUDGET
+    assert "before a backward" not in caplog.text
+    assert ms.Executor.of(model).plan
+    before = {name: value for name, value in made()[0].__dict__.items() if "hooks" in name}
+    ms.detach(model)
+    assert {name: model.__dict__[name] for name in before} == before
 
 
 def test_two_calls_with_a_backward_each_are_no_finding(caplog):
