@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,13 +69,21 @@ class IndependenceWatch(RowwiseWatch):
 
     Attributes:
         calls: the operators that ran, with their arguments, as text that does not contain the number of rows.
+        filled: the dimension of the rows, or None, in the result of each operator of `_FILLED`.
     """
 
     def __init__(
-        self, captures: Captures, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str
+        self,
+        captures: Captures,
+        whole: list[torch.Tensor],
+        rows: Mapping[torch.Tensor, int],
+        what: str,
+        filled: Iterable[int | None],
     ) -> None:
         super().__init__(captures, whole, rows, what)
         self.calls: list[str] = []
+        self.filled: list[int | None] = []
+        self._filled_before = iter(filled)
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_unrecorded() or not isinstance(func, internals.OpOverload):
@@ -87,11 +95,8 @@ class IndependenceWatch(RowwiseWatch):
             if rule is None and draws(func):
                 raise self._unproven(func)
             result = super().on_call(func, args, kwargs)
-            # Recurrent states begin as zeros with one entry per row, and learned queries as a parameter that is
-            # expanded to as many rows. A length that equals the number of rows by chance differs between the two runs,
-            # which then differ.
-            at = result.shape.index(self._count) if func in _FILLED and result.shape.count(self._count) == 1 else None
-            if at is not None and (func is not _EXPANDED or result.stride(at) == 0):
+            at = self._rows_of_filled(func, result) if func in _FILLED else None
+            if at is not None:
                 filled = RowDim(at)
                 self._places.note(result, filled)
                 self.calls.append(f"{spelled(func, given)} {_rows_and_sizes(result, filled)}")
@@ -125,6 +130,23 @@ class IndependenceWatch(RowwiseWatch):
                 self._places.note(tensor, place)
             self.calls.append(_rows_and_sizes(tensor, place))
         return result
+
+    def _rows_of_filled(self, func: Any, result: torch.Tensor) -> int | None:
+        """Returns the dimension of the rows in a tensor that holds one number, or one tensor repeated; or None.
+
+        Recurrent states begin as zeros with one entry per row, and learned queries as a parameter that is expanded to
+        as many rows. A length that equals the number of rows by chance differs between the two runs, which then differ.
+        Where several do (a state as wide as the batch is long), the run with another number of rows tells which.
+        """
+        found = [
+            dim
+            for dim, size in enumerate(result.shape)
+            if size == self._count and (func is not _EXPANDED or result.stride(dim) == 0)
+        ]
+        before = next(self._filled_before, None)
+        at = before if before in found else found[0] if len(found) == 1 else None
+        self.filled.append(at)
+        return at
 
     def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)  # `on_call` proves each result
@@ -177,6 +199,7 @@ def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cu
         raise TransformError(f"{what}: a hook on a gradient is not known to compute each row by itself")
     whole = [leaf for at, leaf in enumerate(leaves) if at not in cut.dims and isinstance(leaf, torch.Tensor)]
     calls: list[list[str]] = []
+    filled: list[int | None] = []
     for count in (total - 1, total):
         captures.restore()
         # Contiguous copies, because some operators branch on contiguity.
@@ -184,8 +207,10 @@ def prove(run: Callable[..., Any], parts: list[Any], captures: Captures, cut: Cu
         for at, dim in cut.dims.items():
             given[at] = leaves[at].narrow(dim, 0, count).clone(memory_format=torch.contiguous_format)
         args, kwargs = pytrees.unflatten(cut.spec, given)
-        with IndependenceWatch(captures, whole, {given[at]: dim for at, dim in cut.dims.items()}, what) as watch:
+        rows = {given[at]: dim for at, dim in cut.dims.items()}
+        with IndependenceWatch(captures, whole, rows, what, filled) as watch:
             result = run(*args, **kwargs)
+        filled = watch.filled
         dims = joined.dims(result, pytrees.flatten(result)[0], count)
         watch.check(result, dims, {each.grad_fn for each in given if isinstance(each, torch.Tensor)})
         calls.append(watch.calls)

@@ -17,6 +17,7 @@ WEIGHT, TABLE = torch.randn(WIDTH, WIDTH), torch.randn(TOKENS, TOKENS)
 LSTM, GRU = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.GRU(WIDTH, WIDTH, batch_first=True)
 TIME_FIRST = nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True)
 QUERIES, PLACES = torch.randn(3, WIDTH), torch.randn(ROWS, 1, 1)
+SQUARE, CELL = torch.randn(ROWS, WIDTH), nn.GRUCell(WIDTH, ROWS)
 
 
 def _heads(x):
@@ -58,6 +59,8 @@ INDEPENDENT = {
         0
     ],
     "queries for each": lambda x: QUERIES.expand(len(x), -1, -1) @ x.transpose(1, 2) @ x,
+    "as many queries for each as rows": lambda x: SQUARE.expand(len(x), -1, -1) @ x.transpose(1, 2) @ x,
+    "a state as wide as the batch is long": lambda x: CELL(x[:, 0], torch.zeros(len(x), ROWS)),
     "normalized by buffers": lambda x: F.batch_norm(x, torch.zeros(TOKENS), torch.ones(TOKENS)),
     "recurrent, time first": lambda x: TIME_FIRST(x.transpose(0, 1))[0].transpose(0, 1)[..., :WIDTH],
     "padded": lambda x: F.max_pool2d(F.pad(x, (1, 1))[:, None], 2),
@@ -133,6 +136,7 @@ COUPLED = {
     "a triangle of them": lambda x: x.transpose(0, -1).tril().transpose(0, -1),
     "where they are in the piece": lambda x: x + torch.arange(len(x))[:, None, None],
     "their number": lambda x: x + torch.ones(len(x), 1, 1).cumsum(0),
+    "their number, in a square": lambda x: x + torch.ones(ROWS, len(x)).cumsum(1).t()[:, :TOKENS, None],
     "random numbers": lambda x: F.dropout(x, 0.5),
     "random rows": lambda x: x * torch.rand(len(x), 1, 1),
     "random attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[
