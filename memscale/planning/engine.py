@@ -370,10 +370,12 @@ class DecisionEngine:
             found = self.searches.fastest(limit, config)
             if found is not None and (best is None or found.proven.seconds < best.proven.seconds):
                 best = found
-            near_seconds = _NEAR * self.searches.floor_seconds()
-            if found is not None and (widened == "rules" or found.proven.seconds <= near_seconds):
+            if found is not None and (widened == "rules" or self._is_near_floor(found)):
                 break
         return best, decision
+
+    def _is_near_floor(self, found: Found) -> bool:
+        return found.proven.seconds <= _NEAR * self.searches.floor_seconds()
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 
